@@ -54,8 +54,8 @@ class FailingGang:
         if failure is not None:
             environment["RANK_FAILURE"] = json.dumps(dataclasses.asdict(failure))
         self.gang.workers.clear()
-        interface = {"INTERFACE": "lo"} if self._apart else {}
-        self.gang.start({}, grace_s=8.0, base=environment, ATTEMPT=str(attempt), **interface)
+        own = [{"INTERFACE": "lo"}] if self._apart else ()
+        self.gang.start({}, grace_s=8.0, base=environment, each=own, ATTEMPT=str(attempt))
         return self.gang.workers[0].end(END_S)
 
     @property

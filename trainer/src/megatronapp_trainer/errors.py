@@ -13,6 +13,8 @@ TrainerError               1  any error of the trainer
 │   └── MessageError      68  bytes that are not a message between launchers of this gang
 ├── StoppedError          75  a worker of the gang was asked to stop before its ranks began
 ├── PeerLostError         69  this process stopped because a peer was lost
+├── TransferError          1  ranks that do not agree about a transfer, or damaged shared memory
+│   └── WeightVersionError 1  forward passes of MegaFBD with other weights than those of the step
 └── SupersededError       70  a newer attempt, or another job, owns the checkpoint directory
 """
 
@@ -117,3 +119,7 @@ class TransferTimeoutError(PeerLostError):
 
 class TransferError(TrainerError):
     """Ranks that use transfers wrongly or do not agree about them, or damaged shared memory."""
+
+
+class WeightVersionError(TransferError):
+    """Forward passes of MegaFBD with other weights than those that the step is for."""

@@ -12,9 +12,10 @@ from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import StepFeed
-from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.errors import TransferError, WeightVersionError
 from megatronapp_trainer.fbd.channels.channel import Channel
-from megatronapp_trainer.fbd.channels.commands import CREDIT, Command, Order
+from megatronapp_trainer.fbd.channels.commands import CREDIT, VERSIONS, Command, Order
+from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import receive_summary
 from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver, shipped_pass
@@ -47,7 +48,8 @@ class BackwardSchedule:
         *,
         stores: list[WeightGradientStore],
         tuner: ShipTuner,
-        sends_weights: bool,
+        manifest: TrafficManifest,
+        weight_version: Callable[[], int],
         request_stop: Callable[[], None],
     ) -> None:
         """Take a channel that is connected, and by mode a receiver of saved tensors for each chunk.
@@ -55,8 +57,9 @@ class BackwardSchedule:
         `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use;
         `tuner`: gives the mode of each step;
 
-        `sends_weights`: False if another backward rank of the forward rank has the same ones and sends them;
-        `request_stop`: called after a step in which the forward rank was asked to stop.
+        `manifest`: of this rank's channels; it has the traffic of weights unless another backward rank of the forward
+        rank has the same ones and sends them. `weight_version`: returns the optimizer steps done. `request_stop`:
+        called after a step in which the forward rank was asked to stop.
         """
         self._chunks = context.chunks
         self._observer = context.observer
@@ -75,10 +78,13 @@ class BackwardSchedule:
         self._tuner = tuner
         self._mode = context.config.ship_modes[0]
         self._switch = ShipSwitch(context.config, context.chunks)
-        self._sends_weights = sends_weights
+        self._manifest = manifest
+        self._weight_version = weight_version
+        self._sent_version: int | None = None
         self._request_stop = request_stop
         self._step = 0
-        self._weights_have_changed = True
+        self._order = Order(Command.END)
+        """The last command."""
         self._pending_weights: collections.deque[Pass] = collections.deque()
         self._reports: dict[int, torch.Tensor] = {}
         self._scale = torch.ones((), device=next(context.chunks[0].parameters()).device)
@@ -94,8 +100,6 @@ class BackwardSchedule:
             self._mode = self._tuner.begin_step(num_microbatches)
             self._switch.set(self._mode)  # for what backward passes recompute
             self._command(Order(Command.TRAIN, num_microbatches, ship=self._mode))
-            self._weights_have_changed = True  # by the optimizer, after this step
-            self._channel.received.clear()
             for store in self._stores:
                 store.begin_step(num_microbatches)
             for backward_pass in backward_order(self._stage.placement, num_microbatches, self._stage.rank):
@@ -111,9 +115,11 @@ class BackwardSchedule:
         """Let the forward ranks evaluate; returns the reports of the loss by microbatch on the last stage."""
         with self._failing_at_once(), self._channel.unobserved():
             self._command(Order(Command.EVALUATE, num_microbatches, split_of(feed.iterator)))
-            if not self._stage.is_last(len(self._chunks) - 1):
-                return []
-            return [self._report(microbatch).clone() for microbatch in range(num_microbatches)]
+            reports = []
+            if self._stage.is_last(len(self._chunks) - 1):
+                reports = [self._report(microbatch).clone() for microbatch in range(num_microbatches)]
+            self._refuse_other_traffic()
+            return reports
 
     @contextlib.contextmanager
     def _failing_at_once(self) -> Iterator[None]:
@@ -130,11 +136,19 @@ class BackwardSchedule:
         self._channel.close()
 
     def _command(self, order: Order) -> None:
+        """Command the forward rank, and start to send it the weights if the optimizer has changed them.
+
+        No rank waits for their delivery here: the forward rank waits for all of them before its first pass.
+        """
         self._step += 1
-        self._channel.append(order._replace(sends_weights=self._weights_have_changed).pack())
-        if self._weights_have_changed and self._sends_weights:
-            send_weights(self._channel, self._chunks, self._step)
-        self._weights_have_changed = False
+        version = self._weight_version() % VERSIONS
+        self._order = order._replace(version=version, sends_weights=version != self._sent_version)
+        self._channel.sent.clear()
+        self._channel.received.clear()
+        self._channel.append(self._order.pack())
+        if self._order.sends_weights and self._manifest.weights:
+            send_weights(self._channel, self._chunks, self._step, version)
+        self._sent_version = version
 
     def _run(self, backward_pass: Pass, num_microbatches: int) -> None:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
@@ -214,11 +228,18 @@ class BackwardSchedule:
             self._observer.end(kind)
 
     def _end_of_forward(self) -> float:
-        """Compare what the forward rank has sent with what has arrived, and take over its random states.
+        """Compare messages and weights with those of the step, and take over the forward rank's random states.
 
-        Returns the length of its passes of a microbatch.
+        The forward rank has answered, so that no weight is on its way any more when the optimizer changes it. Returns
+        the length of its passes of a microbatch.
         """
         summary = receive_summary(self._channel, self._forward_rank, self._step)
+        due = {self._order.version: self._order.num_microbatches * len(self._chunks)}
+        if summary.versions != due:
+            raise WeightVersionError(
+                f"command {self._step}: by version of the weights, rank {self._forward_rank} has run forward passes "
+                f"{summary.versions}, and the step has {due}"
+            )
         for kind, messages, size in summary.counts:
             here = self._channel.received.of(self._forward_rank, kind)
             if kind is not MessageKind.SUMMARY and here != (messages, size):
@@ -226,11 +247,18 @@ class BackwardSchedule:
                     f"step {self._step}: rank {self._forward_rank} has sent {messages} messages of {kind.name.lower()} "
                     f"with {size} bytes, and {here[0]} with {here[1]} have come"
                 )
-        self._channel.refuse_unread(self._step)
+        self._refuse_other_traffic()
         random_states.restore(random_states.capture() | summary.states)
         if summary.stop_requested:
             self._request_stop()
         return summary.forward_seconds
+
+    def _refuse_other_traffic(self) -> None:
+        """Raise TransferError if there were other messages since the command than it has."""
+        channel, expected = self._channel, expected_traffic(self._manifest, self._order)
+        refuse_other_traffic(channel.sent, expected.sent, step=self._step, sent=True)
+        refuse_other_traffic(channel.received, expected.received, step=self._step, sent=False)
+        channel.refuse_unread(self._step)
 
     def _finish(self) -> list[torch.Tensor]:
         """Reduce the gradients. Returns the reports by microbatch, on the last stage."""

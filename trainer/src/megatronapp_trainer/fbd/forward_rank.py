@@ -1,8 +1,9 @@
 """A forward rank: it runs what its backward ranks command, ships what autograd saves, and keeps nothing."""
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -11,9 +12,10 @@ from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
-from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.errors import TransferError, WeightVersionError
 from megatronapp_trainer.fbd.channels.channel import Channel
-from megatronapp_trainer.fbd.channels.commands import Command, Order, Split
+from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order, Split
+from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
@@ -41,6 +43,8 @@ class Replica:
     states: dict[str, object]
     """Random states with which its next forward pass begins."""
     credits: int = 0
+    versions: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Passes of the step by the version of the weights that they used."""
     credited: Iterator[Pass] = dataclasses.field(default_factory=lambda: iter(()))
     """Backward passes of the step, in the order of their credits, for which none has arrived."""
 
@@ -56,11 +60,15 @@ class ForwardRank:
         replicas: list[Replica],
         senders: dict[ShipMode, list[ShipmentSender]],
         *,
+        manifest: TrafficManifest,
         iteration: int,
         observer: StepObserver | None,
         stop_requested: Callable[[], bool],
     ) -> None:
-        """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks."""
+        """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
+
+        `manifest`: of its channels.
+        """
         self._run = run
         self._family = model_family(run.config)
         self._stage = stage
@@ -70,12 +78,17 @@ class ForwardRank:
         self._senders: list[ShipmentSender] = []
         """Senders of the step's mode."""
         self._switch = ShipSwitch(run.config, run.state.chunks)
+        self._manifest = manifest
         self._iteration = iteration
         self._observer = observer
         self._stop_requested = stop_requested
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
         self._step = 0
+        self._order = Order(Command.END)
+        """The last command."""
+        self._version: int | None = None
+        """Version of the weights; None before the first ones."""
 
     def close(self) -> None:
         """End the records of the observer."""
@@ -93,6 +106,7 @@ class ForwardRank:
             while (order := self._next_order()).command is not Command.END:
                 if order.sends_weights:
                     self._receive_weights()
+                self._refuse_other_weights()
                 if order.command is Command.TRAIN:
                     self._senders = self._all_senders[order.ship]
                     self._switch.set(order.ship)
@@ -107,19 +121,32 @@ class ForwardRank:
 
     def _next_order(self) -> Order:
         self._step += 1
+        self._channel.sent.clear()
+        self._channel.received.clear()
         orders = [Order.unpack(self._channel.next_number(partner)) for partner in self._channel.partners]
         if len(set(orders)) > 1:
             raise TransferError(
                 f"command {self._step}: backward ranks {list(self._channel.partners)} command {orders}; they must agree"
             )
-        return orders[0]
+        self._order = orders[0]
+        return self._order
 
     def _receive_weights(self) -> None:
         chunks, partners = self._run.state.chunks, self._replicas[0].partners
         if len(partners) > 1:
-            receive_weight_parts(self._channel, chunks, self._step)
+            version = receive_weight_parts(self._channel, chunks, self._step)
         else:
-            receive_weights(self._channel, partners[0], chunks, self._step)
+            version = receive_weights(self._channel, partners[0], chunks, self._step)
+        self._version = version % VERSIONS
+
+    def _refuse_other_weights(self) -> None:
+        """Raise WeightVersionError if the weights are not those of the command."""
+        if self._version != self._order.version:
+            raise WeightVersionError(
+                f"command {self._step}: it is for the weights after {self._order.version} optimizer steps, and those "
+                f"of rank {self._run.layout.global_rank} are of {self._version}, sent by rank "
+                f"{self._replicas[0].partners[0]}"
+            )
 
     def _run_step(self, num_microbatches: int) -> None:
         if self._observer is None:
@@ -131,7 +158,6 @@ class ForwardRank:
         self._iteration += 1
 
     def _train(self, num_microbatches: int) -> None:
-        self._channel.sent.clear()
         self._clock.begin_step({})
         placement, rank = self._stage.placement, self._stage.rank
         feeds = [
@@ -139,6 +165,7 @@ class ForwardRank:
             for replica in self._replicas
         ]
         for replica in self._replicas:
+            replica.versions.clear()
             replica.credits = places(placement, num_microbatches, rank)
             replica.credited = iter(backward_order(placement, num_microbatches, rank))
         passes = forward_order(placement, num_microbatches, rank)
@@ -147,10 +174,23 @@ class ForwardRank:
                 self._await_credit(replica)
                 self._run_and_ship(forward_pass, index, feeds[index])
         seconds = self._forward_seconds(num_microbatches)
+        self._refuse_other_sent(without={MessageKind.SUMMARY})  # before a wait for credits that a lost message delays
         for replica in self._replicas:
             for _ in range(min(places(placement, num_microbatches, rank), len(passes))):
                 self._take_credit(replica)
             self._send_summaries(replica, seconds)
+        self._refuse_other_sent()
+        self._refuse_other_received()
+
+    def _refuse_other_sent(self, without: Collection[MessageKind] = ()) -> None:
+        """Raise TransferError if other messages were sent than the command has."""
+        expected = expected_traffic(self._manifest, self._order).sent
+        refuse_other_traffic(self._channel.sent, expected, step=self._step, sent=True, without=without)
+
+    def _refuse_other_received(self) -> None:
+        """Raise TransferError if other messages were received than the command has."""
+        expected = expected_traffic(self._manifest, self._order).received
+        refuse_other_traffic(self._channel.received, expected, step=self._step, sent=False)
 
     def _forward_seconds(self, num_microbatches: int) -> float:
         """Return the mean of a microbatch; on a device wait for the last pass, after which it has nothing to do."""
@@ -165,6 +205,7 @@ class ForwardRank:
         for partner in replica.partners:
             summary = StepSummary(
                 counts=[(kind, *self._channel.sent.of(partner, kind)) for kind in MessageKind],
+                versions=dict(replica.versions),
                 states=states,
                 stop_requested=self._stop_requested(),
                 forward_seconds=forward_seconds,
@@ -191,6 +232,8 @@ class ForwardRank:
         self._clock.end()
         if self._observer is not None:
             self._observer.end(RecordKind.FORWARD)
+        assert self._version is not None
+        replica.versions[self._version] += 1
         self._pass_on(result, replica, item, chunk)
 
     def _evaluate(self, order: Order) -> None:
@@ -217,6 +260,8 @@ class ForwardRank:
                         is_last_stage=self._stage.is_last(chunk),
                     )
                     self._pass_on(result, replica, item, chunk)
+        self._refuse_other_sent()
+        self._refuse_other_received()
 
     def _received(self, item: int, chunk: int) -> torch.Tensor | None:
         """Wait for the input of a chunk; None on the first stage."""

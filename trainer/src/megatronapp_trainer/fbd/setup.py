@@ -19,6 +19,7 @@ from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
 from megatronapp_trainer.fbd.channels.agreement import agree
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import Split
+from megatronapp_trainer.fbd.channels.expected import TrafficManifest
 from megatronapp_trainer.fbd.channels.plan import channel_plan
 from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.fbd.example_passes import ExamplePasses
@@ -34,11 +35,12 @@ from megatronapp_trainer.fbd.graph.shipments import (
     destination_of,
     shipment_layout,
 )
-from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices
+from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices, weight_part
 from megatronapp_trainer.fbd.orders import places
 from megatronapp_trainer.fbd.remote_data import remote_iterators
 from megatronapp_trainer.fbd.stage import Stage, stage_of
 from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
+from megatronapp_trainer.fbd.weights import weight_traffic
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout
@@ -105,7 +107,6 @@ def build_backward_schedule(
         PeerLostError: a rank did not connect.
     """
     config, layout = run.config, run.layout
-    (partner,) = _world(layout).partners(layout.global_rank)
     stage = stage_of(layout)
     stores = install_split_backward(run.state.chunks)  # before the graphs, which call the layers as they are then
     receivers: dict[ShipMode, list[ShipmentReceiver]] = {}
@@ -123,8 +124,6 @@ def build_backward_schedule(
     channel = _connect(run, stage, layouts, observer)
     if observer is not None:
         observe_megatron(run, observer)
-    is_first = _world(layout).partners(partner)[0] == layout.global_rank
-    sends_weights = is_first or _world(layout).merged
     clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
     context = ScheduleContext(
         config=config,
@@ -144,7 +143,8 @@ def build_backward_schedule(
         receivers,
         stores=stores,
         tuner=ShipTuner(ship_bytes, _world(layout), clock, publishing),
-        sends_weights=sends_weights,
+        manifest=_backward_manifest(run, stage, channel, receivers),
+        weight_version=lambda: run.state.iteration,
         request_stop=request_stop,
     )
 
@@ -194,10 +194,58 @@ def build_forward_rank(
         channel,
         replicas,
         senders,
+        manifest=_forward_manifest(run, stage, channel, destinations),
         iteration=starts[0].iteration,
         observer=observer,
         stop_requested=stop_requested,
     )
+
+
+def _backward_manifest(
+    run: TrainingRun, stage: Stage, channel: Channel, receivers: dict[ShipMode, list[ShipmentReceiver]]
+) -> TrafficManifest:
+    world, (partner,) = _world(run.layout), channel.partners
+    sends_weights = world.merged or world.partners(partner)[0] == run.layout.global_rank
+    return TrafficManifest(
+        is_forward=False,
+        stage=stage,
+        partners=(partner,),
+        activation_bytes=channel.activation.bytes,
+        shipments={
+            mode: {partner: tuple(receiver.traffic for receiver in of_mode)} for mode, of_mode in receivers.items()
+        },
+        weights={partner: weight_traffic(_parameters(run))} if sends_weights else {},
+    )
+
+
+def _forward_manifest(
+    run: TrainingRun, stage: Stage, channel: Channel, destinations: dict[ShipMode, list[list[Destination]]]
+) -> TrafficManifest:
+    partners, is_merged = channel.partners, _world(run.layout).merged
+    senders = partners if is_merged else partners[:1]
+    parts = {
+        partner: [weight_part(parameter, place, len(senders)) for parameter in _parameters(run)]
+        for place, partner in enumerate(senders)
+    }
+    return TrafficManifest(
+        is_forward=True,
+        stage=stage,
+        partners=partners,
+        replicas=1 if is_merged else len(partners),
+        activation_bytes=channel.activation.bytes,
+        shipments={
+            mode: {
+                partner: tuple(of_chunk[place].layout.traffic for of_chunk in of_mode)
+                for place, partner in enumerate(partners)
+            }
+            for mode, of_mode in destinations.items()
+        },
+        weights={partner: weight_traffic(own) for partner, own in parts.items()},
+    )
+
+
+def _parameters(run: TrainingRun) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in run.state.chunks for parameter in chunk.parameters()]
 
 
 def _destinations(

@@ -16,10 +16,10 @@ import torch
 
 from megatronapp_common.names import Env
 from megatronapp_common.trace import RecordKind, TransferPath
-from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.errors import TransferError, TransferTimeoutError
 from megatronapp_trainer.fbd.channels.agreement import ChannelPaths
 from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind
-from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, ChannelPlan
+from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, NUMBER_BYTES, ChannelPlan
 from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
 from megatronapp_trainer.pipeline.transport.network import UcxPeers
@@ -101,13 +101,14 @@ class Channel:
 
         `target`: the pass that takes it.
         """
-        with contextlib.nullcontext() if self._observer is None else self._observer.waiting():
+        with contextlib.nullcontext() if self._observer is None else self._observer.waiting(), _named(peer, key):
             message = self._of(key.kind).receive(peer, key.pack(), spec)
         return self._handed_out(message, key, spec, target)
 
     def poll(self, peer: int, key: MessageKey, spec: TensorSpec, target: PassKey | None = None) -> torch.Tensor | None:
         """Return a message if it has arrived."""
-        message = self._of(key.kind).poll(peer, key.pack(), spec)
+        with _named(peer, key):
+            message = self._of(key.kind).poll(peer, key.pack(), spec)
         return None if message is None else self._handed_out(message, key, spec, target)
 
     def path_from(self, peer: int) -> TransferPath:
@@ -123,11 +124,14 @@ class Channel:
             for partner in self.partners:
                 stack.enter_context(self._sending(partner, target, 0))
             self._control.append(number)
+        for partner in self.partners:
+            self.sent.add(partner, MessageKind.COMMAND, NUMBER_BYTES)
 
     def next_number(self, partner: int, target: PassKey | None = None) -> int:
         """Wait for the next number of a partner."""
         with contextlib.nullcontext() if self._observer is None else self._observer.waiting():
             number = self._control.next_decision(partner)
+        self.received.add(partner, MessageKind.COMMAND, NUMBER_BYTES)
         if self._observer is not None and target is not None:
             now_ns = time.monotonic_ns()
             self._observer.arrived(target, ObservedCopy(partner, 0, now_ns, now_ns, path=self._paths[partner]))
@@ -184,6 +188,16 @@ class Channel:
 
     def _of(self, kind: MessageKind) -> TensorTransport:
         return self._bulk if kind is MessageKind.SAVED else self._control
+
+
+@contextlib.contextmanager
+def _named(peer: int, key: MessageKey) -> Iterator[None]:
+    """Name the message in errors of the transport, which knows its key as a number alone."""
+    try:
+        yield
+    except (TransferTimeoutError, TransferError) as error:
+        name = f"{key.kind.name.lower()} {key.item} of chunk {key.chunk}, part {key.part}, of command {key.step}"
+        raise type(error)(f"{name} from rank {peer}: {error}") from error
 
 
 def _options(plan: ChannelPlan, paths: ChannelPaths, name: str, slot_bytes: int, *, slots: int) -> TransportOptions:

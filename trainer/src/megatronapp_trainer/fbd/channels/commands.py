@@ -26,7 +26,9 @@ class Split(enum.IntEnum):
     TEST = 1
 
 
-_COUNT_BITS, _SPLIT_BITS, _MODE_BITS = 24, 2, 2
+_COUNT_BITS, _SPLIT_BITS, _MODE_BITS, _VERSION_BITS = 24, 2, 2, 24
+VERSIONS = 1 << _VERSION_BITS
+"""Number of different versions of the weights in orders."""
 _MODES = tuple(ShipMode)
 
 
@@ -41,11 +43,14 @@ class Order(NamedTuple):
     """Weights have changed since the last command, and follow."""
     ship: ShipMode = ShipMode.SAVED
     """Mode of shipping of a training step."""
+    version: int = 0
+    """Optimizer steps of the weights that the passes use, modulo 2^24."""
 
     def pack(self) -> int:
         """Return the order as a number of 64 bits."""
         number = self.command << 1 | self.sends_weights
         for value, bits in (
+            (self.version, _VERSION_BITS),
             (_MODES.index(self.ship), _MODE_BITS),
             (self.split, _SPLIT_BITS),
             (self.num_microbatches, _COUNT_BITS),
@@ -57,11 +62,11 @@ class Order(NamedTuple):
     def unpack(cls, number: int) -> Self:
         """Return the order that `pack` made a number of."""
         fields = []
-        for bits in (_COUNT_BITS, _SPLIT_BITS, _MODE_BITS):
+        for bits in (_COUNT_BITS, _SPLIT_BITS, _MODE_BITS, _VERSION_BITS):
             fields.append(number & (1 << bits) - 1)
             number >>= bits
-        count, split, mode = fields
-        return cls(Command(number >> 1), count, Split(split), bool(number & 1), _MODES[mode])
+        count, split, mode, version = fields
+        return cls(Command(number >> 1), count, Split(split), bool(number & 1), _MODES[mode], version)
 
 
 CREDIT = Order(Command.CREDIT).pack()

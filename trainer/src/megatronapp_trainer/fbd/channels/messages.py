@@ -13,7 +13,7 @@ class MessageKind(enum.IntEnum):
     """Contents of a message."""
 
     COMMAND = 0
-    """Work that forward ranks do next."""
+    """Work that forward ranks do next, and credits; numbers of 64 bits, of which each reader reads all in order."""
     WEIGHTS = 1
     """Parameters of a chunk, from a backward to a forward rank."""
     ACTIVATION = 2
@@ -66,6 +66,17 @@ class MessageKey(NamedTuple):
         return cls(MessageKind(kind), step, item, chunk, part)
 
 
+class Traffic(NamedTuple):
+    """Number of messages, and of their bytes."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def times(self, count: int) -> "Traffic":
+        """Return the traffic of this many repetitions."""
+        return Traffic(count * self.messages, count * self.bytes)
+
+
 class MessageCounts:
     """Messages and bytes by peer and kind, to be compared between the two ends."""
 
@@ -81,9 +92,14 @@ class MessageCounts:
         if copied_ns is not None:
             self._copies.append((kind, copied_ns))
 
-    def of(self, peer: int, kind: MessageKind) -> tuple[int, int]:
+    def of(self, peer: int, kind: MessageKind) -> Traffic:
         """Return messages and bytes of a kind exchanged with a peer."""
-        return self._messages[peer, kind], self._bytes[peer, kind]
+        return Traffic(self._messages[peer, kind], self._bytes[peer, kind])
+
+    @property
+    def counted(self) -> set[tuple[int, MessageKind]]:
+        """Return the peers and kinds of which there are messages."""
+        return set(self._messages)
 
     def copies(self, kind: MessageKind) -> list[tuple[int, int]]:
         """Return start and end of the copies of received messages of a kind, in nanoseconds."""

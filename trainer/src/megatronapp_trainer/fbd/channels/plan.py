@@ -15,6 +15,8 @@ from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 CONTROL_SLOTS = 16
 WEIGHT_PART_BYTES = 4 << 20
 """Most bytes of parameters in a message: small enough that copying in and out overlap."""
+NUMBER_BYTES = 8
+"""Bytes of a command or credit."""
 SUMMARY_BYTES = 64 << 10
 """Bytes of the summary of a step: room for random states of the host and of a device."""
 

@@ -20,6 +20,8 @@ class StepSummary:
 
     counts: list[tuple[MessageKind, int, int]]
     """Kind, messages and bytes that it has sent in the step."""
+    versions: dict[int, int]
+    """Passes of the receiver's replica by the version of the weights that they used."""
     states: dict[str, object]
     """Its random states, which a checkpoint of this step has; without megatron-core's tracker if the receiver keeps its
     own."""

@@ -8,7 +8,7 @@ import torch
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.fbd.channels.channel import Channel
-from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind, Traffic
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
@@ -40,6 +40,11 @@ class ShipmentLayout:
     """Offset in the last shipment, and bytes, of each state."""
     ends_with_report: bool
     """True for a chunk whose report of the loss is sent after its shipments."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return messages and bytes of a pass."""
+        return Traffic(len(self.sizes), sum(self.sizes))
 
     def announced(self, shipment: int, microbatch: int, chunk: int) -> PassKey | None:
         """Return the pass that is complete with a shipment, for traces; None if more of it follows."""
@@ -190,6 +195,11 @@ class ShipmentReceiver:
         self._layout = layout
         self._chunk = chunk
         self._shipments: list[torch.Tensor] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return messages and bytes of a pass."""
+        return self._layout.traffic
 
     def messages(self, step: int, microbatch: int) -> list[tuple[MessageKey, TensorSpec, PassKey | None]]:
         """Return keys and forms of the shipments of a pass, in order; with the last one the pass."""

@@ -1,0 +1,171 @@
+"""Traffic of a step: known beforehand, equal on both ends of each channel, and checked by each of them."""
+
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fbd_worlds import manifest_of, worlds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.topology import FbdWorld, RankRole, Topology
+from megatronapp_trainer.config.fbd import ShipMode
+from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.commands import Command, Order
+from megatronapp_trainer.fbd.channels.expected import (
+    ExpectedTraffic,
+    expected_traffic,
+    refuse_other_traffic,
+)
+from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind, Traffic
+
+RunRanks = Callable[..., list[Any]]
+orders = st.builds(
+    Order,
+    st.sampled_from([Command.TRAIN, Command.EVALUATE]),
+    st.integers(1, 6),
+    sends_weights=st.booleans(),
+    ship=st.just(ShipMode.SAVED),
+)
+
+
+@given(worlds(), st.integers(1, 3), orders)
+def test_both_ends_of_each_channel_expect_the_same(world: FbdWorld, chunks: int, order: Order) -> None:
+    chunks = chunks if world.trained.pipeline > 1 else 1
+    traffic = [expected_traffic(manifest_of(world, rank, chunks), order) for rank in range(world.world_size)]
+    sent: dict[Any, Traffic] = {}
+    received: dict[Any, Traffic] = {}
+    for rank, of_rank in enumerate(traffic):
+        sent |= {(rank, peer, kind): found for (peer, kind), found in of_rank.sent.items() if found.messages}
+        received |= {(peer, rank, kind): found for (peer, kind), found in of_rank.received.items() if found.messages}
+    assert sent == received
+    assert total(sent, MessageKind.GRADIENT) == boundaries(world, chunks, order, RankRole.BACKWARD)
+    assert total(sent, MessageKind.ACTIVATION) == boundaries(world, chunks, order, RankRole.FORWARD)
+    assert total(sent, MessageKind.SUMMARY) == (world.backward_ranks if order.command is Command.TRAIN else 0)
+
+
+def total(traffic: dict[Any, Traffic], of_kind: MessageKind) -> int:
+    return sum(found.messages for (_, _, kind), found in traffic.items() if kind is of_kind)
+
+
+def boundaries(world: FbdWorld, chunks: int, order: Order, role: RankRole) -> int:
+    """Messages between stages: one at each boundary of each pipeline, in each microbatch."""
+    if role is RankRole.BACKWARD and order.command is not Command.TRAIN:
+        return 0
+    tensor = world.topology_of(role).tensor
+    return (world.trained.pipeline * chunks - 1) * order.num_microbatches * world.trained.data * tensor
+
+
+PAIR = FbdWorld(trained=Topology(), merged=False)
+STEP = Order(Command.TRAIN, 4, sends_weights=True)
+
+
+def counted(traffic: dict[tuple[int, MessageKind], Traffic]) -> MessageCounts:
+    counts = MessageCounts()
+    for (peer, kind), found in traffic.items():
+        for index in range(found.messages):
+            counts.add(peer, kind, found.bytes - index * (found.bytes // found.messages) if index == 0 else 0)
+    return counts
+
+
+def pair(rank: int) -> ExpectedTraffic:
+    return expected_traffic(manifest_of(PAIR, rank, 1), STEP)
+
+
+@given(st.sampled_from([0, 1]), st.booleans(), st.data())
+def test_each_difference_is_an_error_that_names_kind_and_rank(rank: int, sent: bool, data: st.DataObject) -> None:
+    expected = pair(rank).sent if sent else pair(rank).received
+    refuse_other_traffic(counted(expected), expected, step=7, sent=sent)
+    kind = data.draw(st.sampled_from([kind for (_, kind), found in expected.items() if found.messages]))
+    due, peer = expected[1 - rank, kind], 1 - rank
+    changed = {
+        "missing": Traffic(due.messages - 1, due.bytes) if due.messages > 1 else Traffic(),
+        "extra": Traffic(due.messages + 1, due.bytes),
+        "other size": Traffic(due.messages, due.bytes + 1),
+    }
+    found = changed[data.draw(st.sampled_from(list(changed)))]
+    direction = "sent to" if sent else "received from"
+    message = rf"command 7: {found.messages} messages of {kind.name.lower()} with .* were {direction} rank {peer}, and "
+    with pytest.raises(TransferError, match=message):
+        refuse_other_traffic(counted({**expected, (peer, kind): found}), expected, step=7, sent=sent)
+
+
+def test_a_kind_that_a_step_does_not_have_is_an_error() -> None:
+    expected = pair(0).received
+    counts = counted(expected)
+    counts.add(1, MessageKind.GRADIENT, 8)
+    with pytest.raises(TransferError, match="1 messages of gradient with 8 bytes were received from rank 1"):
+        refuse_other_traffic(counts, expected, step=1, sent=False)
+
+
+FAULTS = {
+    "missing": "saved 2 of chunk 0, part 0, of command 2 from rank 1: receive from rank 1, key .* nothing within",
+    "extra": r"MessageKey\(kind=<MessageKind.SAVED.*, item=9.* has arrived from rank 1",
+    "resized": "saved 2 of chunk 0, part 0, of command 2 from rank 1: key .* has 60 bytes, and .* are 64",
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("fault", FAULTS)
+def test_messages_that_a_forward_rank_does_not_owe_are_errors_of_the_receiver(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, fault: str
+) -> None:
+    environment = {"MEGATRONAPP_SHM_DIR": str(tmp_path)}
+    (text, _) = run_ranks(2, exchanged, fault, environment=environment)
+    assert re.search(FAULTS[fault], text)
+
+
+def exchanged(fault: str) -> str:
+    """Send four shipments from rank 1 to rank 0, with a fault; returns the error of rank 0."""
+    import os
+
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+    from megatronapp_trainer.fbd.channels.agreement import agree
+    from megatronapp_trainer.fbd.channels.channel import Channel
+    from megatronapp_trainer.fbd.channels.plan import ChannelPlan
+    from megatronapp_trainer.fbd.channels.start import StartExchange
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+    rank = int(os.environ["RANK"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    spec = TensorSpec((64,), torch.uint8)
+    plan = ChannelPlan(
+        rank=rank,
+        unit=1,
+        partners=(1 - rank,),
+        leads=rank == 0,
+        neighbours=(),
+        activation=spec,
+        control_bytes=64,
+        shipment_bytes=64,
+        shipments=8,
+        deadline_s=30.0 if rank == 1 else 2.0,
+        device=None,
+        threads=1,
+    )
+    exchange = StartExchange(store, rank, 2)
+    channel = Channel(plan, agree(plan, exchange), exchange)
+    keys = [MessageKey(MessageKind.SAVED, 2, item) for item in range(4)]
+    text = ""
+    if rank == 1:
+        for key in keys:
+            if not (fault == "missing" and key.item == 2):
+                size = 60 if fault == "resized" and key.item == 2 else 64
+                channel.send(0, key, torch.zeros(size, dtype=torch.uint8))
+        if fault == "extra":
+            channel.send(0, keys[0]._replace(item=9), torch.zeros(64, dtype=torch.uint8))
+    exchange.gather("sent", None)
+    if rank == 0:
+        try:
+            for key in keys:
+                channel.receive(1, key, spec)
+            channel.refuse_unread(2)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    exchange.gather("received", None)
+    channel.close(drain=False)
+    return text
