@@ -8,6 +8,7 @@ import rendered
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import megatron_arguments
+from megatronapp_common.job.shipment_memory import shipment_bytes
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, Env
 from megatronapp_operator.backends.kubernetes import render
 
@@ -188,6 +189,33 @@ def test_shared_memory_has_space_for_the_messages_of_megadpp() -> None:
     volumes = {volume["name"]: volume for volume in worker["spec"]["volumes"]}
     assert volumes["shm"]["emptyDir"]["sizeLimit"] == str(6 << 30), "the ranks name what is missing"
     assert size_of(dpp_of(262144, shm={"sizeLimit": "37Gi"})) == "37Gi"
+
+
+def test_shared_memory_has_space_for_the_messages_of_megafbd() -> None:
+    model = {"type": "gpt", "numLayers": 32, "hiddenSize": 4096, "numAttentionHeads": 32, "vocabSize": 64}
+    patch: rendered.Object = {
+        "nodes": 1,
+        "procPerNode": 3,
+        "fbd": {"enabled": True, "backwardPerForward": 2},
+        "model": {**model, "seqLength": 512},
+        "training": {"microBatchSize": 1, "globalBatchSize": 8, "trainIters": 1, "lr": 1e-3},
+    }
+
+    def sizes(more: rendered.Object) -> list[str]:
+        job = rendered.make_job(rendered.joined(patch, more))
+        pods = [rendered.make_worker(job, index)["spec"] for index in range(job.world.nodes)]
+        volumes = [volume for pod in pods for volume in pod["volumes"] if volume["name"] == "shm"]
+        return [volume["emptyDir"]["sizeLimit"] for volume in volumes]
+
+    job = rendered.make_job(patch)
+    layer = 512 * (4 * (8 * 4096 + 2 * 4096) + 4 * (8 * 4096 + 5 * 4 * 4096) + 16 * 32) + (64 << 10)
+    places = 2 * 2 * 3 * 34 * layer
+    messages = shipment_bytes(job, job.world.worker_groups[0])
+    assert places < messages < places + (1 << 30), "three passes of 32 layers for two partners, counted on both ends"
+    assert sizes({}) == [str(messages + (1 << 30))]
+    assert sizes({"gpusPerNode": 3}) == ["16Gi"], "slots are in memory of the devices"
+    apart = {"procPerNode": 2, "fbd": {"forward": {"resources": {"limits": {"memory": "10Gi"}}}}}
+    assert sizes(apart) == ["16Gi", str(5 << 30)], "messages of other workers are in memory of the receiver"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.inbox_memory import inbox_bytes
+from megatronapp_common.job.shipment_memory import shipment_bytes
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
@@ -21,15 +22,15 @@ JOB = "/run/megatronapp/job"
 JOB_KEY = "job.yaml"
 DEFAULT_SHM = "16Gi"
 BESIDES_MESSAGES = "1Gi"
-"""Space for trace rings, documents and data loaders, which the messages of MegaDPP leave free."""
+"""Space for trace rings, documents and data loaders, which the messages of MegaDPP and MegaFBD leave free."""
 
 
 def shm_size(draft: WorkerDraft) -> str:
     """Return the size of the memory volume.
 
-    It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP need,
-    and stays below the limit. A limit that the messages alone exceed is refused at admission; one of podTemplate is
-    not, and the ranks then say at their start that the space is too small.
+    It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP or
+    MegaFBD need, and stays below the limit. If the messages alone exceed the limit, the ranks refuse the space at their
+    start.
     """
     given = draft.spec.shm.size_limit
     if given is not None:
@@ -38,7 +39,7 @@ def shm_size(draft: WorkerDraft) -> str:
     size = quantity_value(DEFAULT_SHM)
     if limit is not None:
         size = min(size, fractions.Fraction(int(limit / 2)))
-    messages = inbox_bytes(draft.job)
+    messages = inbox_bytes(draft.job) + shipment_bytes(draft.job, draft.group)
     if messages and (limit is None or messages < limit):
         needed = messages + quantity_value(BESIDES_MESSAGES)
         most = needed if limit is None else (messages + limit) / 2
