@@ -28,12 +28,15 @@ CASES = {
     "sequence-parallel": f"{STILL} --sequence-parallel",
     "llama": f"{STILL} {LLAMA}",
     "llama-sequence-parallel": f"{STILL} {LLAMA} --sequence-parallel",
+    "bf16": f"{STILL} --bf16",
     "local": f"{STILL} --transformer-impl local --openai-gelu --sequence-parallel",
     "full-recompute": "--attention-dropout 0 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     "selective-recompute": f"{STILL} --recompute-granularity selective --sequence-parallel",
 }
-FIRST = ("dropout", "llama-sequence-parallel", "local", "full-recompute")
+FIRST = ("dropout", "llama-sequence-parallel", "bf16", "local", "full-recompute")
+TOLERANCES = {"bf16": 2e-2}
+"""Where sums are rounded to fewer bits; 1e-5 elsewhere."""
 
 
 def flags_of(case: str, ranks: int) -> str:
@@ -108,7 +111,7 @@ def test_gradients_from_a_merged_forward_are_those_of_tensor_parallelism(
     for rank, results in enumerate(run_ranks(ranks, compare, cases, ranks, str(tmp_path))):
         assert list(results) == list(cases)
         for case, result in results.items():
-            assert result["difference"] <= 1e-5, (case, rank, result)
+            assert result["difference"] <= TOLERANCES.get(case, 1e-5), (case, rank, result)
             assert result["weights"], (case, rank)
             assert result["forwards since"] == 0, (case, rank)
 

@@ -234,8 +234,10 @@ def _groups(modules: list[str]) -> list[int]:
 
 
 def _pusher(stack: list[str], name: str) -> Callable[..., None]:
+    name_in_model = name.removeprefix("module").removeprefix(".")  # Float16Module wraps the model for bf16
+
     def push(_module: Any, _arguments: Any) -> None:  # noqa: ANN401 - torch's
-        stack.append(name.removeprefix("module."))
+        stack.append(name_in_model)
 
     return push
 
