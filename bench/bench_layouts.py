@@ -12,6 +12,7 @@ import pathlib
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 MODEL = (
@@ -21,6 +22,8 @@ MODEL = (
 )
 UNTIED = "--untie-embeddings-and-output-weights --clip-grad 0"
 TOLERANCE = 1e-5
+LIMIT_S = 900.0
+"""Limit of a run."""
 TP2, PP2, PP4 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -38,75 +41,90 @@ LAYOUTS = (
 )
 
 
-class LossReporter:
-    """A reporter that keeps the losses."""
+Record = tuple[list[float], list[float]]
+"""Losses and gradient norms by step."""
+
+
+class RecordingReporter:
+    """A reporter that keeps losses and gradient norms."""
 
     def __init__(self) -> None:
-        self.values: list[float] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def step(self, metrics: Any, **_details: object) -> None:  # noqa: ANN401 - StepMetrics, known in the rank only
-        self.values.append(metrics.loss)
+        self.losses.append(metrics.loss)
+        self.norms.append(metrics.grad_norm or 0.0)
 
     def state(self, state: str) -> None:
         """Discard the reported state."""
 
+    def line(self, text: str) -> None:
+        """Discard a line of the log."""
 
-def train(flags: str) -> list[float]:
-    """Losses of a run; on every rank but the reporting one an empty list."""
+    def plan(self, report: object) -> None:
+        """Discard a plan of MegaDPP."""
+
+    def close(self) -> None:
+        """Do nothing: what was reported is in memory."""
+
+
+def train(flags: str) -> Record | None:
+    """Train as a rank of a job does. Returns what the reporting rank has seen, None on the others."""
     warnings.simplefilter("ignore")
+    from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.pretrain import open_observer
-    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of
-    from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopRequest
+    from megatronapp_trainer.training import progress
 
-    config = parse(f"{MODEL} {flags}".split())
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    run = build_run(config, layout, device, vocab_size=120)
-    reporter: Any = LossReporter() if layout.is_reporter else None
-    observer = open_observer(run)
-    iterators = build_iterators(config, layout, 0)
-    Trainer(
-        run, iterators, build_schedule(run, observer), stop_request=StopRequest(), reporter=reporter, observer=observer
-    ).train()
-    if observer is not None:
-        observer.close()
-    destroy_groups()
-    values: list[float] = reporter.values if reporter is not None else []
-    return values
+    reporter: Any = RecordingReporter()
+    progress.make_reporter = lambda _config, layout: reporter if layout.is_reporter else None
+    pretrain.pretrain(parse(flags.split()))
+    return (reporter.losses, reporter.norms) if reporter.losses else None
 
 
-def fork_server(directory: pathlib.Path) -> Any:  # noqa: ANN401 - a class of a file outside the packages
+def record_of(
+    server: Any,  # noqa: ANN401 - see fork_server
+    world: int,
+    flags: str,
+    *,
+    function: Callable[[str], Record | None] = train,
+    environment: dict[str, str] | None = None,
+) -> Record:
+    """Return what the reporting rank of a run has seen."""
+    results = server.run(world, function, flags, timeout_s=LIMIT_S, environment=environment)
+    (record,) = [found for found in results if found is not None]
+    losses, norms = record
+    return losses, norms
+
+
+def fork_server(directory: pathlib.Path, *, devices: bool = False) -> Any:  # noqa: ANN401 - of a file outside the packages
+    """Return the fork server of the tests, whose ranks use NVIDIA devices if `devices` is set."""
     path = pathlib.Path(__file__).parents[1] / "tests" / "support" / "training" / "torch_forkserver.py"
-    sys.path.append(str(path.parents[1]))  # of what the server imports
+    sys.path += [str(path.parents[1]), str(path.parents[1] / "pipeline")]  # of what the server and ranks import
     spec = importlib.util.spec_from_file_location("torch_forkserver", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["torch_forkserver"] = module
     spec.loader.exec_module(module)
-    return module.ForkServer(directory)
+    return module.ForkServer(directory, devices=devices)
 
 
-def largest_difference(losses: list[float], anchor: list[float]) -> float:
+def largest_difference(values: list[float], anchor: list[float]) -> float:
     """Return the largest relative difference."""
-    return max(abs(loss - other) / abs(other) for loss, other in zip(losses, anchor, strict=True))
+    return max(abs(value - other) / abs(other) for value, other in zip(values, anchor, strict=True))
 
 
 def compare(server: Any, steps: int, directory: str) -> list[str]:  # noqa: ANN401 - see fork_server
     """Print a row per layout; what is wrong."""
-    anchors = {model: server.run(1, train, f"{model} --train-iters {steps}")[0] for model in ("", UNTIED)}
+    anchors = {model: record_of(server, 1, f"{MODEL} {model} --train-iters {steps}")[0] for model in ("", UNTIED)}
     wrong = []
     print("| layout | ranks | largest relative difference | asked | with tracing |\n|---|---|---|---|---|")
     for name, world, model, layout, exact in LAYOUTS:
-        flags = f"{model} {layout} --train-iters {steps}"
-        losses = max(server.run(world, train, flags, timeout_s=600), key=len)
+        flags = f"{MODEL} {model} {layout} --train-iters {steps}"
+        losses, _ = record_of(server, world, flags)
         environment = {"MEGATRONAPP_SHM_DIR": directory, "MEGATRONAPP_SHM_PREFIX": "bench"}
-        traced = max(server.run(world, train, f"{flags} --trace", timeout_s=600, environment=environment), key=len)
+        traced, _ = record_of(server, world, f"{flags} --trace", environment=environment)
         difference = largest_difference(losses, anchors[model])
         tolerance = "0" if exact else f"{TOLERANCE:g}"
         same = "bit-equal" if traced == losses else "differs"
