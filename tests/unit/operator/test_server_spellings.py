@@ -11,7 +11,7 @@ from megatronapp_common.command_parser import CommandParser
 from megatronapp_common.job import load_job, megatron_arguments
 from megatronapp_operator.cli import commands
 from megatronapp_operator.cli.serve import manifest_of
-from megatronapp_operator.cli.server_spellings import COMMANDS, SPELLINGS, LegacyCommand, LegacyOption, table
+from megatronapp_operator.cli.text.server_spellings import COMMANDS, SPELLINGS, LegacyCommand, LegacyOption, table
 from megatronapp_trainer.serve.settings import read_command
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"

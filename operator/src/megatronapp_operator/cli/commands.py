@@ -8,9 +8,10 @@ from typing import Any
 from megatronapp_common.command_parser import JOB_NAMES, add_renamed_option
 from megatronapp_common.state import raise_state_errors
 from megatronapp_operator.cli import cluster
-from megatronapp_operator.cli.server_spellings import add_spellings
 from megatronapp_operator.cli.text.durations import parse_duration
 from megatronapp_operator.cli.text.numbers import parse_count, parse_factor, parse_index
+from megatronapp_operator.cli.text.server_spellings import add_spellings
+from megatronapp_operator.errors import OperatorError
 
 Subparsers = Any
 """Type of `subparsers`: argparse's own type is private and generic over the parser class."""
@@ -27,14 +28,41 @@ def register(subparsers: Subparsers) -> None:
 
 
 def extend(subparsers: Subparsers) -> None:
-    """Add the options of a cluster to `trace export`, a command of the analyzer."""
-    export = _below(_below(subparsers, "trace"), "export")
+    """Add the options of a cluster to `trace export`, of the analyzer, and those of a job to `transport bench`."""
+    _extend_export(_below(_below(subparsers, "trace"), "export"))
+    _extend_bench(_below(_below(subparsers, "transport"), "bench"))
+
+
+def _extend_export(export: Any) -> None:  # noqa: ANN401 - a parser, or None
     if export is None:
         return
     here, there = export.get_default("func"), _command("trace")
     _add_cluster(export)
     _add_gateway(export)
     export.set_defaults(func=lambda arguments: (there if cluster.meant(arguments) else here)(arguments))
+
+
+def _extend_bench(bench: Any) -> None:  # noqa: ANN401 - a parser, or None
+    """Add `--job` to the bench, which the trainer has: this part knows the hubs of jobs, that one the transport."""
+    if bench is None:
+        return
+    measure, show = bench.get_default("func"), _command("transport")
+    group = bench.add_argument_group("of a job", "What the hub of a job has measured of its ranks' own messages.")
+    named = group.add_argument("--job", metavar="NAME", help="pairs of the ranks of a job that runs, by path")
+    named.complete = {"bash": JOB_NAMES}  # read by shtab
+    _add_cluster(bench)
+    _add_gateway(bench)
+    bench.set_defaults(bench_defaults={name: bench.get_default(name) for name in ("ranks", "sizes", "rounds", "gloo")})
+
+    def run(arguments: argparse.Namespace) -> int:
+        if arguments.job is not None:
+            return show(arguments)
+        if cluster.given(arguments):
+            raise OperatorError("the options of a cluster select the job of --job NAME; give it, or leave them out")
+        code: int = measure(arguments)
+        return code
+
+    bench.set_defaults(func=run)
 
 
 def _below(above: Any, name: str) -> Any:  # noqa: ANN401

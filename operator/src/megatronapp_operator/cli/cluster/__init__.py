@@ -9,5 +9,9 @@ CONTEXT_VARIABLE = "MEGATRONAPP_CONTEXT"
 
 def meant(arguments: argparse.Namespace) -> bool:
     """Return True if the command line selects a cluster, and False for this machine."""
-    named = any(getattr(arguments, name, None) for name in ("context", "namespace", "kubeconfig", "cluster"))
-    return named or bool(os.environ.get(CONTEXT_VARIABLE))
+    return given(arguments) or bool(os.environ.get(CONTEXT_VARIABLE))
+
+
+def given(arguments: argparse.Namespace) -> bool:
+    """Return True if an option of the command line selects a cluster."""
+    return any(getattr(arguments, name, None) for name in ("context", "namespace", "kubeconfig", "cluster"))
