@@ -11,7 +11,6 @@ import importlib.util
 import pathlib
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,41 +44,12 @@ Record = tuple[list[float], list[float]]
 """Losses and gradient norms by step."""
 
 
-class RecordingReporter:
-    """A reporter that keeps losses and gradient norms."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:  # noqa: ANN401 - StepMetrics, known in the rank only
-        self.losses.append(metrics.loss)
-        self.norms.append(metrics.grad_norm or 0.0)
-
-    def state(self, state: str) -> None:
-        """Discard the reported state."""
-
-    def line(self, text: str) -> None:
-        """Discard a line of the log."""
-
-    def plan(self, report: object) -> None:
-        """Discard a plan of MegaDPP."""
-
-    def close(self) -> None:
-        """Do nothing: what was reported is in memory."""
-
-
 def train(flags: str) -> Record | None:
     """Train as a rank of a job does. Returns what the reporting rank has seen, None on the others."""
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer import pretrain
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.training import progress
+    from pretrained import train as run  # of tests/support, on the path of the fork server's ranks
 
-    reporter: Any = RecordingReporter()
-    progress.make_reporter = lambda _config, layout: reporter if layout.is_reporter else None
-    pretrain.pretrain(parse(flags.split()))
-    return (reporter.losses, reporter.norms) if reporter.losses else None
+    record: Record | None = run(flags)
+    return record
 
 
 def record_of(
@@ -100,7 +70,8 @@ def record_of(
 def fork_server(directory: pathlib.Path, *, devices: bool = False) -> Any:  # noqa: ANN401 - of a file outside the packages
     """Return the fork server of the tests, whose ranks use NVIDIA devices if `devices` is set."""
     path = pathlib.Path(__file__).parents[1] / "tests" / "support" / "training" / "torch_forkserver.py"
-    sys.path += [str(path.parents[1]), str(path.parents[1] / "pipeline")]  # of what the server and ranks import
+    support = path.parents[1]
+    sys.path += [str(support), str(support / "training"), str(support / "pipeline")]  # for the server and its ranks
     spec = importlib.util.spec_from_file_location("torch_forkserver", path)
     assert spec is not None
     assert spec.loader is not None
