@@ -1,21 +1,30 @@
-"""Steps of MegaDPP's schedules next to megatron-core's, on two GPUs of one host, in alternating blocks of one run.
+"""Steps of MegaDPP's schedules next to megatron-core's, on the GPUs of one host, in alternating blocks of one run.
 
-    python bench/gpu_dpp.py --out gpu_dpp.json
-    python bench/gpu_dpp.py --one-gpu --layers 12 --hidden 1024      # both stages on one GPU: correctness, not speed
+    . bench/gpu_setup.sh; python3 bench/gpu_dpp.py --out gpu_dpp.json                          # PP2: two GPUs
+    python3 bench/gpu_dpp.py --pipeline 4 --microbatches 8,16 --out gpu_dpp_pp4.json           # PP4: four GPUs
+    python3 bench/gpu_dpp.py --tensor 2 --microbatches 8,16 --chunks 1,2 --out gpu_dpp_tp2.json   # TP2 x PP2: four
+    python3 bench/gpu_dpp.py --one-gpu --layers 12 --hidden 1024    # both stages on one GPU: correctness, not speed
+    python bench/gpu_dpp.py --cpu --tiny                            # whether it runs, on CPU ranks over gloo
 
-PP2 with 1, 2 and 3 chunks of the same layers: megatron-core's 1F1B and interleaved schedules over NCCL, the same orders
-and ZB-H1 over the native transport, and `auto`. In each block all of them take turns, undisturbed, with rank 0's passes
-1.3 times as long (a busy kernel after each), and with one transfer in twenty late by up to three forward passes (a
-busy kernel before its copy; over NCCL before all transfers that one call starts). A step is all passes and the
-reduction of the gradients, from a meeting of both hosts to the later device's end, without the optimizer. `auto` has
-chosen its plan in steps under the same disturbance before. `predicted_ms` is the simulation's; medians over the blocks.
+Order of runs where device time is short: `tests/gpu/test_dpp.py` (2 minutes), `gpu_transport.py` (1.5), then this
+script: some 60 s for the start, 90 s until `auto` has chosen its plans, and the time of --seconds (estimates; with PP2
+a block of all variants takes some 20 s). The file has the rows of all finished blocks after each block.
+
+1, 2 and 3 chunks of the same layers: megatron-core's 1F1B and interleaved schedules over NCCL, the same orders, ZB-H1
+and (2 chunks) ZB-V over the native transport, and `auto`. In each block all of them take turns, undisturbed, with the
+first stage's passes 1.3 times as long (a busy kernel after each), and with one transfer in twenty late by up to three
+forward passes (a busy kernel before its copy; over NCCL before all transfers that one call starts). A step is all
+passes and the reduction of the gradients, from a meeting of all hosts to the last device's end, without the optimizer.
+`auto` has chosen its plan in steps under the same disturbance before. `predicted_ms` is the simulation's, and
+`over_predicted` the measurement over it; `own_work_ms` is the slow stage's own passes, which no order can undercut;
+`MiB` is the memory of torch beyond that before the step, without the transport's inboxes. Medians over the blocks.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -27,6 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_device import BenchDevice
+from gpu_dpp_disturber import SLOWER, UNIT_S, Disturber, LateSends
 from gpu_layouts import Samples
 from gpu_ranks import give_up_after, run_ranks
 from plain_megatron import Shape
@@ -37,15 +48,10 @@ from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.device import Device, prepare_device
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.groups import initialize_groups
-from megatronapp_trainer.parallel.transport import PostedTransfers, Transport
-from megatronapp_trainer.pipeline.planning.tasks import RankTask
-from megatronapp_trainer.scan.stall import DeviceStall
+from megatronapp_trainer.scan.stall import DeviceStall, host_stall
 from megatronapp_trainer.training.build import TrainingRun, build_run, build_schedule, layout_of
 
-RANKS = 2
 DISTURBANCES = ("none", "slow", "late")
-SLOWER, LATE_FRACTION, LATE_FORWARDS = 0.3, 0.05, 3.0
-PASSES = (RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.WEIGHT)
 WARM = 2
 CHOOSING = 6
 """Steps until `auto` has chosen: two of warm-up, three measured, and one that begins with the choice."""
@@ -77,6 +83,8 @@ def variants(chunks: list[int], disturbances: list[str], *, nccl: bool) -> list[
         found.append(Variant(f"{order}, native", count, "--use-dpp --dpp-schedule static"))
         if count == 1:
             found.append(Variant("ZB-H1, native", count, "--use-dpp --dpp-schedule zero-bubble"))
+        if count == 2:
+            found.append(Variant("ZB-V, native", count, "--use-dpp --dpp-schedule zero-bubble"))
         found += [Variant(f"auto {count}", count, "--use-dpp", disturbance) for disturbance in disturbances]
     return found
 
@@ -96,151 +104,17 @@ def arguments(options: argparse.Namespace, variant: Variant) -> list[str]:
         "--attention-dropout": 0.0,
         "--hidden-dropout": 0.0,
         "--eval-iters": 0,
-        "--pipeline-model-parallel-size": RANKS,
+        "--pipeline-model-parallel-size": options.pipeline,
+        "--tensor-model-parallel-size": options.tensor,
     }
     if variant.chunks > 1:
         values["--num-virtual-stages-per-pipeline-rank"] = variant.chunks
     if options.one_gpu:
-        values |= {"--ranks-per-gpu": RANKS, "--distributed-backend": "gloo"}
+        values |= {"--ranks-per-gpu": options.pipeline, "--distributed-backend": "gloo"}
     flags = [str(part) for flag in values.items() for part in flag]
+    if options.tensor > 1:
+        flags.append("--sequence-parallel")
     return [*flags, "--mock-data", "--bf16", "--untie-embeddings-and-output-weights", *variant.flags.split()]
-
-
-class Disturber:
-    """A `StepObserver` that measures passes, and makes those of one rank longer."""
-
-    def __init__(self, stall: DeviceStall, rank: int) -> None:
-        self.transfers = IgnoredTransfers()
-        self.disturbance = "none"
-        self.draw = random.Random(0)
-        self.measures = False
-        self.usual_s: dict[tuple[RecordKind, int], float] = {}
-        self._stall = stall
-        self._rank = rank
-        self._events: list[tuple[tuple[RecordKind, int], Any, Any]] = []
-        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
-        self._open: tuple[tuple[RecordKind, int], Any] | None = None
-
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
-        """Begin a pass, and its measurement if there is one."""
-        if kind in PASSES:
-            self._open = (kind, chunk), _recorded_event() if self.measures else None
-
-    def end(self, kind: RecordKind) -> None:
-        """End a span: a slow rank's device stays busy for a share of its usual length."""
-        if kind not in PASSES:
-            return
-        assert self._open is not None
-        key, begun = self._open
-        if self.measures:
-            self._events.append((key, begun, _recorded_event()))
-        if self.disturbance == "slow" and self._rank == 0:
-            self._stall(round(1e9 * SLOWER * self.usual_s[key]))
-
-    def learn(self) -> None:
-        """Take the median length of each pass of the measured steps."""
-        torch.cuda.synchronize()
-        lengths = defaultdict(list)
-        for key, begun, ended in self._events:
-            lengths[key].append(1e-3 * begun.elapsed_time(ended))
-        self.usual_s = {key: statistics.median(values) for key, values in lengths.items()}
-        self._events, self.measures = [], False
-
-    @contextlib.contextmanager
-    def transfer(self, tensor: torch.Tensor | None, unit_s: float) -> Iterator[None]:
-        """Within the context a transfer of the tensor begins, which may be late."""
-        late = self.disturbance == "late" and tensor is not None and self.draw.random() < LATE_FRACTION
-        if tensor is None or not late:
-            yield
-            return
-        current = torch.cuda.current_stream()
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            self._stall(round(1e9 * LATE_FORWARDS * self.draw.random() * unit_s))
-            yield
-        tensor.record_stream(self._side)
-
-    def wrap_transport(self, transport: Transport) -> Transport:
-        """Return a transport over NCCL whose transfers may be late."""
-        return LatePosts(transport, self)
-
-    def step_begin(self, _step: int) -> None:
-        """Ignore the event, which no figure needs."""
-
-    def step_end(self, _metrics: object) -> None:
-        """Ignore the event, which no figure needs."""
-
-    def validation(self, _loss: float) -> None:
-        """Ignore the event, which no figure needs."""
-
-    def close(self) -> None:
-        """Ignore the event, which no figure needs."""
-
-
-UNIT_S = {"forward": 0.0}
-"""Length of the forward pass of a stage with one chunk, by which transfers are late."""
-
-
-class LatePosts:
-    """megatron-core's transfers; all that a late call starts begin later."""
-
-    def __init__(self, transport: Transport, disturber: Disturber) -> None:
-        self._transport = transport
-        self._disturber = disturber
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the transport
-        return getattr(self._transport, name)
-
-    def post(self, **transfers: Any) -> PostedTransfers:  # noqa: ANN401 - of the transport
-        sent = transfers["send_next"] if transfers["send_next"] is not None else transfers["send_prev"]
-        with self._disturber.transfer(sent, UNIT_S["forward"]):
-            return self._transport.post(**transfers)
-
-
-class LateSends:
-    """The native transport; a late message begins later."""
-
-    def __init__(self, transport: Any, disturber: Disturber) -> None:  # noqa: ANN401 - of the schedule
-        self._transport = transport
-        self._disturber = disturber
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the transport
-        return getattr(self._transport, name)
-
-    def send(self, target: RankTask, tensor: torch.Tensor) -> None:
-        with self._disturber.transfer(tensor, UNIT_S["forward"]):
-            self._transport.send(target, tensor)
-
-
-class IgnoredTransfers:
-    """A `TransferObserver` that records nothing."""
-
-    def sending(self, *_transfer: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def withholds(self, _source: int) -> bool:
-        return False
-
-    def release_ns(self, copy: Any) -> int:  # noqa: ANN401 - ObservedCopy
-        return int(copy.end_ns)
-
-    def arrived(self, *_message: object) -> None:
-        return None
-
-    def part_arrived(self, *_message: object) -> None:
-        return None
-
-    def take(self, _target: object) -> None:
-        return None
-
-
-def _recorded_event() -> Any:  # noqa: ANN401 - torch leaves its events untyped
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 @dataclasses.dataclass
@@ -251,7 +125,10 @@ class Subject:
     run: TrainingRun
     schedule: Any
     disturber: Disturber
+    device: BenchDevice
     plans: list[Any] = dataclasses.field(default_factory=list)
+    usual_s: dict[Any, float] = dataclasses.field(default_factory=dict)
+    """Usual length of each kind of pass of a chunk; backward passes with and without W differ."""
 
     def step(self, samples: Samples, count: int, disturbance: str, seed: str) -> dict[str, float]:
         """Run one step; returns begin and end in host seconds, and the memory beyond what was allocated before."""
@@ -260,19 +137,25 @@ class Subject:
         chunks = self.variant.chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
         self.disturber.disturbance, self.disturber.draw = disturbance, random.Random(seed)
+        self.disturber.usual_s = self.usual_s
         for chunk in self.run.state.chunks:
             chunk.zero_grad_buffer()
         source = model_family(self.run.config).batch_source(self.run.config, self.run.layout, self.run.device)
         feed = StepFeed(source, samples.batches(1, 0), count, observer=None)
-        torch.cuda.synchronize()
+        self.device.synchronize()
         dist.barrier()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        begun = time.perf_counter()
+        self.device.reset_peak()
+        before, begun = self.device.allocated(), time.perf_counter()
         self.schedule.train(feed, count)
-        torch.cuda.synchronize()
-        ended = time.perf_counter()
-        return {"begun": begun, "ended": ended, "bytes": torch.cuda.max_memory_allocated() - before}
+        self.device.synchronize()
+        return {"begun": begun, "ended": time.perf_counter(), "bytes": self.device.peak() - before}
+
+    def learn(self, samples: Samples, count: int) -> None:
+        """Measure the passes of an undisturbed step."""
+        self.disturber.measures = True
+        self.step(samples, count, "none", "warm")
+        self.disturber.learn()
+        self.usual_s = self.disturber.usual_s
 
 
 def build(options: argparse.Namespace, device: Device) -> list[Subject]:
@@ -281,9 +164,9 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
 
     from megatronapp_trainer.pipeline import dynamic
 
-    stall = DeviceStall()
-    stall.calibrate()
-    models: dict[tuple[int, bool], tuple[TrainingRun, Disturber]] = {}
+    bench_device = BenchDevice(device.torch_device)
+    stall = stall_of(bench_device)
+    models: dict[tuple[int, bool, bool], tuple[TrainingRun, Disturber]] = {}
     subjects = []
     patched: Any = dynamic
     connect: Callable[..., Any] = patched._connect
@@ -292,17 +175,26 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
         layout = layout_of(config)
         chunks = variant.chunks
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
-        key = (chunks, variant.is_native)
+        key = (chunks, variant.is_native, layout.is_vee)
         if key not in models:
             run = build_run(config, layout, device, vocab_size=options.vocabulary)
-            models[key] = run, Disturber(stall, layout.rank)
+            models[key] = run, Disturber(bench_device, stall, layout.pipeline_rank)
         run, disturber = models[key]
         run = dataclasses.replace(run, config=config)
         patched._connect = lambda *parts, disturber=disturber: LateSends(connect(*parts), disturber)
         plans: list[Any] = []
         schedule = build_schedule(run, disturber, publish_plan=plans.append)
-        subjects.append(Subject(variant, run, schedule, disturber, plans))
+        subjects.append(Subject(variant, run, schedule, disturber, bench_device, plans))
     return subjects
+
+
+def stall_of(device: BenchDevice) -> Callable[[int], None]:
+    """Return a function that keeps the device busy for some nanoseconds; a CPU rank sleeps."""
+    if not device.is_cuda:
+        return host_stall
+    stall = DeviceStall()
+    stall.calibrate()
+    return stall
 
 
 def warm_up(options: argparse.Namespace, subjects: list[Subject], samples: Samples) -> None:
@@ -311,12 +203,9 @@ def warm_up(options: argparse.Namespace, subjects: list[Subject], samples: Sampl
     for subject in subjects:
         for _ in range(WARM):
             subject.step(samples, most, "none", "warm")
-        if not subject.disturber.usual_s:
-            subject.disturber.measures = True
-            subject.step(samples, most, "none", "warm")
-            subject.disturber.learn()
-            if subject.variant.chunks == min(options.chunks):
-                UNIT_S["forward"] = subject.variant.chunks * subject.disturber.usual_s[RecordKind.FORWARD, 0]
+        subject.learn(samples, most)
+        if subject.variant.chunks == min(options.chunks) and UNIT_S["forward"] == 0.0:
+            UNIT_S["forward"] = subject.variant.chunks * subject.usual_s[RecordKind.FORWARD, 0]
     unit = [UNIT_S["forward"]]
     dist.broadcast_object_list(unit, src=0)
     UNIT_S["forward"] = unit[0]
@@ -328,11 +217,11 @@ def warm_up(options: argparse.Namespace, subjects: list[Subject], samples: Sampl
                 subject.step(samples, count, subject.variant.disturbance, f"choose {step} {dist.get_rank()}")
 
 
-def measure(options: argparse.Namespace, subjects: list[Subject], samples: Samples) -> list[dict[str, Any]]:
-    """Run the blocks until the time is over. Returns a record for each step."""
+def measure(options: argparse.Namespace, subjects: list[Subject], samples: Samples) -> Iterator[list[dict[str, Any]]]:
+    """Run the blocks until the time is over. Yields the records of each block: one for each step."""
     ends = time.monotonic() + options.seconds
-    records: list[dict[str, Any]] = []
     for block in range(options.blocks):
+        records: list[dict[str, Any]] = []
         for count, disturbance in itertools.product(options.microbatches, options.disturbances):
             running = [subject for subject in subjects if subject.variant.disturbance in {None, disturbance}]
             running = running[block % len(running) :] + running[: block % len(running)]
@@ -341,11 +230,11 @@ def measure(options: argparse.Namespace, subjects: list[Subject], samples: Sampl
                 times = subject.step(samples, count, disturbance, seed)
                 key = {"schedule": subject.variant.name, "microbatches": count, "disturbance": disturbance}
                 records.append({**key, "block": block, **times})
+        yield records
         over = [time.monotonic() > ends]
         dist.broadcast_object_list(over, src=0)
         if over[0]:
-            break
-    return records
+            return
 
 
 def predictions(subjects: list[Subject]) -> dict[str, float]:
@@ -364,8 +253,10 @@ def predictions(subjects: list[Subject]) -> dict[str, float]:
     return found
 
 
-def table(gathered: list[list[dict[str, Any]]], predicted: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each schedule, number of microbatches and disturbance."""
+def table(
+    gathered: list[list[dict[str, Any]]], predicted: dict[str, Any], own_s: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Return a row for each schedule, number of microbatches and disturbance; `own_s`: work of the first stage."""
     steps = defaultdict(list)
     for both in zip(*gathered, strict=True):
         seconds = max(record["ended"] for record in both) - min(record["begun"] for record in both)
@@ -387,6 +278,11 @@ def table(gathered: list[list[dict[str, Any]]], predicted: dict[str, Any]) -> li
             }
         )
     for row in rows:
+        if row["predicted_ms"]:
+            row["over_predicted"] = round(row["ms"] / row["predicted_ms"], 3)
+        if row["disturbance"] == "slow":
+            row["own_work_ms"] = round(1e3 * (1 + SLOWER) * row["microbatches"] * own_s[row["schedule"]], 2)
+            row["over_own_work"] = round(row["ms"] / row["own_work_ms"], 3)
         same = [other for other in rows if all(other[name] == row[name] for name in ("microbatches", "disturbance"))]
         for name, ending in (("over_best_nccl", "NCCL"), ("over_best_native_order", "native")):
             best = min((other["ms"] for other in same if other["schedule"].endswith(ending)), default=None)
@@ -395,7 +291,7 @@ def table(gathered: list[list[dict[str, Any]]], predicted: dict[str, Any]) -> li
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run all measurements on one rank; the first one prints the rows."""
+    """Run all measurements on one rank; the first one writes the rows of all blocks so far."""
     give_up_after(options.seconds + 400)
     config: TrainerConfig = parse(arguments(options, Variant("groups", 1, "")))
     layout = layout_of(config)
@@ -407,18 +303,24 @@ def work(options: argparse.Namespace) -> None:
     samples = Samples(shape)
     subjects = build(options, device)
     warm_up(options, subjects, samples)
-    records = measure(options, subjects, samples)
-    gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, records)
     predicted = {} if options.one_gpu else predictions(subjects)  # the ranks take each other's time on one device
+    own_s = {subject.variant.name: sum(subject.usual_s.values()) for subject in subjects}
+    records: list[list[dict[str, Any]]] = [[] for _ in range(layout.world_size)]
+    rows: list[dict[str, Any]] = []
+    for block in measure(options, subjects, samples):
+        gathered: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(gathered, block)
+        for known, new in zip(records, gathered, strict=True):
+            known.extend(new)
+        if layout.rank == 0:
+            rows = table(records, predicted, own_s)
+            notes = {"device": device.name, "torch": torch.__version__, "arguments": sys.argv[1:], "rows": rows}
+            options.out.write_text(json.dumps(notes, indent=1), encoding="utf-8")
+            print(f"block {rows[0]['blocks']} of {options.blocks}", file=sys.stderr, flush=True)
+    for row in rows:
+        print(json.dumps(row), flush=True)
     for subject in subjects:
         subject.schedule.close()
-    if layout.rank == 0:
-        rows = table(gathered, predicted)
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        notes = {"device": device.name, "torch": torch.__version__, "one_gpu": options.one_gpu, "rows": rows}
-        options.out.write_text(json.dumps(notes, indent=1), encoding="utf-8")
 
 
 def numbers(text: str) -> list[int]:
@@ -426,25 +328,50 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> int:
+TINY: dict[str, Any] = {
+    "layers": 12,
+    "hidden": 32,
+    "heads": 4,
+    "sequence": 16,
+    "vocabulary": 120,
+    "microbatches": [4],
+    "blocks": 2,
+}
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 2048, "vocabulary": 32768}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--microbatches", type=numbers, default=[4, 8, 16])
     parser.add_argument("--chunks", type=numbers, default=[1, 2, 3])
+    parser.add_argument("--pipeline", type=int, default=2, metavar="N", help="stages (default: 2)")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="ranks of a tensor group (default: 1)")
     parser.add_argument("--disturbances", type=lambda text: text.split(","), default=list(DISTURBANCES))
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=240.0, help="no block begins later")
-    parser.add_argument("--one-gpu", action="store_true", help="both ranks on one GPU, without NCCL")
+    parser.add_argument("--one-gpu", action="store_true", help="all stages on one GPU, without NCCL")
+    parser.add_argument("--cpu", action="store_true", help="CPU ranks, with gloo in the place of NCCL")
+    parser.add_argument("--tiny", action="store_true", help="a toy model, and two blocks")
     parser.add_argument("--rank-of-bench", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_dpp.json"))
     options = parser.parse_args()
+    if options.tiny:
+        vars(options).update(TINY)
+    return options
+
+
+def main() -> int:
+    options = parsed()
     if options.rank_of_bench:
         work(options)
         return 0
+    ranks = options.pipeline * options.tensor
     found = torch.cuda.device_count()
-    if found < (1 if options.one_gpu else RANKS):
-        print(f"skipped: {found} GPUs; two are needed, or one with --one-gpu")
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif found < (1 if options.one_gpu else ranks):
+        print(f"skipped: {found} GPUs; {ranks} are needed, or one with --one-gpu, or none with --cpu")
         return 0
     if options.one_gpu:
         print("NCCL rows skipped: NCCL does not let two ranks share a GPU", flush=True)
@@ -452,7 +379,7 @@ def main() -> int:
             "no predictions: tasks of ranks that share a GPU take turns, and times show an order of magnitude",
             flush=True,
         )
-    run_ranks([*sys.argv, "--rank-of-bench"], RANKS)
+    run_ranks([*sys.argv, "--rank-of-bench"], ranks)
     return 0
 
 

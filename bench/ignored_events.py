@@ -24,6 +24,9 @@ class IgnoredTransfers:
     def arrived(self, *_message: object) -> None:
         return None
 
+    def part_arrived(self, *_message: object) -> None:
+        return None
+
     def take(self, _target: object) -> None:
         return None
 

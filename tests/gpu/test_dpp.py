@@ -1,4 +1,7 @@
-"""MegaDPP on a GPU: two stages that share it train as in the static order, to the last bit, also with late copies."""
+"""MegaDPP on GPUs: stages train as in the static order, to the last bit, also with late copies.
+
+On one GPU two stages share it; on two and four each rank has one.
+"""
 
 import os
 from collections.abc import Callable
@@ -76,7 +79,7 @@ def train_late(flags: str, seed: int | None) -> tuple[list[float], list[float], 
     if seed is not None:
         wrap_transport(lambda transport: LateCopies(transport, seed + int(os.environ["RANK"])))
     result = train(flags)
-    assert result["device"].startswith("cuda:0")
+    assert result["device"].startswith("cuda")
     return result["losses"], result["norms"], len(early)
 
 
@@ -118,6 +121,28 @@ def test_schedules_are_bit_equal_to_the_static_order(
 ) -> None:
     flags = f"{SHARED} {LAYOUTS[layout]} --use-dpp --dpp-schedule {schedule}"
     assert record(run_ranks(2, train_late, flags, 3 if late else None, timeout_s=PATIENCE_S)) == static(layout)
+
+
+OWN_GPUS = {
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "VPP2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "TP2xPP2": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.gpus(ranks)) for name, (ranks, _) in OWN_GPUS.items()],
+)
+def test_ranks_with_a_gpu_each_are_bit_equal_to_megatron_core(run_ranks: RunRanks, layout: str) -> None:
+    ranks, flags = OWN_GPUS[layout]
+    flags = f"{flags} --deterministic-mode --micro-batch-size 1 --train-iters {STEPS} --bf16"
+    flags += " --untie-embeddings-and-output-weights"
+    expected = record(run_ranks(ranks, train_late, flags, None, timeout_s=PATIENCE_S))
+    for schedule in ("static", "auto"):
+        late = f"{flags} --use-dpp --dpp-schedule {schedule}"
+        assert record(run_ranks(ranks, train_late, late, 3, timeout_s=PATIENCE_S)) == expected, schedule
 
 
 def test_tasks_of_the_first_stage_are_launched_before_late_inputs(
