@@ -65,6 +65,7 @@ def summary(ranks: dict[int, Figures], roles: dict[int, Figures]) -> Figures:
     for name in ("loss", "norm", "digest"):
         if name in trained[0]:
             found[name] = [part[name] for part in trained]
+    found["log"] = trained[0]["log"]
     return found
 
 
@@ -194,6 +195,7 @@ def step_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Figures
         row |= {"per_gpu": round(speed[name], 3), "peak_MiB": mib(figures["peak_bytes"])}
         row |= {"ring_MiB": mib(ring_of(running[name])), "blocks": len(found[name])}
         row |= {key: round(value, 3) for key, value in figures.items() if key.endswith("_sum_ms")}
+        row |= {"log": log} if (log := found[name][-1]["log"]) else {}
         row["over"] = {other: round(speed[name] / speed[other], 3) for other in speed if other != name}
         rows.append(row)
     return rows
@@ -309,7 +311,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=24, help="samples of a step")
     parser.add_argument("--counts", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8, 24])
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=3, help="turns before the first block")
+    parser.add_argument("--warm", type=int, default=10, help="turns before the first block; `auto` chooses after nine")
     parser.add_argument("--equal-steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=480.0, help="no block and no experiment begins later")
     parser.add_argument("--only", default="", help="names of experiments, separated by commas")

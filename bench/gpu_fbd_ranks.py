@@ -87,6 +87,7 @@ class GangRank:
         self._device = BenchDevice(device.torch_device)
         self._passes = pass_times(self._device)
         self._role = str(layout.role)
+        self._lines: list[str] = []
 
     def serve(self) -> None:
         """Run what is asked, as one of the three roles."""
@@ -119,20 +120,22 @@ class GangRank:
     def _serve_steps(self) -> None:
         from megatronapp_common.topology import RankRole
         from megatronapp_trainer.fbd import setup
+        from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing
         from megatronapp_trainer.training.build import build_schedule
         from megatronapp_trainer.training.loop import Trainer
         from megatronapp_trainer.training.signals import StopRequest
 
-        run, observer = self._run, self._passes
+        run, observer, inboxes = self._run, self._passes, inbox_sizes()
         schedule: Any
         if run.layout.role is RankRole.BACKWARD:
             iterators: Any = setup.begin_backward(run)
-            schedule = setup.build_backward_schedule(run, observer, request_stop=lambda: None)
+            publishing = Publishing(line=self._lines.append)
+            schedule = setup.build_backward_schedule(run, observer, publishing, request_stop=lambda: None)
         else:
             iterators = sampled_iterators(run, run.layout)
             schedule = build_schedule(run, observer)
         trainer = Trainer(run, iterators, schedule, stop_request=StopRequest(), reporter=None)
-        self._connection.send({"role": self._role, "ring_bytes": ring_bytes(schedule)})
+        self._connection.send({"role": self._role, "ring_bytes": sum(inboxes)})
         commands: dict[str, Callable[..., Figures]] = {
             "passes": lambda count: self._run_passes(schedule, iterators.train, count),
             "step": lambda: self._run_step(trainer),
@@ -170,7 +173,14 @@ class GangRank:
         run()
         device.synchronize()
         times = {"begun": begun, "ended": time.monotonic()}
-        return {**times, **self._passes.take(), "peak_bytes": device.peak(), "added_bytes": device.peak() - before}
+        self._lines[:-1] = []  # the newest is what is in force
+        return {
+            **times,
+            **self._passes.take(),
+            "log": " ".join(self._lines),
+            "peak_bytes": device.peak(),
+            "added_bytes": device.peak() - before,
+        }
 
 
 def pass_times(device: Any) -> Any:  # noqa: ANN401 - made late: a module of the bench
@@ -294,7 +304,17 @@ def gradient_digest(chunks: list[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def ring_bytes(schedule: Any) -> int:  # noqa: ANN401 - PipelineSchedule
-    """Return the bytes of a backward rank's inbox for shipments, which torch does not count; 0 without MegaFBD."""
-    channel = getattr(schedule, "_channel", None)
-    return 0 if channel is None else channel._plan.shipments * channel._plan.shipment_bytes
+def inbox_sizes() -> list[int]:
+    """Return a list that gets the bytes of this rank's inbox for shipments, which torch does not count."""
+    from megatronapp_trainer.fbd import setup
+
+    found: list[int] = []
+    patched: Any = setup
+    make_plan = setup.channel_plan
+
+    def plan(*arguments: Any, shipment_bytes: int, shipments: int, **options: Any) -> Any:  # noqa: ANN401
+        found.append(shipment_bytes * shipments)
+        return make_plan(*arguments, shipment_bytes=shipment_bytes, shipments=shipments, **options)
+
+    patched.channel_plan = plan
+    return found
