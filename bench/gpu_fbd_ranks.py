@@ -310,7 +310,7 @@ def inbox_sizes() -> list[int]:
 
     found: list[int] = []
     patched: Any = setup
-    make_plan = setup.channel_plan
+    make_plan = patched.channel_plan
 
     def plan(*arguments: Any, shipment_bytes: int, shipments: int, **options: Any) -> Any:  # noqa: ANN401
         found.append(shipment_bytes * shipments)

@@ -75,7 +75,7 @@ def test_each_mode_of_shipping_is_bit_equal(run_ranks: RunRanks, plain: Callable
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pair_on_one_gpu_is_bit_equal_to_plain_training(
+def test_a_pair_on_a_shared_gpu_is_bit_equal_to_plain_training(
     run_ranks: RunRanks, plain: Callable[[str], Record], case: str
 ) -> None:
     shared = "--ranks-per-gpu 2 --distributed-backend gloo"
@@ -83,7 +83,7 @@ def test_a_pair_on_one_gpu_is_bit_equal_to_plain_training(
 
 
 @pytest.mark.gpus(2)
-def test_one_forward_gpu_serves_two_backward_ranks_of_the_other_gpu(run_ranks: RunRanks) -> None:
+def test_a_forward_gpu_serves_two_backward_ranks_of_another(run_ranks: RunRanks) -> None:
     shared = f"{CASES['fp32']} --ranks-per-gpu 2 --distributed-backend gloo"
     together = record(run_ranks, 3, f"{shared} {SWITCH} --fbd-backward-per-forward 2")
     assert together == record(run_ranks, 2, shared)

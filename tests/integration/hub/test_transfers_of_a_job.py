@@ -36,7 +36,7 @@ def stored_job(hub: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 
 @dataclasses.dataclass
 class BenchOutput:
-    """What the command printed."""
+    """Exit code and outputs of the command."""
 
     code: int
     output: str

@@ -36,7 +36,7 @@ CASES = {
 }
 FIRST = ("dropout", "llama-sequence-parallel", "bf16", "local", "full-recompute")
 TOLERANCES = {"bf16": 2e-2}
-"""Where sums are rounded to fewer bits; 1e-5 elsewhere."""
+"""Largest relative difference where sums are rounded to fewer bits; 1e-5 elsewhere."""
 
 
 def flags_of(case: str, ranks: int) -> str:
