@@ -89,9 +89,9 @@ async def feed(hub: Any, job: Any, until: Any) -> None:
 async def test_pairs_have_their_messages_and_rates(hub: Any, fake_job: Any, until: Any, bench: Any) -> None:
     job = with_copies(fake_job(data=1), {0: 1, 1: 0})
     await feed(hub, job, until)
-    told = await bench("--job", "demo")
-    assert (told.code, told.problem) == (0, "")
-    heading, forth, back, note = told.output.splitlines()
+    answer = await bench("--job", "demo")
+    assert (answer.code, answer.problem) == (0, "")
+    heading, forth, back, note = answer.output.splitlines()
     assert heading.split() == ["FROM", "TO", "PATH", "MESSAGES/STEP", "KIB/MESSAGE", "COPY", "MS", "GB/S"]
     assert forth.split() == ["0", "1", "shared-memory", "1", "1024.0", "2.000", "0.52"]
     assert back.split() == ["1", "0", "shared-memory", "1", "1024.0", "2.000", "0.52"]
@@ -112,15 +112,15 @@ async def test_pairs_have_their_messages_and_rates(hub: Any, fake_job: Any, unti
 async def test_a_job_without_transfers_is_refused_with_the_reason(
     hub: Any, fake_job: Any, until: Any, bench: Any, stored_job: pathlib.Path
 ) -> None:
-    told = await bench("--job", "demo")
-    assert (told.code, told.output) == (1, "")
-    assert told.problem.startswith("error: demo: no whole step is traced yet")
-    assert "spec.trace.enabled: true" in told.problem
+    answer = await bench("--job", "demo")
+    assert (answer.code, answer.output) == (1, "")
+    assert answer.problem.startswith("error: demo: no whole step is traced yet")
+    assert "spec.trace.enabled: true" in answer.problem
     await feed(hub, fake_job(data=1), until)
-    told = await bench("--job", "demo")
-    assert (told.code, told.output) == (1, "")
-    assert "send nothing over the native transport" in told.problem
-    assert "spec.dpp.enabled: true" in told.problem
+    answer = await bench("--job", "demo")
+    assert (answer.code, answer.output) == (1, "")
+    assert "send nothing over the native transport" in answer.problem
+    assert "spec.dpp.enabled: true" in answer.problem
     (stored_job / "secret").write_text("ab" * 32, encoding="utf-8")
     assert (await bench("--job", "demo")).code == 1
     (stored_job / "hub.json").unlink()
@@ -128,8 +128,8 @@ async def test_a_job_without_transfers_is_refused_with_the_reason(
 
 
 async def test_options_of_the_other_bench_are_refused(bench: Any) -> None:
-    told = await bench("--job", "demo", "--ranks", "4")
-    assert (told.code, told.problem.startswith("error: --ranks is for ranks that the bench starts")) == (1, True)
-    told = await bench("--cluster")
-    assert (told.code, "give it, or leave them out" in told.problem) == (1, True)
+    answer = await bench("--job", "demo", "--ranks", "4")
+    assert (answer.code, answer.problem.startswith("error: --ranks is for ranks that the bench starts")) == (1, True)
+    answer = await bench("--cluster")
+    assert (answer.code, "give it, or leave them out" in answer.problem) == (1, True)
     assert "none" in (await bench("--job", "none")).problem
