@@ -78,13 +78,22 @@ RUNNING = Status(
 FACTS = {
     "worldSize": 4,
     "dataParallelSize": 2,
+    "fbd": {"forwardRanks": 2, "backwardRanks": 2, "backwardPerForward": 1},
     "hubUrl": "http://127.0.0.1:8080",
     "rankTable": {
         "attempt": 2,
         "digest": "abc",
         "masterAddr": "127.0.0.2",
         "masterPort": 29500,
-        "workers": [{"index": 0, "address": "127.0.0.2", "node": "node-0", "ranks": [0, 1]}],
+        "workers": [
+            {
+                "index": 0,
+                "address": "127.0.0.2",
+                "node": "node-0",
+                "ranks": [0, 1],
+                "roles": ["backward", "forward"],
+            }
+        ],
     },
 }
 ENDED = dataclasses.replace(RUNNING, phase=Phase.SUCCEEDED, completion_time=MOMENT)

@@ -19,10 +19,12 @@ from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.plan import (
     ConditionType,
     CreateWorker,
+    FailureAction,
     JobState,
     Observed,
     Progress,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
     plan,
 )
@@ -124,6 +126,20 @@ def test_the_plan_waits_for_the_workers_of_all_groups(patch: rendered.Object) ->
         seen = Observed(secret=True, workers=tuple(workers), progress=Progress(attempt=0, iteration=1))
         made = plan(state, seen, 1001.0)
         assert made.status.is_true(ConditionType.RUNNING) is running
+
+
+@FEW
+@given(patch=patches(), failed=st.integers(0))
+def test_a_killed_worker_of_either_role_restarts_the_gang(patch: rendered.Object, failed: int) -> None:
+    job = rendered.make_job(patch)
+    state = JobState(spec=build_spec(job, uid="u"))
+    made = plan(state, Observed(secret=True), 1000.0)
+    workers = [Worker(index=index, attempt=0, phase=WorkerPhase.RUNNING) for index in range(job.world.nodes)]
+    killed = failed % job.world.nodes
+    outcome = WorkerOutcome(code=1, reason="RankKilled", rank=job.world.placement.ranks_of(killed)[0], signal=9)
+    workers[killed] = dataclasses.replace(workers[killed], phase=WorkerPhase.FAILED, outcome=outcome)
+    made = plan(dataclasses.replace(state, status=made.status), Observed(secret=True, workers=tuple(workers)), 1001.0)
+    assert (made.status.failures[-1].worker, made.status.failures[-1].action) == (killed, FailureAction.RESTART)
 
 
 @FEW
