@@ -10,6 +10,9 @@ rank's stream; medians
 over rounds, in which sizes and ways take turns. Latency is half of a round trip in which each rank's stream waits for
 the message on the device. "8 at once" is one way with 8 messages of 8 MiB in flight, against one of 64 MiB.
 The slowdown is of matrix products on rank 0 while both ranks send 64 MiB messages all the time.
+
+Medians are printed after each round. Estimated time on two devices: 30 s for the start, 20 s a round. One pair of
+devices is measured: several pairs at once are not.
 """
 
 import argparse
@@ -181,7 +184,14 @@ class Rank:
             with_transfers = self.products(self.messages_during(alone))
             keep("products alone ms", 1e3 * alone)
             keep("products with transfers ms", 1e3 * with_transfers)
-        return {name: round(statistics.median(values), 3) for name, values in samples.items()}
+            if self.rank == 0 and number:  # what is known if the run is cut off
+                print(json.dumps({"rounds": number, **medians(samples)}), flush=True)
+        return medians(samples)
+
+
+def medians(samples: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of each figure."""
+    return {name: round(statistics.median(values), 3) for name, values in samples.items()}
 
 
 def _rank(rank: int, directory: str, devices: int, rounds: int, pipe: "Connection[Any, Any]") -> None:
