@@ -77,19 +77,22 @@ def install_in_channel(failure: Failure) -> None:
     from megatronapp_trainer.fbd.channels.channel import Channel
 
     counts: collections.Counter[int] = collections.Counter()
-    send, receive = Channel.send, Channel.receive
+    receive = Channel.receive
 
     def count(step: int) -> None:
         counts[step] += 1
         if step == failure.step + 1 and counts[step] == failure.transfer:  # the first command is number 1
             os.kill(os.getpid(), failure.signal)
 
-    def counted_send(channel: Any, peer: int, key: Any, tensor: Any, target: Any = None) -> None:
-        if failure.moment == "computed":
-            count(key.step)
-        send(channel, peer, key, tensor, target)
-        if failure.moment == "sent":
-            count(key.step)
+    def counted_send(send: Any) -> Any:
+        def call(channel: Any, peer: int, key: Any, *arguments: Any) -> None:
+            if failure.moment == "computed":
+                count(key.step)
+            send(channel, peer, key, *arguments)
+            if failure.moment == "sent":
+                count(key.step)
+
+        return call
 
     def counted_receive(channel: Any, peer: int, key: Any, spec: Any, target: Any = None) -> Any:
         tensor = receive(channel, peer, key, spec, target)
@@ -97,7 +100,9 @@ def install_in_channel(failure: Failure) -> None:
             count(key.step)
         return tensor
 
-    Channel.send, Channel.receive = counted_send, counted_receive  # type: ignore[method-assign, assignment]
+    for name in ("send", "send_parts"):
+        setattr(Channel, name, counted_send(getattr(Channel, name)))
+    setattr(Channel, "receive", counted_receive)  # noqa: B010 - a method of one process's class
 
 
 def train() -> int:
