@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "megatronapp/transport/cuda_driver.hpp"
+#include "megatronapp/transport/cuda/cuda_driver.hpp"
 #include "megatronapp/transport/endpoint.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/layout.hpp"

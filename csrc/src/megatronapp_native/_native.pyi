@@ -91,7 +91,8 @@ class TransportEndpoint:
         slot_bytes: the largest message. slots: unreleased messages of a directed pair of ranks. deadline_s: for peers
         to connect, and for a send to get a slot. threads: that copy. device: ordinal of the CUDA device from whose
         memory messages are sent and in whose memory they are received; without one that is host memory. pinned: with a
-        device, let messages pass through host memory, for devices that do not reach each other. Raises DeviceError.
+        device, let messages to other devices of the node pass through host memory, as those to ranks without a device
+        and to other nodes do in any case; for devices that do not reach each other. Raises DeviceError.
         """
     def add_peer(self, peer: int, messages: bool) -> None:
         """Make the inbox for a peer's messages; without messages only progress words and logs are shared."""

@@ -12,7 +12,8 @@
 #include "megatronapp/clock.hpp"
 #include "megatronapp/fork_count.hpp"
 #include "megatronapp/transport/connector.hpp"
-#include "megatronapp/transport/cuda_board.hpp"
+#include "megatronapp/transport/cuda/cuda_board.hpp"
+#include "megatronapp/transport/cuda/staged_path.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/layout.hpp"
 #include "megatronapp/transport/quiet_threads.hpp"
@@ -84,8 +85,9 @@ class Endpoint::Implementation {
             network->await_connected(settings.while_waiting);
         }
         for (const std::shared_ptr<ucx::Link>& link : links) {
-            peers.push_back(std::make_shared<Peer>(settings.rank, link->peer(), settings.deadline_s,
-                                                   std::make_unique<ucx::NetworkPath>(network, link),
+            std::unique_ptr<Path> path =
+                staged(device, std::make_unique<ucx::NetworkPath>(network, link), link->peer(), nullptr);
+            peers.push_back(std::make_shared<Peer>(settings.rank, link->peer(), settings.deadline_s, std::move(path),
                                                    std::make_unique<ucx::NetworkBoard>(network, link), completions));
         }
         for (std::uint32_t i = 0; i < settings.threads; ++i) {

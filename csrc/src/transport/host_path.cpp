@@ -91,8 +91,8 @@ HostPath::HostPath(InboxFile to_peer, InboxFile from_peer, const Identity& ident
       returns_(&from_peer_.header().returned, from_peer_.returned_slots(), slots_) {}
 
 void HostPath::start(const StartedSend& started, CopySink& sink) noexcept {
-    const auto& [request, slot] = started;
-    const std::uint64_t start_ns = monotonic_ns();
+    const auto& [request, slot, begun_ns] = started;
+    const std::uint64_t start_ns = begun_ns != 0 ? begun_ns : monotonic_ns();
     copy_parts(to_peer_.slot_data(slot), request.source, request.bytes);
     const std::uint64_t end_ns = monotonic_ns();
     {

@@ -38,7 +38,9 @@ MessageSource MessageSource::gathered(std::vector<MessagePart> parts, std::uint6
 
 void copy_parts(std::byte* slot, const MessageSource& source, std::uint64_t bytes) noexcept {
     for (const MessagePart& part : source.parts()) {
-        streamed_copy(slot + part.offset, part.data, part.bytes, bytes);
+        if (part.data != slot + part.offset) {
+            streamed_copy(slot + part.offset, part.data, part.bytes, bytes);
+        }
     }
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "megatronapp/transport/cuda_driver.hpp"
+#include "megatronapp/transport/cuda/cuda_driver.hpp"
 #include "megatronapp/transport/message.hpp"
 #include "megatronapp/transport/transfers.hpp"
 

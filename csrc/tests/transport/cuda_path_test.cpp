@@ -1,8 +1,9 @@
-#include "megatronapp/transport/cuda_path.hpp"
+#include "megatronapp/transport/cuda/cuda_path.hpp"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <random>
 
 #include "cuda_double.hpp"
@@ -316,25 +317,39 @@ TEST_P(CudaPathTest, MessagesOutliveTheEndpointsOfBothSides) {
     message.release_after(stream.get());
 }
 
-TEST_P(CudaPathTest, RefusesWhatCannotWork) {
+TEST_P(CudaPathTest, RefusesADeviceThatDoesNotExist) {
     Settings missing = on_device();
     missing.device = 7;
     EXPECT_THROW(Endpoint{missing}, cuda::CudaError);
+}
+
+TEST_P(CudaPathTest, ARankWithoutMemoryForItsSlotsSaysSoAndItsPeerLearnsOfIt) {
     Endpoints ranks;
-    ranks.push_back(prepared(on_device(), 2));
-    ranks.push_back(prepared(settings(1), 2));
-    EXPECT_THROW(connect(ranks), TransportError);
-    fail_next("cuMemAlloc", kOutOfMemory);
-    Settings full = on_device();
-    full.attempt = 9;
-    Endpoint endpoint(full);
-    try {
-        endpoint.add_peer(1, true);
-        FAIL() << "made slots without memory";
-    } catch (const cuda::CudaError& error) {
-        EXPECT_EQ(error.function, "cuMemAlloc");
-        EXPECT_EQ(error.code, kOutOfMemory);
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+        Settings given = on_device();
+        given.rank = rank;
+        ranks.push_back(prepared(given, 2));
     }
+    fail_next("cuMemAlloc", kOutOfMemory);
+    std::atomic<int> without_memory = 0;
+    std::atomic<int> victims = 0;
+    std::vector<std::thread> threads;
+    for (const std::unique_ptr<Endpoint>& rank : ranks) {
+        threads.emplace_back([&] {
+            try {
+                rank->connect();
+            } catch (const cuda::CudaError& error) {
+                without_memory += error.function == "cuMemAlloc" && error.code == kOutOfMemory ? 1 : 0;
+            } catch (const PeerLostError&) {
+                ++victims;
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    EXPECT_EQ(without_memory, 1);
+    EXPECT_EQ(victims, 1);
 }
 
 TEST_P(CudaPathTest, HostMemoryHasNoStreams) {

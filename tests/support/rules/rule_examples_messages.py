@@ -1,28 +1,11 @@
 """Examples of the rules about what MegaDPP needs to send messages."""
 
-from rule_example import Changes, bad, good
+from rule_example import bad, good
 from rule_examples_runtimes import dpp
 
 _BATCH = "spec.training.globalBatchSize"
-_SINGLE_NODE: Changes = {"spec.nodes": 1}
 
 MESSAGE_EXAMPLES = [
-    *good(
-        "dpp-gpus-on-one-node",
-        dpp(),
-        _SINGLE_NODE | dpp() | {"spec.gpusPerNode": 4},
-        dpp() | {"spec.gpusPerNode": 4, "spec.nodes": None, "spec.parallelism.data": 1},
-        {"spec.gpusPerNode": 4},
-    ),
-    *bad(
-        "dpp-gpus-on-one-node",
-        "spec.nodes",
-        (dpp() | {"spec.gpusPerNode": 4}, "GPUs of a pipeline are on 2 nodes, and messages of dpp between GPUs stay"),
-        (
-            dpp() | {"spec.gpusPerNode": 4, "spec.nodes": None, "spec.parallelism.data": 2},
-            "write nodes: 1, gpusPerNode: 0 for the CPU, or leave dpp out",
-        ),
-    ),
     *good(
         "cap-of-static-order",
         dpp(memoryCap=2),

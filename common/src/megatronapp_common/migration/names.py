@@ -15,7 +15,7 @@ FLAGS: Final[dict[str, str]] = {
     "--trace-granularity": f"{_SPANS} in phases, transfers and waits: leave it out; spans of layers are {_NOT_YET}",
     "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
-    "--use-dpp": f"{SAME}, with GPUs on one node so far; in a manifest spec.dpp.enabled",
+    "--use-dpp": f"{SAME}; in a manifest spec.dpp.enabled",
     "--workload": "here the threads of a rank that copy its messages (1 to 64, in a manifest spec.dpp.workload), there "
     "the number of elements for each thread; leave it out",
     "--node-ips": f"{SAME}, checked against the rank table; leave it out: the launcher finds the addresses",

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "megatronapp/transport/board.hpp"
-#include "megatronapp/transport/cuda_device.hpp"
+#include "megatronapp/transport/cuda/cuda_device.hpp"
 #include "megatronapp/transport/directory.hpp"
 #include "megatronapp/transport/host_path.hpp"
 #include "megatronapp/transport/peer.hpp"
@@ -49,17 +49,22 @@ class Connector {
   private:
     struct Pending {
         std::uint32_t peer;
-        Identity identity;  ///< of the inbox from the peer
-        InboxFile from_peer;
+        bool messages;
+        std::optional<PeerBoard> board;
+        std::optional<SlotMemory> memory;  ///< of the slots between the two, once it is known
+        Identity identity;                 ///< of the inbox from the peer
+        std::optional<InboxFile> from_peer;
         std::unique_ptr<cuda::DeviceMemory> slots;  ///< of `from_peer`, if they are in memory of the device
         std::optional<InboxFile> to_peer;
-        std::optional<PeerBoard> board;
+
+        [[nodiscard]] bool attached() const noexcept;
     };
 
     [[nodiscard]] Identity identity(std::uint64_t magic, std::uint32_t owner, std::uint32_t sender) const;
-    [[nodiscard]] Identity inbox_identity(std::uint32_t receiver, std::uint32_t sender, bool messages) const;
+    [[nodiscard]] Identity inbox_identity(std::uint32_t receiver, std::uint32_t sender, const Pending& pending) const;
     [[nodiscard]] bool open_files(Pending& pending) const;
-    [[nodiscard]] std::optional<PeerBoard> open_board(std::uint32_t peer) const;
+    [[nodiscard]] bool open_board(Pending& pending) const;
+    void make_inbox(Pending& pending) const;
     [[nodiscard]] std::unique_ptr<Path> make_path(OwnBoard& board, Pending& pending) const;
     void open_all(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);
     void await_attached(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);

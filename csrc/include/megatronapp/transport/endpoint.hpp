@@ -29,8 +29,8 @@ class Endpoint {
     /// Closes without waiting for queued messages.
     ~Endpoint();
 
-    /// Makes the inbox for messages of a peer, with all its memory; without messages only boards are shared. The peer
-    /// adds this rank in the same way.
+    /// Makes the inbox for messages of a peer, with all its memory; with a device that happens in `connect`, once it is
+    /// known what the peer has. Without messages only boards are shared. The peer adds this rank in the same way.
     void add_peer(std::uint32_t peer, bool messages);
 
     /// Prepares for peers on other nodes; the address of this rank, which they add. `library`: path or name of UCX's

@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 
+#include "megatronapp/transport/host_slots.hpp"
 #include "megatronapp/transport/layout.hpp"
 #include "megatronapp/transport/path.hpp"
 #include "megatronapp/transport/shared_file.hpp"
@@ -25,6 +27,7 @@ class InboxFile {
     [[nodiscard]] std::byte* slot_data(std::uint32_t slot) const noexcept;
     [[nodiscard]] SlotFlags& flags(std::uint32_t slot) const noexcept;
     [[nodiscard]] SharedFile& file() noexcept { return file_; }
+    [[nodiscard]] std::span<std::byte> memory() const noexcept { return {file_.data(), file_.bytes()}; }
     [[nodiscard]] const InboxLayout& layout() const noexcept { return layout_; }
 
   private:
@@ -38,11 +41,12 @@ class InboxFile {
 void require_identity(const std::string& path, const Identity& found, const Identity& expected);
 
 /// Slots in shared memory of one node, filled by memcpy and read in place.
-class HostPath : public Path {
+class HostPath final : public HostSlots {
   public:
     HostPath(InboxFile to_peer, InboxFile from_peer, const Identity& identity, std::uint32_t peer);
 
     [[nodiscard]] const char* name() const noexcept override { return "host memory"; }
+    [[nodiscard]] const char* staged_name() const noexcept override { return "pinned host memory"; }
     [[nodiscard]] std::uint64_t slots() const noexcept override { return slots_; }
     [[nodiscard]] std::uint64_t slot_bytes() const noexcept override { return slot_bytes_; }
 
@@ -52,6 +56,12 @@ class HostPath : public Path {
     [[nodiscard]] std::optional<Arrival> next_arrival() override;
     [[nodiscard]] std::byte* slot_data(std::uint32_t slot) const noexcept override;
     void give_back(std::uint32_t slot) noexcept override;
+
+    [[nodiscard]] std::span<std::byte> incoming() const noexcept override { return from_peer_.memory(); }
+    [[nodiscard]] std::span<std::byte> outgoing() const noexcept override { return to_peer_.memory(); }
+    [[nodiscard]] std::byte* outgoing_slot(std::uint32_t slot) const noexcept override {
+        return to_peer_.slot_data(slot);
+    }
 
   private:
     std::uint64_t slots_;

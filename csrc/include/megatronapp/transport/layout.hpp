@@ -20,7 +20,7 @@ static_assert(std::endian::native == std::endian::little, "the file format is li
 
 inline constexpr std::uint64_t kBoardMagic = 0x3144'524F'4250'5041;  // "APPBORD1"
 inline constexpr std::uint64_t kInboxMagic = 0x3158'4F42'4E49'5041;  // "APINBOX1"
-inline constexpr std::uint64_t kVersion = 4;
+inline constexpr std::uint64_t kVersion = 5;
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::uint64_t kPage = 4096;
 inline constexpr std::uint64_t kDeviceLine = 512;  // how devices align what they allocate
@@ -48,7 +48,7 @@ struct Identity {
     std::uint64_t sender;  ///< of an inbox; of a board the owner
     std::uint64_t slot_bytes;
     std::uint64_t slots;
-    std::uint64_t memory;  ///< SlotMemory of an inbox
+    std::uint64_t memory;  ///< SlotMemory of an inbox; of a board that of the slots between this rank and its equals
     std::uint64_t check;   ///< of all above
 
     [[nodiscard]] std::uint64_t computed_check() const noexcept {

@@ -37,7 +37,7 @@ class MessageSource {
     std::shared_ptr<const std::vector<MessagePart>> parts_;
 };
 
-/// Copies the parts to their places in a slot.
+/// Copies the parts to their places in a slot; a part that is in its place stays there.
 void copy_parts(std::byte* slot, const MessageSource& source, std::uint64_t bytes) noexcept;
 
 }  // namespace megatronapp::transport

@@ -22,9 +22,11 @@ struct Settings {
     std::uint32_t threads;     ///< that copy in host memory
     /// Called by waiting threads of the application every 100 ms, so that it can react to signals; may throw.
     std::function<void()> while_waiting = {};
-    /// Ordinal of the device from whose memory and into whose memory messages go; none: host memory.
+    /// Ordinal of the device from whose memory and into whose memory messages go; none: host memory. Peers may have
+    /// one or not.
     std::optional<int> device = {};
-    /// With a device: slots in pinned host memory, where devices do not reach each other. The same on all ranks.
+    /// With a device: slots in pinned host memory, where devices do not reach each other. The same on all ranks with
+    /// devices; for other peers they are there in any case.
     bool pinned = false;
     const cuda::Driver* driver = nullptr;  ///< null: that of libcuda.so.1
 };

@@ -33,6 +33,7 @@ struct SendRequest {
 struct StartedSend {
     SendRequest request;
     std::uint32_t slot;
+    std::uint64_t start_ns = 0;  ///< when a copy to the request's source began, which is a part of the transfer
 };
 
 /// True times of a copy on the monotonic clock.

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/cuda_board.hpp"
+#include "megatronapp/transport/cuda/cuda_board.hpp"
 
 namespace megatronapp::transport {
 

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/cuda_device.hpp"
+#include "megatronapp/transport/cuda/cuda_device.hpp"
 
 #include <algorithm>
 #include <string>

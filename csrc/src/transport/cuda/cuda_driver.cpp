@@ -1,4 +1,4 @@
-#include "megatronapp/transport/cuda_driver.hpp"
+#include "megatronapp/transport/cuda/cuda_driver.hpp"
 
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/cuda_path.hpp"
+#include "megatronapp/transport/cuda/cuda_path.hpp"
 
 #include <sys/prctl.h>
 
@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "megatronapp/clock.hpp"
-#include "megatronapp/transport/cuda_slots.hpp"
+#include "megatronapp/transport/cuda/cuda_slots.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/quiet_threads.hpp"
 
@@ -23,13 +23,8 @@ using cuda::Driver;
 using cuda::require;
 
 constexpr std::uint64_t kStopNs = 5'000'000'000;  // for copies to end when this rank closes
-constexpr std::uint64_t kExamineNs = 10'000'000;  // between two questions whether the device works
 constexpr std::int32_t kMostBehind = 64;
 constexpr long kNapNs = 10'000;  // between two looks at words that devices write
-constexpr const char* kStreamAdvice = "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which";
-
-cuda::Stream stream_of(DeviceStream stream) noexcept { return static_cast<cuda::Stream>(stream.handle); }
-
 void nap() noexcept {
     const timespec pause{.tv_sec = 0, .tv_nsec = kNapNs};
     ::nanosleep(&pause, nullptr);
@@ -38,16 +33,13 @@ void nap() noexcept {
 }  // namespace
 
 CudaPath::Memory::Memory(const cuda::SharedDevice& device, std::unique_ptr<cuda::DeviceMemory> slots, InboxFile to,
-                         InboxFile from, std::uint64_t count)
+                         InboxFile from, std::uint64_t count, const std::string& peer)
     : to_peer(std::move(to)),
       from_peer(std::move(from)),
       seen_to_peer(device, to_peer.file().data(), to_peer.file().bytes()),
       seen_from_peer(device, from_peer.file().data(), from_peer.file().bytes()),
       own_slots(std::move(slots)),
-      marks(device, cuda::kUntimedEvent),
-      events(device, cuda::kTimedEvent),
-      clock(device),
-      stream(device),
+      copies(device, peer),
       last_uses(device, 2 * count) {}
 
 CudaPath::CudaPath(const cuda::SharedDevice& device, std::unique_ptr<cuda::DeviceMemory> own_slots, InboxFile to_peer,
@@ -58,7 +50,8 @@ CudaPath::CudaPath(const cuda::SharedDevice& device, std::unique_ptr<cuda::Devic
       pinned_(SlotMemory{identity.memory} == SlotMemory::kPinned),
       peer_("rank " + std::to_string(peer)),
       bells_(bells),
-      memory_(std::make_unique<Memory>(device, std::move(own_slots), std::move(to_peer), std::move(from_peer), slots_)),
+      memory_(std::make_unique<Memory>(device, std::move(own_slots), std::move(to_peer), std::move(from_peer), slots_,
+                                       peer_)),
       announcements_(&memory_->to_peer.header().announced, memory_->to_peer.announcements(), slots_),
       sent_(slots_),
       timed_(slots_),
@@ -81,11 +74,10 @@ CudaPath::CudaPath(const cuda::SharedDevice& device, std::unique_ptr<cuda::Devic
 CudaPath::~CudaPath() {
     stop();
     const CurrentContext current(*device_);
-    if (!flights_.empty() || !memory_->last_uses.ended_soon()) {
+    if (!memory_->copies.empty() || !memory_->last_uses.ended_soon()) {
         static_cast<void>(memory_.release());  // NOLINT(bugprone-unused-return-value): the device still uses it
         return;
     }
-    flights_.clear();
     memory_->peer_slots.reset();
     memory_->to_peer.header().detached.store(1, std::memory_order_release);
     InboxFile inbox = std::move(memory_->from_peer);
@@ -97,17 +89,11 @@ CudaPath::~CudaPath() {
 /// Copies some bytes into the first slot and back. Nobody else writes there before the ranks are connected.
 void CudaPath::try_copy() {
     const CurrentContext current(*device_);
-    const Driver& driver = device_->driver();
     const auto bytes = std::min<std::size_t>(slot_bytes_, sizeof(Identity));
     const Identity sent = memory_->to_peer.header().identity;
     Identity back{};
-    cuda::Stream stream = memory_->stream.get();
-    static_cast<void>(memory_->clock.origin());  // while no stream waits, it is there at once
-    const Address identity = memory_->seen_to_peer.address_of(&memory_->to_peer.header().identity);
-    require(driver, "cuMemcpyAsync", driver.copy(target(0), identity, bytes, stream), kStreamAdvice);
-    require(driver, "cuMemcpyAsync", driver.copy(reinterpret_cast<Address>(&back), target(0), bytes, stream),
-            kStreamAdvice);
-    require(driver, "cuStreamSynchronize", driver.stream_synchronize(stream), kStreamAdvice);
+    memory_->copies.copy_now(target(0), memory_->seen_to_peer.address_of(&memory_->to_peer.header().identity), bytes);
+    memory_->copies.copy_now(reinterpret_cast<Address>(&back), target(0), bytes);
     if (std::memcmp(&sent, &back, bytes) != 0) {
         throw TransportError("a copy to the device of " + peer_ +
                              " and back returned other bytes; place the slots in host memory on all ranks");
@@ -123,76 +109,30 @@ std::string CudaPath::slot_text(std::uint32_t slot) const { return "slot " + std
 
 void* CudaPath::mark(DeviceStream stream) {
     const CurrentContext current(*device_);
-    cuda::Event event = memory_->marks.take();
-    const Driver& driver = device_->driver();
-    const cuda::Result code = driver.event_record(event, stream_of(stream));
-    if (code != cuda::kSuccess) {
-        memory_->marks.give_back(event);
-        throw cuda::CudaError(driver, "cuEventRecord", code, kStreamAdvice);
-    }
-    return event;
+    return memory_->copies.mark(stream);
 }
 
 void CudaPath::start(const StartedSend& started, CopySink& sink) noexcept {
     try {
         const CurrentContext current(*device_);
         const std::lock_guard lock(send_mutex_);
-        enqueue(started, sink);
+        const SendRequest& request = started.request;
+        const std::uint32_t slot = started.slot;
+        const std::atomic<std::uint32_t>& arrived = memory_->to_peer.flags(slot).arrived;
+        const CopyStream::Target place{.memory = target(slot),
+                                       .word_address = memory_->seen_to_peer.address_of(&arrived),
+                                       .word = &arrived,
+                                       .number = ++sent_[slot]};
+        if (memory_->copies.enqueue(started, sink, place)) {
+            lent_[slot] = true;
+            announcements_.push({request.key, request.bytes, slot, 0, 0, request.queued_ns});
+        }
     } catch (const std::exception& error) {
         sink.failed(started, "a copy to " + peer_ + ": " + error.what());
         return;
     }
     ring(*bells_.activity);
     wake_.notify_one();
-}
-
-void CudaPath::enqueue(const StartedSend& started, CopySink& sink) {
-    const auto& [request, slot] = started;
-    const Driver& driver = device_->driver();
-    cuda::Stream stream = memory_->stream.get();
-    Flight flight{started, &sink, ++sent_[slot], nullptr, nullptr, memory_->clock.origin(), {}};
-    flight.start = memory_->events.take();
-    flight.end = memory_->events.take();
-    if (request.after != nullptr) {
-        auto* event = static_cast<cuda::Event>(request.after);
-        require(driver, "cuStreamWaitEvent", driver.stream_wait_event(stream, event, 0), kStreamAdvice);
-        memory_->marks.give_back(event);
-    }
-    require(driver, "cuEventRecord", driver.event_record(flight.start, stream), kStreamAdvice);
-    enqueue_copies(flight);
-    const bool is_on_its_way = flight.failure.empty();
-    flights_.push_back(std::move(flight));
-    if (is_on_its_way) {
-        lent_[slot] = true;
-        announcements_.push({request.key, request.bytes, slot, 0, 0, request.queued_ns});
-    }
-}
-
-/// Enqueues a copy for each part, an event, and the word that says that all of them have ended. Copies that are
-/// enqueued when a later call fails still read the sender's memory: the failure is then that of the flight, and
-/// reported once they have ended.
-void CudaPath::enqueue_copies(Flight& flight) {
-    const auto& [request, slot] = flight.started;
-    const Driver& driver = device_->driver();
-    cuda::Stream stream = memory_->stream.get();
-    bool copies = false;
-    try {
-        for (const MessagePart& part : request.source.parts()) {
-            require(driver, "cuMemcpyAsync",
-                    driver.copy(target(slot) + part.offset, reinterpret_cast<Address>(part.data), part.bytes, stream),
-                    kStreamAdvice);
-            copies = true;
-        }
-        require(driver, "cuEventRecord", driver.event_record(flight.end, stream), kStreamAdvice);
-        const Address arrived = memory_->seen_to_peer.address_of(&memory_->to_peer.flags(slot).arrived);
-        require(driver, "cuStreamWriteValue32",
-                driver.stream_write_32(stream, arrived, flight.sequence, cuda::kWriteWithBarrier), kStreamAdvice);
-    } catch (const cuda::CudaError& error) {
-        if (!copies || driver.event_record(flight.end, stream) != cuda::kSuccess) {  // a device that can do nothing
-            throw;
-        }
-        flight.failure = "a copy to " + peer_ + ": " + error.what();
-    }
 }
 
 std::optional<std::uint32_t> CudaPath::next_returned() {
@@ -344,33 +284,36 @@ void CudaPath::stop() noexcept {
         stopping_ = true;
         wake_.notify_all();
         const auto limit = std::chrono::nanoseconds(kStopNs);
-        given_up_ = !wake_.wait_for(lock, limit, [this] { return flights_.empty(); });
+        given_up_ = !wake_.wait_for(lock, limit, [this] { return memory_->copies.empty(); });
         wake_.notify_all();
     }
     watcher_.join();
-    for (const Flight& flight : flights_) {
-        flight.sink->failed(flight.started, "a copy to " + peer_ +
-                                                " did not end while this rank closed: its device "
-                                                "hangs; see what it runs");
-    }
+    memory_->copies.give_up();
 }
 
 void CudaPath::watch_flights() noexcept {
     ::prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);  // naps are as short as asked for
     const CurrentContext current(*device_);
     while (true) {
-        std::vector<Ended> ended;
+        std::vector<CopyStream::Ended> ended;
         {
             std::unique_lock lock(send_mutex_);
-            wake_.wait(lock, [this] { return stopping_ || needs_slot_ || !flights_.empty(); });
-            if (stopping_ && (flights_.empty() || given_up_)) {
+            wake_.wait(lock, [this] { return stopping_ || needs_slot_ || !memory_->copies.empty(); });
+            if (stopping_ && (memory_->copies.empty() || given_up_)) {
                 return;
             }
-            ended = take_ended();
+            ended = memory_->copies.take_ended();
+            for (const CopyStream::Ended& entry : ended) {
+                publish_times(entry);
+            }
             ring_credits_if_returned();
         }
-        for (const Ended& entry : ended) {
-            report(entry);
+        for (const auto& [started, sink, number, times, failure] : ended) {
+            if (failure.empty()) {
+                sink->completed(started, times.start_ns, times.end_ns);
+            } else {
+                sink->failed(started, failure);
+            }
         }
         if (ended.empty()) {
             nap();
@@ -380,88 +323,19 @@ void CudaPath::watch_flights() noexcept {
     }
 }
 
-/// Removes the copies that have ended, all of them if the device has failed.
-std::vector<CudaPath::Ended> CudaPath::take_ended() {
-    std::vector<Ended> ended;
-    try {
-        while (!flights_.empty()) {
-            if (!flights_.front().failure.empty()) {
-                if (!failed_copy_ended(flights_.front())) {
-                    break;
-                }
-                ended.push_back({flights_.front(), {}, flights_.front().failure});
-                flights_.pop_front();
-                continue;
-            }
-            const std::optional<CopyTimes> times = times_of(flights_.front());
-            if (!times) {
-                break;
-            }
-            publish_times(flights_.front(), *times);
-            ended.push_back({std::move(flights_.front()), *times, {}});
-            flights_.pop_front();
-        }
-    } catch (const cuda::CudaError& error) {
-        for (Flight& flight : flights_) {
-            ended.push_back({std::move(flight), {}, "a copy to " + peer_ + ": " + error.what()});
-        }
-        flights_.clear();
+/// Tells the receiver the times of a copy that has ended well.
+void CudaPath::publish_times(const CopyStream::Ended& ended) noexcept {
+    if (!ended.failure.empty()) {
+        return;
     }
-    return ended;
-}
-
-/// Whether nothing that was enqueued for a failed copy reads the sender's memory any more.
-bool CudaPath::failed_copy_ended(const Flight& flight) const {
-    const cuda::Result code = device_->driver().event_query(flight.end);
-    require(device_->driver(), "cuEventQuery", code == cuda::kNotReady ? cuda::kSuccess : code, kStreamAdvice);
-    return code == cuda::kSuccess;
-}
-
-/// The times of a copy, if it has ended. Asks the driver, which is slow, only after the copy's word or rarely.
-std::optional<CopyTimes> CudaPath::times_of(const Flight& flight) {
-    const SlotFlags& flags = memory_->to_peer.flags(flight.started.slot);
-    // A later message may be in the slot already, as the receiver's stream can return it before this thread looks.
-    const std::uint32_t beyond = flags.arrived.load(std::memory_order_acquire) - flight.sequence;
-    if (static_cast<std::int32_t>(beyond) < 0) {
-        const std::uint64_t now_ns = monotonic_ns();
-        if (now_ns - examined_ns_ >= kExamineNs) {
-            examined_ns_ = now_ns;
-            const cuda::Result code = device_->driver().event_query(flight.end);
-            require(device_->driver(), "cuEventQuery", code == cuda::kNotReady ? cuda::kSuccess : code, kStreamAdvice);
-        }
-        return std::nullopt;
-    }
-    // Also where a peer that closes has written the word itself: the events say whether this device has ended.
-    const std::optional<std::uint64_t> end_ns = memory_->clock.time_of(*flight.origin, flight.end);
-    const std::optional<std::uint64_t> start_ns = memory_->clock.time_of(*flight.origin, flight.start);
-    if (!start_ns || !end_ns) {
-        return std::nullopt;
-    }
-    // The origin is known to some microseconds: neither a copy before its send nor one in the future.
-    const std::uint64_t latest_ns = std::max(std::min(*end_ns, monotonic_ns()), flight.started.request.queued_ns);
-    const std::uint64_t earliest_ns = std::min(flight.started.request.queued_ns, latest_ns);
-    return CopyTimes{std::clamp(*start_ns, earliest_ns, latest_ns), latest_ns};
-}
-
-void CudaPath::publish_times(const Flight& flight, const CopyTimes& times) noexcept {
-    SlotTimes& shared = memory_->to_peer.flags(flight.started.slot).times[flight.sequence % 2];
-    shared.times[0].store(times.start_ns, std::memory_order_relaxed);
-    shared.times[1].store(times.end_ns, std::memory_order_relaxed);
-    shared.times[2].store(check_of(flight.sequence, RingEntry<2>{times.start_ns, times.end_ns}),
-                          std::memory_order_relaxed);
-    shared.sequence.store(flight.sequence, std::memory_order_release);
-    timed_[flight.started.slot] = flight.sequence;
-}
-
-void CudaPath::report(const Ended& ended) noexcept {
-    const Flight& flight = ended.flight;
-    memory_->events.give_back(flight.start);
-    memory_->events.give_back(flight.end);
-    if (ended.failure.empty()) {
-        flight.sink->completed(flight.started, ended.times.start_ns, ended.times.end_ns);
-    } else {
-        flight.sink->failed(flight.started, ended.failure);
-    }
+    const auto& [start_ns, end_ns] = ended.times;
+    const std::uint32_t slot = ended.started.slot;
+    SlotTimes& shared = memory_->to_peer.flags(slot).times[ended.number % 2];
+    shared.times[0].store(start_ns, std::memory_order_relaxed);
+    shared.times[1].store(end_ns, std::memory_order_relaxed);
+    shared.times[2].store(check_of(ended.number, RingEntry<2>{start_ns, end_ns}), std::memory_order_relaxed);
+    shared.sequence.store(ended.number, std::memory_order_release);
+    timed_[slot] = ended.number;
 }
 
 void CudaPath::ring_credits_if_returned() noexcept {

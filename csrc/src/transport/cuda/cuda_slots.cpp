@@ -1,4 +1,4 @@
-#include "megatronapp/transport/cuda_slots.hpp"
+#include "megatronapp/transport/cuda/cuda_slots.hpp"
 
 #include <cstring>
 #include <mutex>

@@ -1,7 +1,5 @@
 #include "megatronapp/transport/ucx/link.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -15,27 +13,12 @@ constexpr std::uint64_t kRoundTrips = 8;  // measured before a path counts as co
 
 }  // namespace
 
-SlotMemory::SlotMemory(std::uint64_t slots, std::uint64_t slot_bytes)
-    : stride_(InboxLayout::round_up(slot_bytes, kPage)), bytes_(slots * stride_) {
-    if (bytes_ == 0) {
-        return;
-    }
-    void* data = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (data == MAP_FAILED) {  // NOLINT(performance-no-int-to-ptr): as mmap defines it
-        throw TransportError("no memory for " + std::to_string(slots) + " slots of " + std::to_string(slot_bytes) +
-                             " bytes; use fewer or smaller slots");
-    }
-    data_ = static_cast<std::byte*>(data);
-}
-
-SlotMemory::~SlotMemory() {
-    if (data_ != nullptr) {
-        ::munmap(data_, bytes_);
-    }
-}
-
 Link::Link(std::uint32_t peer, const Hello& own)
-    : peer_(peer), own_(own), memory_(own.slots, own.slot_bytes), in_use_(own.slots, false) {}
+    : peer_(peer),
+      own_(own),
+      stride_(InboxLayout::round_up(own.slot_bytes, kPage)),
+      memory_(own.slots * stride_),
+      in_use_(own.slots, false) {}
 
 void Link::greeted(const Hello& peer) {
     if (peer.slots != own_.slots || peer.slot_bytes != own_.slot_bytes) {

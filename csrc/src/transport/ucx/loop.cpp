@@ -127,7 +127,7 @@ void Loop::send(Connection& connection, const StartedSend& started, CopySink& si
     order.kind = Kind::kMessage;
     order.started = started;
     order.sink = &sink;
-    order.arrival.start_ns = monotonic_ns();
+    order.arrival.start_ns = started.start_ns != 0 ? started.start_ns : monotonic_ns();
     const SendRequest& request = started.request;
     post(order,
          body_of(MessageNews{request.key, request.bytes, started.slot, order.arrival.start_ns, request.queued_ns}),

@@ -105,6 +105,20 @@ def test_devices_that_do_not_reach_their_neighbours_are_found() -> None:
     assert _devices_apart(hosts) is None
 
 
+def test_messages_of_ranks_without_a_device_take_shared_memory() -> None:
+    from megatronapp_trainer.pipeline.transport.inboxes import _needed, _Proposal, _Reach
+    from megatronapp_trainer.pipeline.transport.shared_memory import FILE_BYTES
+
+    def proposal(memory: str, name: str | None, *neighbours: int) -> _Proposal:
+        reach = None if name is None else _Reach(name, frozenset(name), frozenset(name))
+        return _Proposal("job", memory, neighbours, (), 10 if name else 1000, 1000, None, reach)
+
+    ranks = [proposal("a", "x", 1, 2, 3), proposal("a", "y", 0), proposal("a", None, 0), proposal("b", "z", 0)]
+    assert _needed(ranks[0], ranks) - FILE_BYTES == 10 + 1000  # of the device, of the host, none of the other node
+    assert _needed(ranks[2], ranks) - FILE_BYTES == 1000
+    assert _needed(ranks[3], ranks) == FILE_BYTES
+
+
 class SilentTransport:
     """A transport on which nothing arrives."""
 

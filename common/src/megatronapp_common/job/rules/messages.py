@@ -1,4 +1,4 @@
-"""Rules about what MegaDPP needs to send messages: the activations of its order, and GPUs on one node.
+"""Rules about what MegaDPP needs to send messages: the activations of its order.
 
 The arithmetic is that of `job.inbox_memory`, in CEL. Rules see, besides the names of `world`, `cap` (microbatches of
 memoryCap; 0 without it, -1 for bytes), `microbatches` (of a step) and `planned` (most chunks whose activations a rank
@@ -70,24 +70,9 @@ def _of_messages(rule_id: str, field: str, rule: str, *, unless: str, summary: s
     )
 
 
-_ON_GPUS = "self.gpusPerNode > 0"
-"""Slots are in memory of the devices, and only where these do not reach each other in /dev/shm, as the start finds."""
 _LEAST_CAP = f"{{(planned + {GIVEN_CHUNKS} - 1) / {GIVEN_CHUNKS}}}"
 
 MESSAGE_RULES = (
-    Rule(
-        id="dpp-gpus-on-one-node",
-        field=".nodes",
-        rule=f"!{_ON} || !({_ON_GPUS}) || {with_gang('nodes == 1')}",
-        message="must be 1 with dpp.enabled and GPUs: messages between the GPUs of a pipeline stay on a node; "
-        "write nodes: 1, gpusPerNode: 0 for the CPU, or leave dpp out",
-        message_expression=cel_message_with_sizes(
-            cel_message(
-                "GPUs of a pipeline are on {nodes} nodes, and messages of dpp between GPUs stay on one; "
-                "write nodes: 1, gpusPerNode: 0 for the CPU, or leave dpp out"
-            )
-        ),
-    ),
     _of_messages(
         "cap-of-static-order",
         ".dpp.memoryCap",

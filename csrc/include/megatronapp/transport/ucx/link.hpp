@@ -8,33 +8,16 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "megatronapp/transport/host_buffer.hpp"
 #include "megatronapp/transport/path.hpp"
 #include "megatronapp/transport/remote_board.hpp"
 #include "megatronapp/transport/ucx/wire.hpp"
 
 namespace megatronapp::transport::ucx {
-
-/// Memory of a rank for the messages of one peer; pages are taken at once.
-class SlotMemory {
-  public:
-    /// Raises TransportError if there is not enough memory.
-    SlotMemory(std::uint64_t slots, std::uint64_t slot_bytes);
-    SlotMemory(const SlotMemory&) = delete;
-    SlotMemory& operator=(const SlotMemory&) = delete;
-    SlotMemory(SlotMemory&&) = delete;
-    SlotMemory& operator=(SlotMemory&&) = delete;
-    ~SlotMemory();
-
-    [[nodiscard]] std::byte* slot(std::uint32_t index) const noexcept { return data_ + index * stride_; }
-
-  private:
-    std::uint64_t stride_;
-    std::uint64_t bytes_;
-    std::byte* data_ = nullptr;
-};
 
 /// What a rank has heard from one peer, until the threads of the application take it. The progress thread of the
 /// worker enters news, each already parsed; any thread takes them. The first failure stays.
@@ -44,7 +27,10 @@ class Link {
 
     [[nodiscard]] std::uint32_t peer() const noexcept { return peer_; }
     [[nodiscard]] const Hello& own() const noexcept { return own_; }
-    [[nodiscard]] std::byte* slot_data(std::uint32_t slot) const noexcept { return memory_.slot(slot); }
+    [[nodiscard]] std::byte* slot_data(std::uint32_t slot) const noexcept {
+        return memory_.bytes().data() + slot * stride_;
+    }
+    [[nodiscard]] std::span<std::byte> memory() const noexcept { return memory_.bytes(); }
 
     // By the progress thread.
 
@@ -96,7 +82,8 @@ class Link {
 
     std::uint32_t peer_;
     Hello own_;
-    SlotMemory memory_;
+    std::uint64_t stride_;
+    HostBuffer memory_;  ///< for the messages of the peer
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;

@@ -4,15 +4,15 @@
 #include <utility>
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/path.hpp"
+#include "megatronapp/transport/host_slots.hpp"
 #include "megatronapp/transport/remote_board.hpp"
 #include "megatronapp/transport/ucx/worker.hpp"
 
 namespace megatronapp::transport::ucx {
 
 /// Messages to and from a rank on another node, in slots of host memory. Device memory needs slots that UCX registers
-/// for the device (GPUDirect); this path has none.
-class NetworkPath final : public Path {
+/// for the device (GPUDirect); this path has none, so that messages of a device are staged (`StagedPath`).
+class NetworkPath final : public HostSlots {
   public:
     NetworkPath(std::shared_ptr<Worker> worker, std::shared_ptr<Link> link) noexcept
         : worker_(std::move(worker)), link_(std::move(link)) {}
@@ -23,6 +23,7 @@ class NetworkPath final : public Path {
     ~NetworkPath() override = default;
 
     [[nodiscard]] const char* name() const noexcept override { return "ucx"; }
+    [[nodiscard]] const char* staged_name() const noexcept override { return "ucx through pinned memory"; }
     [[nodiscard]] std::uint64_t slots() const noexcept override { return link_->own().slots; }
     [[nodiscard]] std::uint64_t slot_bytes() const noexcept override { return link_->own().slot_bytes; }
 
@@ -36,6 +37,8 @@ class NetworkPath final : public Path {
         link_->give_back(slot);
         worker_->tell(*link_, Kind::kReturned, body_of_returned(slot));
     }
+
+    [[nodiscard]] std::span<std::byte> incoming() const noexcept override { return link_->memory(); }
 
     void abandon() noexcept override { worker_->leave(*link_); }
     void stop() noexcept override { link_->await_end(); }

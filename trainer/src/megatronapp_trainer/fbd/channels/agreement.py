@@ -42,6 +42,8 @@ class _ChannelProposal(NamedTuple):
     """None for a file system without a limit."""
     inboxes: dict[int, int]
     """Bytes of shared memory for messages of each peer, if it shares the memory."""
+    host_inboxes: dict[int, int]
+    """`inboxes` with the slots in shared memory, as for messages of peers without a device."""
     has_device: bool
 
 
@@ -49,8 +51,7 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
     """Agree on the job and on where memory is shared; collective over both roles.
 
     Raises:
-        UsageError: too many shipments, too little room for the messages of all ranks that share a memory, or a rank
-            with a GPU that shares none with a peer.
+        UsageError: too many shipments, or too little room for the messages of all ranks that share a memory.
     """
     if plan.shipments > MAX_SLOTS:
         raise UsageError(
@@ -58,24 +59,17 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
             f"are at most {MAX_SLOTS}; give more pipeline stages, so that a rank has fewer layers"
         )
     memory = find_shared_memory(_FLAG)
-    on_device = plan.device is not None
-    control = inbox_bytes(CONTROL_SLOTS, plan.control_bytes, on_device=on_device)
-    saved = inbox_bytes(plan.shipments, plan.shipment_bytes, on_device=on_device)
+    has_device = plan.device is not None
     own = _ChannelProposal(
         job=os.environ.get(Env.JOB_UID) or secrets.token_hex(16),
         memory=memory.identity,
         free=memory.free,
-        inboxes={peer: control + (saved if peer in plan.partners else 0) for peer in plan.peers},
-        has_device=on_device,
+        inboxes=_inboxes(plan, on_device=has_device),
+        host_inboxes=_inboxes(plan, on_device=False),
+        has_device=has_device,
     )
     proposals: list[_ChannelProposal] = exchange.gather("channels", own)
     apart = [_apart(proposal, proposals) for proposal in proposals]
-    for rank, peers in enumerate(apart):
-        if peers and proposals[rank].has_device:
-            raise UsageError(
-                f"{_FLAG}: rank {rank} has a GPU and shares no memory with rank {peers[0]}, its partner of the other "
-                "role or the stage before or after it, and messages of GPUs stay on a node; put these ranks on one node"
-            )
     sharing = [_needed(proposal, proposals) for proposal in proposals if proposal.memory == memory.identity]
     if memory.free is not None and sum(sharing) > memory.free:
         raise UsageError(
@@ -88,6 +82,13 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
     return ChannelPaths(proposals[0].job, apart[plan.rank], any(apart))
 
 
+def _inboxes(plan: ChannelPlan, *, on_device: bool) -> dict[int, int]:
+    """Return the bytes of shared memory for messages of each peer."""
+    control = inbox_bytes(CONTROL_SLOTS, plan.control_bytes, on_device=on_device)
+    saved = inbox_bytes(plan.shipments, plan.shipment_bytes, on_device=on_device)
+    return {peer: control + (saved if peer in plan.partners else 0) for peer in plan.peers}
+
+
 def _apart(proposal: _ChannelProposal, proposals: Sequence[_ChannelProposal]) -> tuple[int, ...]:
     """Return the peers of a rank that do not share its memory."""
     return tuple(peer for peer in proposal.inboxes if proposals[peer].memory != proposal.memory)
@@ -95,5 +96,9 @@ def _apart(proposal: _ChannelProposal, proposals: Sequence[_ChannelProposal]) ->
 
 def _needed(proposal: _ChannelProposal, proposals: Sequence[_ChannelProposal]) -> int:
     """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none."""
-    near = [size for peer, size in proposal.inboxes.items() if proposals[peer].memory == proposal.memory]
-    return sum(near) + 2 * FILE_BYTES
+    needed = 2 * FILE_BYTES
+    for peer in proposal.inboxes:
+        if proposals[peer].memory == proposal.memory:
+            inboxes = proposal.inboxes if proposals[peer].has_device else proposal.host_inboxes
+            needed += inboxes[peer]
+    return needed

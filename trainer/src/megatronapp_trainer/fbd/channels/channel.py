@@ -28,6 +28,7 @@ from megatronapp_trainer.pipeline.transport.tensor_transport import (
     TensorSpec,
     TensorTransport,
     TransportOptions,
+    transfer_path,
 )
 
 _log = logging.getLogger(__name__)
@@ -52,8 +53,6 @@ class Channel:
             PeerLostError: a rank did not connect.
         """
         self._observer = observer
-        near = TransferPath.SHARED_MEMORY if plan.device is None else TransferPath.CUDA_IPC
-        self._paths = {peer: TransferPath.UCX if peer in paths.remote else near for peer in plan.peers}
         self.partners = plan.partners
         self.activation = plan.activation
         control = _options(plan, paths, "control", plan.control_bytes, slots=CONTROL_SLOTS)
@@ -66,11 +65,13 @@ class Channel:
         except BaseException:
             self._control.close(drain=False)
             raise
+        self._paths = {peer: transfer_path(path) for peer, path in self._control.paths.items()}
         for peer in plan.peers:
+            path = self._control.paths[peer]
             if peer in round_trips:
-                _log.info("path to rank %d: ucx, round trip %.0f us", peer, 1e-3 * round_trips[peer])
+                _log.info("path to rank %d: %s, round trip %.0f us", peer, path, 1e-3 * round_trips[peer])
             else:
-                _log.info("path to rank %d: %s", peer, near.name.lower().replace("_", " "))
+                _log.info("path to rank %d: %s", peer, path)
         if plan.leads:
             self._control.lead(plan.partners)
         self.sent = MessageCounts()

@@ -150,25 +150,18 @@ class Inboxes:
     def agree(self) -> TransportAgreement:
         """Agree on the job and on where memory is shared; collective over the world.
 
-        Slots are in memory of the devices, unless a rank's device does not reach the device of a neighbour: then they
-        are in pinned host memory, on all ranks, which is logged.
+        Slots between devices of a node are in their memory, unless a rank's device does not reach the device of a
+        neighbour: then they are in pinned host memory, on all ranks, which is logged. Messages between a device and a
+        rank on another node, or one without a device, pass through pinned host memory in any case.
 
         Raises:
-            UsageError: too many slots, too little room for the inboxes of all ranks that share a memory, or ranks with
-                GPUs that share none.
+            UsageError: too many slots, or too little room for the inboxes of all ranks that share a memory.
         """
         directory, own = shared_memory_directory(), dist.get_rank()
         found: list[_Proposal | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self._proposal())
         proposals = [proposal for proposal in found if proposal is not None]
         apart = [_apart(proposal, proposals) for proposal in proposals]
-        for rank, peers in enumerate(apart):
-            if peers and proposals[rank].reach is not None:
-                raise UsageError(
-                    f"{self.flag}: rank {rank} has a GPU and shares no memory with rank {peers[0]} of its pipeline or "
-                    f"tensor group, and messages between GPUs stay on a node; put these ranks on one node, or leave "
-                    f"{self.flag} out"
-                )
         memory, free = proposals[own].memory, proposals[own].free
         apart_devices = _devices_apart(proposals)
         if apart_devices:
@@ -269,6 +262,13 @@ def _apart(proposal: _Proposal, proposals: Sequence[_Proposal]) -> tuple[int, ..
 
 
 def _needed(proposal: _Proposal, proposals: Sequence[_Proposal]) -> int:
-    """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none."""
-    near = [peer for peer in proposal.neighbours if proposals[peer].memory == proposal.memory]
-    return len(near) * proposal.inbox_bytes + (1 + len(proposal.boards)) * FILE_BYTES
+    """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none.
+
+    Messages of a rank without a device are in host memory, also where the receiver has one.
+    """
+    needed = (1 + len(proposal.boards)) * FILE_BYTES
+    for peer in proposal.neighbours:
+        if proposals[peer].memory == proposal.memory:
+            has_device = proposals[peer].reach is not None
+            needed += proposal.inbox_bytes if has_device else proposal.pinned_bytes
+    return needed

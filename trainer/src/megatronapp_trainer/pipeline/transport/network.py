@@ -67,8 +67,12 @@ def connected(options: TransportOptions, inboxes: Inboxes, agreement: TransportA
         boards=[peer for peer in inboxes.boards if peer not in agreement.remote],
     )
     remote = UcxPeers(agreement.remote, messages=inboxes.neighbours, address=inboxes.address, gather=gather_over_world)
-    for peer, round_trip_ns in transport.connect(remote if agreement.spans_nodes else None).items():
-        _log.info("path to rank %d: ucx, round trip %.0f us", peer, 1e-3 * round_trip_ns)
+    round_trips = transport.connect(remote if agreement.spans_nodes else None)
+    for peer, path in transport.paths.items():
+        if peer in round_trips:
+            _log.info("path to rank %d: %s, round trip %.0f us", peer, path, 1e-3 * round_trips[peer])
+        elif options.device is not None:
+            _log.info("path to rank %d: %s", peer, path)
     return transport
 
 

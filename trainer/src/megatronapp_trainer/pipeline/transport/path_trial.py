@@ -75,7 +75,7 @@ def try_paths(config: TrainerConfig, layout: Layout, *, deadline_s: float) -> It
         inboxes = _inboxes(config, layout)
         agreement = inboxes.agree()
         transport = connected(_options(config, inboxes, agreement, deadline_s), inboxes, agreement)
-        yield from _exchange(transport, inboxes, agreement)
+        yield from _exchange(transport, inboxes)
         dist.barrier()  # a rank that ends is lost to those that still wait for a message of another one
         transport.close()
     finally:
@@ -140,7 +140,7 @@ def _options(
     )
 
 
-def _exchange(transport: TensorTransport, inboxes: Inboxes, agreement: TransportAgreement) -> Iterator[str]:
+def _exchange(transport: TensorTransport, inboxes: Inboxes) -> Iterator[str]:
     own, spec = dist.get_rank(), inboxes.spec
     device = torch.device("cpu") if inboxes.device is None else torch.device("cuda", inboxes.device)
     message = torch.full(spec.shape, own % 128, dtype=spec.dtype, device=device)
@@ -155,16 +155,8 @@ def _exchange(transport: TensorTransport, inboxes: Inboxes, agreement: Transport
             )
         received.release()
         milliseconds = 1e3 * (time.monotonic() - begun)
-        path = _path(peer, inboxes, agreement)
+        path = transport.paths[peer].replace("ucx", "UCX")
         yield f"rank {peer} to rank {own}: {path}, {inboxes.slot_bytes} bytes after {milliseconds:.1f} ms"
-
-
-def _path(peer: int, inboxes: Inboxes, agreement: TransportAgreement) -> str:
-    if peer in agreement.remote:
-        return "UCX"
-    if inboxes.device is None:
-        return "shared memory"
-    return "pinned host memory" if agreement.pinned else "CUDA IPC"
 
 
 if __name__ == "__main__":

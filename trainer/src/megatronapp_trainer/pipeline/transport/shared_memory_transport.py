@@ -1,4 +1,4 @@
-"""The tasks' transfers between memories of hosts, and the leader's log of a tensor group."""
+"""The tasks' transfers within a node and between nodes, and the leader's log of a tensor group."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from megatronapp_trainer.pipeline.planning.tasks import RankTask, Task, TaskKind
 from megatronapp_trainer.pipeline.transport.inboxes import Inboxes
 from megatronapp_trainer.pipeline.transport.network import connected
 from megatronapp_trainer.pipeline.transport.task_transport import Posted
-from megatronapp_trainer.pipeline.transport.tensor_transport import ReceivedTensor, TransportOptions
+from megatronapp_trainer.pipeline.transport.tensor_transport import ReceivedTensor, TransportOptions, transfer_path
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _NUMBER_BITS = 40
 
 
 class SharedMemoryTransport:
-    """A `TaskTransport` within a node and, between memories of hosts, over UCX to ranks of other nodes.
+    """A `TaskTransport` within a node and, over UCX, to ranks of other nodes.
 
     A received tensor is a view of its message until no task needs it any more. Tensors are in memory of the host, or in
     memory of each rank's device.
@@ -57,9 +57,11 @@ class SharedMemoryTransport:
         self._follows = own != self._leader
         agreement = inboxes.agree()
         self._device = inboxes.device
-        self._waits_on_device = inboxes.device is not None and _streams_may_wait()
-        on_devices = inboxes.device is not None and not agreement.pinned
-        self._path = TransferPath.CUDA_IPC if on_devices else TransferPath.SHARED_MEMORY
+        # The order of a stream reaches no other node.
+        self._publishes_by_stream = inboxes.device is not None and not agreement.spans_nodes
+        self._waits_on_device = self._publishes_by_stream and _streams_may_wait()
+        if inboxes.device is not None and agreement.spans_nodes and own == 0:
+            logger.info("ranks with GPUs are on several nodes: no task is launched before its input is there")
         options = TransportOptions(
             job=agreement.job,
             attempt=int(os.environ.get(Env.ATTEMPT, "0")),
@@ -72,7 +74,6 @@ class SharedMemoryTransport:
             pinned=agreement.pinned,
         )
         self._peers = [*inboxes.neighbours, *inboxes.boards]
-        self._remote = frozenset(agreement.remote)
         self._transport = connected(options, inboxes, agreement)
         if own == self._leader and inboxes.boards:
             self._transport.lead(inboxes.boards)
@@ -157,9 +158,11 @@ class SharedMemoryTransport:
     def mark_progress(self, index: int, stream: torch.cuda.Stream | None = None) -> None:
         """Publish a number to the other ranks, on a device in the order of a stream, by default the current one."""
         self._number = index
-        if self._device is not None and stream is None:
+        if not self._publishes_by_stream:
+            stream = None
+        elif stream is None:
             stream = torch.cuda.current_stream(self._device)
-        self._transport.publish(_PROGRESS_INDEX, index, None if self._device is None else stream)
+        self._transport.publish(_PROGRESS_INDEX, index, stream)
 
     def sender_progress(self, task: Task) -> int:
         """Return the last number that the sender of an input has published."""
@@ -185,7 +188,7 @@ class SharedMemoryTransport:
 
     def path_from(self, rank: int) -> TransferPath:
         """Return the path of the messages of a pipeline rank."""
-        return TransferPath.UCX if self._pipeline[rank] in self._remote else self._path
+        return transfer_path(self._transport.paths[self._pipeline[rank]])
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until an input or a decision arrives, at most `limit_s` seconds if given.

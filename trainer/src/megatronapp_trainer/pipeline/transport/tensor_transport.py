@@ -14,6 +14,7 @@ import torch
 
 import megatronapp_native as native
 from megatronapp_common.names import DEFAULT_SHM_DIR, Env
+from megatronapp_common.trace import TransferPath
 from megatronapp_trainer.errors import PeerLostError, TransferError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ class TransportOptions:
     """Threads that copy messages of this rank in host memory."""
     directory: str = dataclasses.field(default_factory=shared_memory_directory)
     device: int | None = None
-    """Ordinal of the CUDA device whose tensors are sent and received; None for tensors of the host."""
+    """Ordinal of the CUDA device whose tensors are sent and received; None for tensors of the host.
+
+    Peers may have a device or not. Messages between a device and a host, or another node, pass through pinned memory.
+    """
     pinned: bool = False
-    """With a device: messages pass through pinned host memory, for devices that do not reach each other."""
+    """With a device: so do messages to other devices of the node, for devices that do not reach each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +185,9 @@ class TensorTransport:
         peers: ranks that exchange messages with this one. boards: ranks with which only progress and logs are shared.
         """
         self.options = options
+        self.paths: dict[int, str] = {}
+        """Names of the paths to the peers that exchange messages, once connected."""
+        self._message_peers = tuple(peers)
         self._endpoint = native.TransportEndpoint(
             directory=options.directory,
             job=options.job,
@@ -212,6 +219,9 @@ class TensorTransport:
                 raise
         self._endpoint.connect()
         ranks = () if remote is None else remote.ranks
+        for peer in (*self._message_peers, *ranks):
+            name = self._endpoint.statistics(peer)["path"]
+            self.paths[peer] = "shared memory" if name == "host memory" else name
         return {peer: self._endpoint.round_trip_ns(peer) or 0 for peer in ranks}
 
     @raises_trainer_errors
@@ -321,6 +331,13 @@ class TensorTransport:
     def close(self, *, drain: bool = True) -> None:
         """End the threads; with `drain`, deliver first what was sent (within the deadline). May be called again."""
         self._endpoint.close(drain)
+
+
+def transfer_path(name: str) -> TransferPath:
+    """Return the path of `TensorTransport.paths` as traces name it."""
+    if name.startswith("ucx"):
+        return TransferPath.UCX
+    return TransferPath.CUDA_IPC if name == "CUDA IPC" else TransferPath.SHARED_MEMORY
 
 
 def _source(tensor: torch.Tensor, device: int | None) -> torch.Tensor:

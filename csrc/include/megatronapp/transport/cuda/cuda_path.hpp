@@ -3,7 +3,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,7 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "megatronapp/transport/cuda_device.hpp"
+#include "megatronapp/transport/cuda/copy_stream.hpp"
+#include "megatronapp/transport/cuda/cuda_device.hpp"
 #include "megatronapp/transport/host_path.hpp"
 #include "megatronapp/transport/path.hpp"
 
@@ -53,7 +53,7 @@ class CudaPath final : public Path {
     [[nodiscard]] bool starts_at_once() const noexcept override { return true; }
     void start(const StartedSend& started, CopySink& sink) noexcept override;
     [[nodiscard]] void* mark(DeviceStream stream) override;
-    void drop_mark(void* mark) noexcept override { memory_->marks.give_back(static_cast<cuda::Event>(mark)); }
+    void drop_mark(void* mark) noexcept override { memory_->copies.drop_mark(mark); }
     [[nodiscard]] std::optional<std::uint32_t> next_returned() override;
     void need_slot() noexcept override;
 
@@ -69,23 +69,6 @@ class CudaPath final : public Path {
     void stop() noexcept override;
 
   private:
-    /// A copy that is enqueued and has not ended.
-    struct Flight {
-        StartedSend started;
-        CopySink* sink;
-        std::uint32_t sequence;
-        cuda::Event start;
-        cuda::Event end;
-        cuda::EventClock::SharedOrigin origin;
-        std::string failure;  ///< not empty: the copy failed, and what of it was enqueued has not ended
-    };
-
-    struct Ended {
-        Flight flight;
-        CopyTimes times;
-        std::string failure;  ///< empty for a copy that has ended well
-    };
-
     /// What device work may still use after this rank has closed.
     struct Memory {
         InboxFile to_peer;
@@ -94,14 +77,11 @@ class CudaPath final : public Path {
         cuda::RegisteredMemory seen_from_peer;
         std::unique_ptr<cuda::DeviceMemory> own_slots;
         std::optional<cuda::OpenedMemory> peer_slots;
-        cuda::EventPool marks;
-        cuda::EventPool events;
-        cuda::EventClock clock;
-        cuda::OwnStream stream;
+        CopyStream copies;
         cuda::LastUses last_uses;  ///< by slot: waits, then returns
 
         Memory(const cuda::SharedDevice& device, std::unique_ptr<cuda::DeviceMemory> slots, InboxFile to,
-               InboxFile from, std::uint64_t count);
+               InboxFile from, std::uint64_t count, const std::string& peer);
     };
 
     /// Received messages of a slot.
@@ -112,18 +92,12 @@ class CudaPath final : public Path {
     };
 
     void try_copy();
-    void enqueue(const StartedSend& started, CopySink& sink);
-    void enqueue_copies(Flight& flight);
     [[nodiscard]] cuda::Address target(std::uint32_t slot) const noexcept;
     [[nodiscard]] bool whole(std::uint32_t slot) const;
     [[nodiscard]] std::string slot_text(std::uint32_t slot) const;
 
     void watch_flights() noexcept;
-    [[nodiscard]] std::vector<Ended> take_ended();
-    [[nodiscard]] bool failed_copy_ended(const Flight& flight) const;
-    [[nodiscard]] std::optional<CopyTimes> times_of(const Flight& flight);
-    void publish_times(const Flight& flight, const CopyTimes& times) noexcept;
-    void report(const Ended& ended) noexcept;
+    void publish_times(const CopyStream::Ended& ended) noexcept;
     void ring_credits_if_returned() noexcept;
 
     cuda::SharedDevice device_;
@@ -137,11 +111,9 @@ class CudaPath final : public Path {
     std::mutex send_mutex_;
     std::condition_variable wake_;
     CheckedWriter<kAnnouncementWords> announcements_;
-    std::deque<Flight> flights_;
     std::vector<std::uint32_t> sent_;   ///< by slot: sequence of its last message
     std::vector<std::uint32_t> timed_;  ///< by slot: sequence of the last message whose times are published
     std::vector<bool> lent_;
-    std::uint64_t examined_ns_ = 0;
     std::atomic<bool> needs_slot_ = false;
     bool stopping_ = false;
     bool given_up_ = false;

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "megatronapp/transport/cuda_device.hpp"
+#include "megatronapp/transport/cuda/cuda_device.hpp"
 #include "megatronapp/transport/host_path.hpp"
 
 namespace megatronapp::transport {

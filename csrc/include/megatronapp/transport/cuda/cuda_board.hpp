@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "megatronapp/transport/board.hpp"
-#include "megatronapp/transport/cuda_device.hpp"
+#include "megatronapp/transport/cuda/cuda_device.hpp"
 #include "megatronapp/transport/settings.hpp"
 #include "megatronapp/transport/transfers.hpp"
 

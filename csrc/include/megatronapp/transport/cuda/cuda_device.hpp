@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "megatronapp/transport/cuda_driver.hpp"
+#include "megatronapp/transport/cuda/cuda_driver.hpp"
 
 namespace megatronapp::transport::cuda {
 
