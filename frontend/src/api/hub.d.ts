@@ -1490,6 +1490,13 @@ export interface components {
             /** Rank */
             rank: number;
             /**
+             * Role
+             * @description Passes of the rank; all without MegaFBD.
+             * @default all
+             * @enum {string}
+             */
+            role: "all" | "forward" | "backward";
+            /**
              * State
              * @enum {string}
              */
@@ -2034,6 +2041,11 @@ export interface components {
              * @description Ranks that have spans here.
              */
             ranks: number[];
+            /**
+             * Roles
+             * @description Role of every rank of the job, by rank; empty without MegaFBD.
+             */
+            roles?: ("all" | "forward" | "backward")[];
             /**
              * Runqueuens
              * @description Wait for a processor; null where unknown.

@@ -20,6 +20,7 @@ from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import RankRecords
+from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import (
     BYTES_UNIT,
     DURATION_UNIT_NS,
@@ -101,7 +102,8 @@ def _names(source: TraceSource) -> Iterator[Event]:
         yield _meta("process_sort_index", worker, None, {"sort_index": worker})
     for rank, ring in sorted(newest.items()):
         place = ring.coordinates
-        name = f"rank {rank} (pp {place.pp}, dp {place.dp}, tp {place.tp})"
+        role = "" if ring.role is RankRole.ALL else f"{ring.role} "
+        name = f"{role}rank {rank} (pp {place.pp}, dp {place.dp}, tp {place.tp})"
         yield _meta("thread_name", ring.worker, rank, {"name": name})
         yield _meta("thread_sort_index", ring.worker, rank, {"sort_index": rank})
     yield _meta("process_name", JOB_PID, None, {"name": f"job {source.job}"})

@@ -80,7 +80,8 @@ async def timeline(
             f"step {step} is not held in full",
             "Only the newest steps are; older ones are kept as sums for the heat map.",
         )
-    return await asyncio.to_thread(views.timeline, found)
+    state = hub.ingest.attempts.get(found.view.attempt)
+    return await asyncio.to_thread(views.timeline, found, None if state is None else state.layout)
 
 
 @router.get("/pipeline", operation_id="getPipeline")

@@ -8,6 +8,7 @@ from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_common.web.models import ApiModel
 
+RoleName = Literal["all", "forward", "backward"]
 RankStateName = Literal["training", "silent", "hung", "ended"]
 HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]
 SeriesName = Literal[
@@ -67,6 +68,7 @@ class RankView(ApiModel):
     ep: int
     dp: int
     pp: int
+    role: Annotated[RoleName, Field(description="Passes of the rank; all without MegaFBD.")] = "all"
     device: str
     state: RankStateName
     step: Annotated[int | None, Field(description="Newest finished step.")]
@@ -226,6 +228,9 @@ class Timeline(ApiModel):
     origin_ns: Annotated[int, Field(description="Real time that start_ns counts from, nanoseconds since 1970.")]
     complete: bool
     ranks: Annotated[list[int], Field(description="Ranks that have spans here.")]
+    roles: Annotated[
+        list[RoleName], Field(description="Role of every rank of the job, by rank; empty without MegaFBD.")
+    ] = Field(default_factory=list)
     kind_names: Annotated[dict[int, str], Field(description="Names of the numbers in kind.")]
     rank: list[int]
     kind: list[int]

@@ -19,7 +19,7 @@ from megatronapp_analyzer.hub.ingest.store import StoredStep, in_range
 from megatronapp_analyzer.hub.neighbours import NeighbourJob
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import RankState, RankStatus, kind_name
-from megatronapp_analyzer.model import RankRecords
+from megatronapp_analyzer.model import JobLayout, RankRecords
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Flag
 
 HEATMAP_STEPS = 2000
@@ -102,6 +102,7 @@ def rank_view(ring: RankRing, state: RankState, status: RankStatus | None, step:
         ep=place.ep,
         dp=place.dp,
         pp=place.pp,
+        role=ring.role.value,
         device=ring.device,
         state=state.value,
         step=step,
@@ -227,8 +228,8 @@ def _flag(records: RankRecords, flag: Flag) -> NDArray[np.bool_]:
     return chosen
 
 
-def timeline(step: StoredStep) -> schemas.Timeline:
-    """Return the spans of one step as columns."""
+def timeline(step: StoredStep, layout: JobLayout | None = None) -> schemas.Timeline:
+    """Return the spans of one step as columns; `layout`: of its attempt, for the roles of its ranks."""
     records = step.view.records
     starts = real_starts_ns(step)
     origin = int(starts.min())
@@ -241,6 +242,7 @@ def timeline(step: StoredStep) -> schemas.Timeline:
         origin_ns=origin,
         complete=step.digest.complete,
         ranks=_ints(np.unique(records["rank"])),
+        roles=[] if layout is None else [role.value for role in layout.roles],
         kind_names={int(kind): kind_name(int(kind)) for kind in np.unique(kinds)},
         rank=_ints(records["rank"]),
         kind=_ints(kinds),
