@@ -87,6 +87,8 @@ def compare_modes(flags: str) -> dict[str, Any]:
             "equal": all(chunk.torch.equal(*pair) for pair in zip(expected, found, strict=True)),
             "bytes": sum(segment.bytes for segment in chunk.saved.segments),
             "passes": dict(chunk.passes),
+            "groups": 1 + max(chunk.saved.groups),
+            "in layers": sum("layers" in slot.module for slot in chunk.saved.slots),
         }
 
     return {str(mode): shipped_in(mode) for mode in reversed(ShipMode)}
@@ -99,6 +101,9 @@ def test_modes_ship_less_and_recompute_only_their_regions(run_ranks: RunRanks, r
     saved, selective, full = (results[mode] for mode in ("saved", "selective", "full"))
     assert saved["equal"] and selective["equal"] and full["equal"]
     assert saved["bytes"] > selective["bytes"] > full["bytes"]
+    assert saved["groups"] == selective["groups"] == LAYERS + 2, "layers, what comes before, and what comes after"
+    assert full["groups"] == LAYERS + 1, "the input of the last layer leaves with what comes after"
+    assert full["in layers"] == 0
     assert saved["passes"] == {}
     assert list(selective["passes"].values()) == [LAYERS * MICROBATCHES], "core attention alone"
     assert full["passes"]["TransformerLayer"] == full["passes"]["SelfAttention"] == LAYERS * MICROBATCHES

@@ -7,6 +7,7 @@ import torch
 from megatronapp_trainer.errors import TaskOrderError
 from megatronapp_trainer.fbd.graph.region_states import RegionStates, region_states_marked
 from megatronapp_trainer.fbd.graph.saved_tensors import (
+    NO_SLOT,
     Parameters,
     SavedParameter,
     SavedTensors,
@@ -65,6 +66,8 @@ class BackwardGraph:
         return input_gradient
 
     def _unpack(self, number: int) -> torch.Tensor:
+        if number == NO_SLOT:
+            raise TaskOrderError("a backward pass needs a tensor of a recomputed region, of which nothing is shipped")
         slot = self.saved.slots[number]
         if isinstance(slot, SavedParameter):
             return self._parameters.view(slot)

@@ -7,8 +7,9 @@ from typing import NoReturn
 import torch
 
 from megatronapp_trainer.errors import TransferError
-from megatronapp_trainer.fbd.graph.region_states import RegionStates, region_states_recorded
+from megatronapp_trainer.fbd.graph.region_states import RegionStates, in_region, region_states_recorded
 from megatronapp_trainer.fbd.graph.saved_tensors import (
+    NO_SLOT,
     Parameters,
     SavedParameter,
     SavedTensors,
@@ -61,6 +62,8 @@ class _RecordedPass:
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
+        if in_region():
+            return NO_SLOT
         number = self._next
         self._next += 1
         if number >= len(self._saved.slots):

@@ -35,6 +35,18 @@ class _Marker:
         self.resolve = resolve
 
 
+def in_region() -> bool:
+    """Return whether a checkpointed region runs forward, or is recomputed.
+
+    megatron-core's layers enable gradients for some of their parts even there. What these save in a forward pass
+    belongs to a graph that is dropped at the end of the region.
+    """
+    from megatron.core.tensor_parallel import random
+
+    found: bool = random.is_checkpointing()
+    return found
+
+
 @contextlib.contextmanager
 def region_states_recorded(states: list[RegionStates]) -> Iterator[None]:
     """Add the states of each checkpointed region that begins within the context."""

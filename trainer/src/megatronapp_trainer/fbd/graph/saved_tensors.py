@@ -6,6 +6,7 @@ have in common is one segment, which is shipped once.
 
 import bisect
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.graph.region_states import in_region
 
+NO_SLOT = -1
+"""Takes the place of a slot's number for a tensor that no backward pass needs."""
 _LAYER = re.compile(r"\blayers\.\d+")
 
 
@@ -48,7 +52,7 @@ class SavedSegment(NamedTuple):
 
     bytes: int
     group: int
-    """Group of slots with which it is complete: one for each layer, and those before and after them."""
+    """Group of slots with which it is complete: one for each layer, and those before and after the layers."""
 
 
 class SavedTensors(NamedTuple):
@@ -106,11 +110,18 @@ class SlotCollector:
         self._chunk = chunk
         self._parameters = Parameters(chunk)
         self._modules: list[str] = [""]
+        self._layer: str | None = None
+        """Layer that has begun last."""
         self._saved: list[tuple[str, torch.Tensor]] = []
+        self._places: list[_Place] = []
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """Take a tensor that autograd saves; returns the number of its slot."""
-        self._saved.append((self._modules[-1], tensor.detach()))
+        """Take a tensor that autograd saves; returns the number of its slot, or NO_SLOT."""
+        if in_region():
+            return NO_SLOT
+        module = self._modules[-1]
+        self._saved.append((module, tensor.detach()))
+        self._places.append(_Place(self._layer, inside=_LAYER.search(module) is not None))
         return len(self._saved) - 1
 
     @contextlib.contextmanager
@@ -118,8 +129,8 @@ class SlotCollector:
         """Collect the slots of the pass that runs within the context."""
         handles = []
         for name, module in self._chunk.named_modules():
-            handles.append(module.register_forward_pre_hook(_pusher(self._modules, name)))
-            handles.append(module.register_forward_hook(_popper(self._modules), always_call=True))
+            handles.append(module.register_forward_pre_hook(self._pusher(name)))
+            handles.append(module.register_forward_hook(self._pop, always_call=True))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                 yield
@@ -128,8 +139,8 @@ class SlotCollector:
                 handle.remove()
 
     def finish(self) -> SavedTensors:
-        """Return the slots, and free what they known."""
-        groups = _groups([module for module, _ in self._saved])
+        """Return the slots, and free the tensors that they hold."""
+        groups = _groups(self._places)
         segments = _Segments()
         own: list[SavedParameter | tuple[str, torch.Tensor]] = []
         for group, (module, tensor) in zip(groups, self._saved, strict=True):
@@ -153,7 +164,22 @@ class SlotCollector:
             shape, stride = tuple(tensor.shape), tensor.stride()
             slots.append(SavedTensor(module, ordinal, shape, stride, tensor.dtype, segment, offset))
         self._saved.clear()
+        self._places.clear()
         return SavedTensors(tuple(slots), tuple(groups), tuple(segments.specs))
+
+    def _pusher(self, name: str) -> Callable[..., None]:
+        module = name.removeprefix("module").removeprefix(".")  # Float16Module wraps the model for bf16
+        layer = _LAYER.search(name)
+
+        def push(_module: Any, _arguments: Any) -> None:  # noqa: ANN401 - torch's
+            self._modules.append(module)
+            if layer is not None:
+                self._layer = layer.group()
+
+        return push
+
+    def _pop(self, _module: Any, _arguments: Any, _output: Any) -> None:  # noqa: ANN401 - torch's
+        self._modules.pop()
 
 
 class _Segments:
@@ -218,32 +244,16 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _groups(modules: list[str]) -> list[int]:
-    """Number the groups of slots: a new one begins with each layer, and after the last layer."""
-    groups: list[int] = []
-    current: str | None = None
-    group = 0
-    for module in modules:
-        found = _LAYER.search(module)
-        layer = None if found is None else found.group()
-        if groups and layer != current:
-            group += 1
-        current = layer
-        groups.append(group)
-    return groups
+class _Place(NamedTuple):
+    """Place of a slot in a pass. A recomputed layer saves its input after it has run, outside of its module."""
+
+    layer: str | None
+    """Layer that had begun last; None before the first one."""
+    inside: bool
+    """True for a slot that is filled in the layer."""
 
 
-def _pusher(stack: list[str], name: str) -> Callable[..., None]:
-    name_in_model = name.removeprefix("module").removeprefix(".")  # Float16Module wraps the model for bf16
-
-    def push(_module: Any, _arguments: Any) -> None:  # noqa: ANN401 - torch's
-        stack.append(name_in_model)
-
-    return push
-
-
-def _popper(stack: list[str]) -> Callable[..., None]:
-    def pop(_module: Any, _arguments: Any, _output: Any) -> None:  # noqa: ANN401 - torch's
-        stack.pop()
-
-    return pop
+def _groups(places: list[_Place]) -> list[int]:
+    """Number the groups of slots: a new one begins wherever the place is another."""
+    changes = (place != before for before, place in itertools.pairwise(places))
+    return list(itertools.accumulate(changes, initial=0))[: len(places)]
