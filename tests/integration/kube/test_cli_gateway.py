@@ -63,6 +63,20 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
     assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *export[3:])[2]
 
 
+def test_transfers_of_a_job_are_shown_through_the_gateway(
+    plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, tmp_path: pathlib.Path
+) -> None:
+    job = gateway.make_job(plane, namespace, "demo")
+    bench = ("transport", "bench", "--gateway", reviewing.url, "--job")
+    with gateway.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key, transfers=True):
+        code, text, problem = run(*bench, "demo")
+        assert (code, problem) == (0, "")
+        assert text.splitlines()[1].split() == ["0", "1", "shared-memory", "1", "1024.0", "2.000", "0.52"]
+        assert json.loads(run(*bench, "demo", "--json")[1])["pairs"][0]["bytes"] % (1 << 20) == 0
+    assert 'megatronjobs.megatronapp.io "none" not found' in run(*bench, "none")[2]
+    assert "--rounds is for ranks" in run(*bench, "demo", "--rounds", "5")[2]
+
+
 def test_the_pages_open_by_an_address_that_holds_no_token(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, token: str
 ) -> None:

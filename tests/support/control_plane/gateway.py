@@ -22,7 +22,7 @@ from shared_tls import SHARED_TLS
 
 import megatronapp_native
 from megatronapp_common.names import Env
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RecordKind
+from megatronapp_common.trace import BYTES_UNIT, NO_COMM, NO_MICROBATCH, Flag, RecordKind, TransferPath
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
 DEADLINE_S = 60.0
@@ -283,7 +283,7 @@ def make_pod(
 
 
 @contextlib.contextmanager
-def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str) -> Iterator[None]:
+def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str, transfers: bool = False) -> Iterator[None]:
     """The real hub of a job with a real agent over real rings of a small pipeline, where its pod would be."""
     folder.mkdir(exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(job.document), encoding="utf-8")
@@ -306,7 +306,7 @@ def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str) -> Iterat
     command, log = [sys.executable, "-m"], folder / "hub.log"
     with (
         process([*command, "megatronapp_analyzer.hub", *flags], log, **named),
-        rings(folder),
+        rings(folder, transfers=transfers),
         process([*command, "megatronapp_analyzer.agent"], log, **named),
     ):
         headers = {"Authorization": f"Bearer {viewer(key, job)}"}
@@ -329,8 +329,8 @@ def _has_steps(client: httpx.Client, url: str) -> bool:
 
 
 @contextlib.contextmanager
-def rings(folder: pathlib.Path) -> Iterator[None]:
-    """Two ranks that have run a few steps of 10 ms and still live."""
+def rings(folder: pathlib.Path, *, transfers: bool = False) -> Iterator[None]:
+    """Two ranks that have run a few steps of 10 ms and still live; with `transfers` rank 1 gets 1 MiB in each."""
     writers = [_ring(folder, rank) for rank in range(2)]
     start_ns = megatronapp_native.monotonic_ns()
     for step in range(8):
@@ -340,6 +340,10 @@ def rings(folder: pathlib.Path) -> Iterator[None]:
             writer.record(begin, 4_000_000, step, *nothing, 0, int(RecordKind.FORWARD), 0, 0, 0)
             writer.record(begin + 4_000_000, 5_000_000, step, *nothing, 0, int(RecordKind.BACKWARD), 0, 0, 0)
             writer.record(begin, 10_000_000, step, *nothing, NO_MICROBATCH, int(RecordKind.STEP), 0, 0, 0)
+        if transfers:
+            message = (0, (1 << 20) // BYTES_UNIT, 0)
+            copy = (int(RecordKind.COPY), 0, int(TransferPath.SHARED_MEMORY), int(Flag.AUX_BYTES))
+            writers[1].record(begin, 2_000_000, step, *message, 0, *copy)
     try:
         yield
     finally:
@@ -358,7 +362,7 @@ def _ring(folder: pathlib.Path, rank: int) -> megatronapp_native.RingWriter:
         "world": 2,
         "layout": {"tensor": 1, "pipeline": 1, "virtualPipeline": 1, "data": 2, "context": 1, "expert": 1},
         "coordinates": {"tp": 0, "cp": 0, "ep": 0, "dp": rank, "pp": 0},
-        "comms": [],
+        "comms": [{"slot": 0, "kind": "p2p", "members": [0, 1]}],
         "device": "cpu",
         "totalIterations": 1000,
         "numMicrobatches": 1,
