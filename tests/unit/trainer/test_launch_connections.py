@@ -21,6 +21,8 @@ PLACE = WorkerAddress(address="10.0.0.1", listen_address="10.0.0.1")
         (["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-dpp"], "1"),
         (["--use-dpp", "--tensor-model-parallel-size", "2", "--tensor-model-parallel-size", "1"], "8"),
         (["--use-dpp", "--tensor-model-parallel-size"], "1"),
+        (["--forward-backward-disaggregating"], "8"),
+        (["--forward-backward-disaggregating", "--tensor-model-parallel-size", "2"], "1"),
         (["--use-dpp-not-a-flag", "--dpp-schedule", "auto"], "1"),
     ],
 )

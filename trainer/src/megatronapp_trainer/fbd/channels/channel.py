@@ -55,6 +55,8 @@ class Channel:
         self._observer = observer
         self.partners = plan.partners
         self.activation = plan.activation
+        self.device = torch.device("cpu") if plan.device is None else torch.device("cuda", plan.device)
+        """Memory that messages are sent from and received in."""
         control = _options(plan, paths, "control", plan.control_bytes, slots=CONTROL_SLOTS)
         bulk = _options(plan, paths, f"saved-{plan.unit}", plan.shipment_bytes, slots=plan.shipments)
         self._control, round_trips = _connected(

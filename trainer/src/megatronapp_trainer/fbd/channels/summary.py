@@ -37,7 +37,7 @@ def send_summary(channel: Channel, partner: int, step: int, summary: StepSummary
         raise TransferError(f"a summary of {len(content)} bytes does not fit a message of {_SPEC.bytes}")
     tensor = torch.zeros(_SPEC.shape, dtype=_SPEC.dtype)
     tensor[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    channel.send(partner, MessageKey(MessageKind.SUMMARY, step), tensor)
+    channel.send(partner, MessageKey(MessageKind.SUMMARY, step), tensor.to(channel.device))
 
 
 def receive_summary(channel: Channel, partner: int, step: int) -> StepSummary:

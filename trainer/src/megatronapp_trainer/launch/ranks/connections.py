@@ -8,21 +8,23 @@ IN_ORDER = "1"
 """Kernels start in the order in which they are launched: with tensor parallelism megatron-core relies on it to overlap
 communication with computation, with and without sequence parallelism (`tensor_parallel/layers.py`)."""
 APART = "8"
-"""CUDA's default, and the fewest with which a task of MegaDPP may wait on its device for its input: a stream that waits
-does not hold up another one."""
+"""CUDA's default, and the fewest with which a stream that waits does not hold up another one: a task of MegaDPP may wait
+on its device for its input, and copies of MegaFBD for the pass whose tensors they ship."""
 
 
 def device_connections(arguments: Sequence[str]) -> str:
     """Return the value of CUDA_DEVICE_MAX_CONNECTIONS for ranks with these flags, unless the user sets another.
 
-    With `--use-dpp` it is `APART`, but with tensor parallelism what megatron-core needs; the ranks then log that no
-    task is launched early. Flags that cannot be read are refused by the ranks, not here.
+    With `--use-dpp` or MegaFBD it is `APART`, but with tensor parallelism what megatron-core needs; ranks of MegaDPP
+    then log that no task is launched early. Flags that cannot be read are refused by the ranks, not here.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--use-dpp", action="store_true")
+    parser.add_argument("--forward-backward-disaggregating", action="store_true")
     parser.add_argument("--tensor-model-parallel-size", default="1")
     try:
         flags, _ = parser.parse_known_args(arguments)
     except argparse.ArgumentError:
         return IN_ORDER
-    return APART if flags.use_dpp and flags.tensor_model_parallel_size == "1" else IN_ORDER
+    needs_apart = flags.use_dpp or flags.forward_backward_disaggregating
+    return APART if needs_apart and flags.tensor_model_parallel_size == "1" else IN_ORDER
