@@ -22,7 +22,7 @@ help: ## List the targets
 
 setup: $(BIN)/.ready frontend/dist/index.html ## Python environment, native extension and page
 
-$(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/CMakeLists.txt $(wildcard csrc/src/*.cpp csrc/src/*/*.cpp csrc/bindings/*.cpp csrc/include/megatronapp/*.hpp csrc/include/megatronapp/*/*.hpp)
+$(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/CMakeLists.txt $(shell find csrc/src csrc/bindings csrc/include -name "*.[ch]pp" 2>/dev/null)
 	scripts/system_packages.sh build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
