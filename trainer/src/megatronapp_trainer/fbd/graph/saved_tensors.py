@@ -53,6 +53,8 @@ class SavedSegment(NamedTuple):
     bytes: int
     group: int
     """Group of slots with which it is complete: one for each layer, and those before and after the layers."""
+    on_host: bool = True
+    """True for memory of the host. On a device a few slots are: fused attention keeps its seeds there."""
 
 
 class SavedTensors(NamedTuple):
@@ -187,12 +189,15 @@ class _Segments:
 
     def __init__(self) -> None:
         self._found: dict[int, list[list[int]]] = {}
+        self._on_host: set[int] = set()
         self._merged: dict[int, list[tuple[int, int, int]]] = {}
         self.specs: list[SavedSegment] = []
 
     def add(self, tensor: torch.Tensor, group: int) -> None:
         start, end = interval(tensor)
         self._found.setdefault(_storage(tensor), []).append([start, end, group])
+        if tensor.device.type == "cpu":
+            self._on_host.add(_storage(tensor))
 
     def number(self) -> None:
         """Merge what overlaps, and number the segments in the order in which they are complete."""
@@ -209,7 +214,7 @@ class _Segments:
         merged.sort(key=lambda segment: segment[0])  # stable, so that each rank has the order of its passes
         for number, (group, storage, start, end) in enumerate(merged):
             self._merged.setdefault(storage, []).append((start, end, number))
-            self.specs.append(SavedSegment(end - start, group))
+            self.specs.append(SavedSegment(end - start, group, storage in self._on_host))
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the segment of a tensor and the tensor's offset in it, in bytes."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind, Traffic
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
@@ -136,24 +137,22 @@ class _ShippedPass:
         self._shipment = 0
         self._parts: list[tuple[int, torch.Tensor]] = []
         """Offsets and tensors of the shipment that is not complete yet."""
-        self._device = torch.device("cpu")
 
     def add(self, group: int, segments: list[torch.Tensor]) -> None:
         """Take what a group of slots holds; send the shipment if it is complete, but for the last one.
 
         The memory of the segments is not written after this. The transport keeps it until it is copied.
         """
-        layout, slicer = self._layout, self._destination.slicer
-        if segments:
-            self._device = segments[0].device
+        layout, slicer, device = self._layout, self._destination.slicer, self._channel.device
         numbers = self._destination.segments[group]
-        own = segments
+        own = [self._placed(segment) for segment in segments]
         if slicer is not None:
-            own = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=self._device) for number in numbers]
-            slicer.fill(group, segments, own)
+            whole = own
+            own = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=device) for number in numbers]
+            slicer.fill(group, whole, own)
         for number, segment in zip(numbers, own, strict=True):
             _, start = layout.places[number]
-            self._parts.append((start, segment.to(self._device)))
+            self._parts.append((start, segment))
         if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
             self._send()
 
@@ -161,8 +160,13 @@ class _ShippedPass:
         """Send the last shipment, with the states of the checkpointed regions."""
         found = (state for region in states for state in region.tensors)
         for (start, _), state in zip(self._layout.state_places, found, strict=True):
-            self._parts.append((start, state.to(self._device)))
+            self._parts.append((start, self._placed(state)))
         self._send()
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the memory that is sent from, without waiting for a device."""
+        device = self._channel.device
+        return tensor if tensor.device == device else sent_to(device, tensor)
 
     def _send(self) -> None:
         layout, shipment = self._layout, self._shipment
@@ -194,7 +198,10 @@ class ShipmentReceiver:
         self._graph = graph
         self._layout = layout
         self._chunk = chunk
+        self._on_host = [number for number, segment in enumerate(graph.saved.segments) if segment.on_host]
         self._shipments: list[torch.Tensor] = []
+        self._copies: torch.cuda.Stream | None = None
+        """Stream of copies from a device to the host, which do not wait for passes before them."""
 
     @property
     def traffic(self) -> Traffic:
@@ -224,10 +231,23 @@ class ShipmentReceiver:
             shipments[shipment][start : start + length]
             for (shipment, start), length in zip(self._layout.places, self._layout.lengths, strict=True)
         ]
-        return self._graph.backward(segments, self._states(shipments[-1]), gradient)
+        with self._copying_to_host(shipments[-1].device):
+            for number in self._on_host:
+                segments[number] = segments[number].cpu()
+            states = self._states(shipments[-1])
+        return self._graph.backward(segments, states, gradient)
+
+    def _copying_to_host(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Copy from a device within the context without waiting for its passes: shipments have arrived as a whole."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._copies)
 
     def _states(self, shipment: torch.Tensor) -> list[RegionStates]:
-        values = iter([shipment[start : start + size].clone().cpu() for start, size in self._layout.state_places])
+        places = self._layout.state_places
+        values = iter([shipment[start : start + size].to("cpu", copy=True) for start, size in places])
         return [region.replaced([next(values) for _ in region.tensors]) for region in self._graph.region_states]
 
 

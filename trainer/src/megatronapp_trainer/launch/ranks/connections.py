@@ -8,8 +8,8 @@ IN_ORDER = "1"
 """Kernels start in the order in which they are launched: with tensor parallelism megatron-core relies on it to overlap
 communication with computation, with and without sequence parallelism (`tensor_parallel/layers.py`)."""
 APART = "8"
-"""CUDA's default, and the fewest with which a stream that waits does not hold up another one: a task of MegaDPP may wait
-on its device for its input, and copies of MegaFBD for the pass whose tensors they ship."""
+"""CUDA's default, and the fewest with which a stream that waits does not hold up another one: that of a task of MegaDPP
+for its input, those of copies of MegaFBD for the pass whose tensors they ship."""
 
 
 def device_connections(arguments: Sequence[str]) -> str:
