@@ -12,7 +12,8 @@ _DOES = {
 def name(subject: VerdictSubject, layout: JobLayout) -> str:
     """Name the subject and its place in the job."""
     if subject.type is SubjectType.LINK:
-        return f"The link from rank {subject.ranks[0]} to rank {subject.ranks[1]}"
+        source, destination = (f"{_role(rank, layout)}rank {rank}" for rank in subject.ranks)
+        return f"The link from {source} to {destination}"
     if subject.type is SubjectType.NODE:
         return f"Node {subject.node} ({_ranks(subject.ranks)})"
     if subject.type is SubjectType.WORKER:
