@@ -10,7 +10,13 @@ export default defineConfig({
   base: "./",
   plugins: [vue()],
   server: { proxy: { "/api": { target: hub, ws: true } } },
-  build: { target: "es2022", assetsInlineLimit: 0, reportCompressedSize: false },
+  build: {
+    target: "es2022",
+    assetsInlineLimit: 0,
+    reportCompressedSize: false,
+    // One file for the first load: cut where screens share code, it is many small requests that compress worse.
+    rolldownOptions: { output: { codeSplitting: { groups: [{ name: "first", tags: ["$initial"] }] } } },
+  },
   test: {
     restoreMocks: true,
     projects: [
