@@ -1,5 +1,6 @@
-"""The page of a real small training under MegaDPP that the process backend runs: a pipeline of two ranks."""
+"""The page of real small trainings that the process backend runs: a pipeline under MegaDPP, ranks of MegaFBD."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ from typing import Any
 import megatronapp_forking
 import playwright.sync_api as pw
 import pytest
+from axe import CONTRAST, violations
 
 pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(400)]
 ITERATIONS = 12
@@ -31,15 +33,32 @@ spec:
   analyzer: {{enabled: true, retainSeconds: 300}}
   faults: [{{rank: 1, kind: compute, factor: 3, fromStep: 6, steps: 100}}]
 """
+ROLES = f"""\
+apiVersion: megatronapp.io/v1alpha1
+kind: MegatronJob
+metadata: {{name: page-test}}
+spec:
+  nodes: 1
+  procPerNode: 3
+  parallelism: {{data: 2}}
+  fbd: {{enabled: true, backwardPerForward: 2, ship: auto}}
+  model:
+    {{type: gpt, numLayers: 2, hiddenSize: 32, numAttentionHeads: 2, seqLength: 16, vocabSize: 64,
+      attentionDropout: 0.0, hiddenDropout: 0.0}}
+  training: {{microBatchSize: 1, globalBatchSize: 4, trainIters: {ITERATIONS}, lr: 1.0e-3}}
+  data: {{mock: true}}
+  trace: {{enabled: true}}
+  analyzer: {{enabled: true, retainSeconds: 300}}
+"""
 
 
-@pytest.fixture
-def address(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[str]:
-    """Serve the pages of the running job and return their address."""
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text(MANIFEST)
+@contextlib.contextmanager
+def running(manifest: str, forkserver: Any, folder: pathlib.Path) -> Iterator[str]:
+    """Run the job, serve its page and return the address."""
+    file = folder / "job.yaml"
+    file.write_text(manifest)
     command = megatronapp_forking.command(forkserver.python())
-    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    environment = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
 
     def call(*arguments: str) -> str:
         done = subprocess.run(
@@ -48,11 +67,18 @@ def address(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[str]:
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    call("run", str(manifest), "--detach")
+    call("run", str(file), "--detach")
     try:
         yield call("ui", "page-test", "--print")
     finally:
         call("delete", "page-test", "--ignore-not-found", "--force")
+
+
+@pytest.fixture
+def address(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[str]:
+    """Return the address of the page of a pipeline under MegaDPP."""
+    with running(MANIFEST, forkserver, tmp_path) as found:
+        yield found
 
 
 def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
@@ -81,3 +107,25 @@ def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
         panel.get_by_role("img", name=re.compile(r"^Passes that ran before their turn .* of 24$"))
     ).to_be_visible()
     pw.expect(panel.get_by_test_id("transfers")).to_contain_text("shared memory")
+
+
+@pytest.mark.full("a training of three ranks; MegaFbdPanel.test.ts has the panel's texts")
+def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_path: pathlib.Path, page: pw.Page) -> None:
+    with running(ROLES, forkserver, tmp_path) as address:
+        page.goto(address)
+        state = page.get_by_role("region", name="State of the job")
+        pw.expect(state).to_contain_text(f"{ITERATIONS} / {ITERATIONS}", timeout=START_MS)
+        panel = page.get_by_role("region", name="MegaFBD")
+        pw.expect(panel.get_by_test_id("ship-facts")).to_contain_text("2 replicas")
+        pw.expect(panel.get_by_test_id("modes").get_by_role("row")).to_have_count(4)
+        pw.expect(panel.get_by_test_id("roles")).to_contain_text("1 forward rank")
+        pw.expect(panel.get_by_test_id("roles")).to_contain_text("2 backward ranks")
+        pw.expect(panel.get_by_test_id("shipments")).to_contain_text("2 → 0")
+        pw.expect(panel.get_by_role("img", name=re.compile("^Waits over steps"))).to_be_visible()
+        legend = page.get_by_role("list", name="Colours of the spans")
+        pw.expect(legend).to_contain_text("Shipment to a backward rank")
+        pw.expect(page.get_by_text("Stage 0, forward")).to_be_visible()
+        assert violations(page) == []
+        page.emulate_media(color_scheme="light")
+        pw.expect(page.locator("html")).to_have_attribute("data-theme", "light")
+        assert violations(page, CONTRAST) == []

@@ -7,6 +7,7 @@ import type {
   JobEntry,
   JobView,
   Metric,
+  ForwardBackwardView,
   PipelineView,
   Problem,
   Series,
@@ -110,6 +111,9 @@ export class ApiClient {
 
   timeline = (step: number, signal?: AbortSignal): Promise<Timeline> =>
     this.get("timeline", { step }, signal);
+
+  forwardBackward = (signal?: AbortSignal): Promise<ForwardBackwardView> =>
+    this.get("forward-backward", {}, signal);
 
   pipeline = (signal?: AbortSignal): Promise<PipelineView> => this.get("pipeline", {}, signal);
 

@@ -4,6 +4,8 @@ import type { components } from "./hub";
 
 export type Schemas = components["schemas"];
 
+export type ForwardBackward = Schemas["ForwardBackward"];
+export type ForwardBackwardView = Schemas["ForwardBackwardView"];
 export type GatewayJob = GatewayComponents["schemas"]["GatewayJob"];
 export type Fault = Schemas["Fault"];
 export type FaultRequest = Schemas["FaultRequest"];
@@ -15,6 +17,8 @@ export type PipelineView = Schemas["PipelineView"];
 export type PlanPeriod = Schemas["PlanPeriod"];
 export type Problem = Schemas["Problem"];
 export type Progress = Schemas["Progress"];
+export type RoleView = Schemas["RoleView"];
+export type TransferView = Schemas["TransferView"];
 export type RankView = Schemas["RankView"];
 export type Series = Schemas["Series"];
 export type StepView = Schemas["StepView"];

@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
-import { periodBefore, planFacts, planRows, rankBubbles, transferRows } from "./planText";
+import { periodBefore, planFacts, planRows, rankBubbles, transferRows, type TransferRow } from "./planText";
+import type { PipelineView } from "../api/types";
 import { periodOf, viewOf } from "./testPipeline";
 
 const before = periodOf(
@@ -17,6 +18,8 @@ const chosen = periodOf(
   },
   { steps: 40, seconds: 0.26, bubble: 0.22, rankBubbles: [0.24, 0.2] },
 );
+
+const rowsOf = (view: PipelineView): TransferRow[] => transferRows(view.transfers, view.transferSteps);
 
 describe("plans of MegaDPP in words", () => {
   it("says which numbers are simulated and which are measured, and in how many steps", () => {
@@ -49,9 +52,9 @@ describe("plans of MegaDPP in words", () => {
   });
 
   it("gives messages and bytes of a step, and the bandwidth of their copies", () => {
-    const [row] = transferRows(viewOf([chosen]));
+    const [row] = rowsOf(viewOf([chosen]));
     expect(row?.cells).toEqual(["0 → 1", "shared memory", "8", "16.0 KiB", "10.0 µs", "195 MiB/s"]);
     const silent = viewOf([chosen], { transferSteps: 0, transfers: [] });
-    expect(transferRows(silent)).toEqual([]);
+    expect(rowsOf(silent)).toEqual([]);
   });
 });

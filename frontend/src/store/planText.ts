@@ -1,5 +1,5 @@
 /** Plans of MegaDPP as rows and sentences: what was simulated, what was measured, before and after the choice. */
-import type { PipelineView, PlanPeriod } from "../api/types";
+import type { PlanPeriod, TransferView } from "../api/types";
 import { bytes, integer, percent, ratio, seconds } from "./format";
 
 export interface PlanRow {
@@ -90,9 +90,9 @@ export interface TransferRow {
   readonly cells: readonly string[];
 }
 
-/** From, to, path, messages and bytes of a step, time of a copy, bandwidth. */
-export function transferRows({ transfers, transferSteps }: PipelineView): TransferRow[] {
-  const steps = Math.max(transferSteps, 1);
+/** From, to, path, messages and bytes of a step, time of a copy, bandwidth; `count`: steps that are summed. */
+export function transferRows(transfers: readonly TransferView[], count: number): TransferRow[] {
+  const steps = Math.max(count, 1);
   return transfers.map((pair) => ({
     key: `${pair.source} ${pair.destination} ${pair.path}`,
     cells: [

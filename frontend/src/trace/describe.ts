@@ -1,11 +1,11 @@
 /** Spans in words, and how a span compares with the same work on its peers. Pure. */
 import type { RankView } from "../api/types";
-import { kindStyle } from "./kinds";
+import { spanStyle } from "./kinds";
 import { spanAt, type SpanView, type TimelineModel } from "./timeline";
 
 /** "Forward, microbatch 2, chunk 1" */
 export function spanTitle(span: SpanView): string {
-  const parts = [kindStyle(span.kind).label];
+  const parts = [spanStyle(span).label];
   if (span.microbatch !== null) parts.push(`microbatch ${span.microbatch}`);
   if (span.chunk > 0) parts.push(`chunk ${span.chunk}`);
   return parts.join(", ");
@@ -24,8 +24,10 @@ export interface PeerSpan {
 
 /** The same work (kind, chunk, microbatch) on the ranks of the same pipeline stage, by rank; alone where there are none. */
 export function peerSpans(model: TimelineModel, span: SpanView, ranks: readonly RankView[]): PeerSpan[] {
-  const stage = ranks.find((rank) => rank.rank === span.rank)?.pp;
-  const peers = new Set(ranks.filter((rank) => rank.pp === stage).map((rank) => rank.rank));
+  const own = ranks.find((rank) => rank.rank === span.rank);
+  const peers = new Set(
+    ranks.filter((rank) => rank.pp === own?.pp && rank.role === own.role).map((rank) => rank.rank),
+  );
   const found = new Map<number, PeerSpan>();
   for (const lane of model.lanes) {
     if (!peers.has(lane.rank)) continue;

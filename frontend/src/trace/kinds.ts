@@ -53,7 +53,16 @@ export const isEarly = (kind: number | undefined, flags: number): boolean =>
   PASSES.has(kind) && (flags & PassFlag.EARLY) !== 0;
 
 export type Group =
-  "forward" | "backward" | "weight" | "optimizer" | "wait" | "transfer" | "collective" | "other" | "fault";
+  | "forward"
+  | "backward"
+  | "weight"
+  | "optimizer"
+  | "wait"
+  | "transfer"
+  | "shipment"
+  | "collective"
+  | "other"
+  | "fault";
 
 export interface GroupStyle {
   readonly label: string;
@@ -79,6 +88,7 @@ export const GROUPS: Readonly<Record<Group, GroupStyle>> = {
   optimizer: style("Optimizer", "#e59ac4", "#b0467f"),
   collective: style("Collective", "#b5a15a", "#8d7a3c"),
   transfer: style("Transfer", "#4fc4a1", "#0c7d5e"),
+  shipment: style("Shipment to a backward rank", "#a9d158", "#4d7c0f"),
   wait: style("Waiting for a peer", "#2b333e", "#e3e7ed", true, { dark: "#c3ccd8", light: "#3b4656" }),
   other: style("Data, evaluation, checkpoint", "#b39b85", "#7a6350"),
   fault: style("Injected fault", "#ff9152", "#c24409", true),
@@ -120,4 +130,42 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
 /** Colour and name of a kind; kinds of a newer hub are shown by number. */
 export function kindStyle(kind: number): KindStyle {
   return KINDS[kind] ?? { label: `Kind ${kind}`, short: `${kind}`, group: "other" };
+}
+
+/** Role of a rank of MegaFBD. */
+export type Role = "forward" | "backward";
+
+/** The role of a rank if it has one; null for ranks that run all passes. */
+export const roleNamed = (role: "all" | Role | undefined): Role | null =>
+  role === "forward" || role === "backward" ? role : null;
+
+/** Message between the roles of MegaFBD: saved tensors on their way, or a credit for memory that is free again. */
+export type Crossing = "shipment" | "credit";
+
+const SENDS: ReadonlySet<number> = new Set([Kind.SEND_POST, Kind.SEND_WAIT]);
+
+/** What a transfer of a rank is, by the roles of both ends; null within a role and without roles. */
+export function crossingOf(kind: number, own: Role | null, peer: Role | null): Crossing | null {
+  if (own === null || peer === null || own === peer) return null;
+  return (SENDS.has(kind) ? own : peer) === "forward" ? "shipment" : "credit";
+}
+
+const OF_CROSSING: Readonly<Record<number, string>> = {
+  [Kind.SEND_POST]: "Post",
+  [Kind.SEND_WAIT]: "Wait for send of",
+  [Kind.RECV_WAIT]: "Wait for",
+  [Kind.COPY]: "Copy of",
+};
+
+/** Colour and name of a span: those of its kind, but for messages between roles. */
+export function spanStyle(span: { readonly kind: number; readonly crossing: Crossing | null }): KindStyle {
+  const plain = kindStyle(span.kind);
+  const verb = OF_CROSSING[span.kind];
+  if (span.crossing === null || verb === undefined) return plain;
+  const shipped = span.crossing === "shipment" && plain.group === "transfer";
+  return {
+    label: `${verb} a ${span.crossing}`,
+    short: plain.short,
+    group: shipped ? "shipment" : plain.group,
+  };
 }

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { Kind, PassFlag } from "./kinds";
+import { Kind, PassFlag, spanStyle } from "./kinds";
 import { orderNote } from "./describe";
 import { buildTimeline, neighbour, otherEnd, pick, spanAt, trackOf } from "./timeline";
 import { rows, timelineOf } from "./testTimeline";
@@ -30,6 +30,42 @@ describe("timeline", () => {
     const early = { ...source, flags: [PassFlag.EARLY, PassFlag.EARLY, 0, PassFlag.EARLY] };
     const spans = kinds.flatMap((_, index) => spanAt(early, index) ?? []);
     expect(spans.map((span) => orderNote(span) !== "")).toEqual([false, true, false, true]);
+  });
+
+  it("has forward ranks above backward ranks, and tells messages between them apart", () => {
+    const source = {
+      ...timelineOf([
+        [0, Kind.BACKWARD, 0, 10, 20],
+        [0, Kind.COPY, 0, 5, 2],
+        [0, Kind.RECV_WAIT, 0, 5, 2],
+        [0, Kind.SEND_POST, 0, 30, 1],
+        [1, Kind.FORWARD, 0, 0, 5],
+        [1, Kind.SEND_POST, 0, 4, 1],
+        [1, Kind.RECV_WAIT, 0, 20, 9],
+        [2, Kind.COPY, 0, 5, 2],
+      ]),
+      roles: ["backward", "forward", "forward"] as ("backward" | "forward")[],
+      peer: [null, 1, 1, 1, null, 0, 0, 1],
+    };
+    const { lanes } = buildTimeline(source);
+    expect(lanes.map(({ rank, role }) => [rank, role])).toEqual([
+      [1, "forward"],
+      [2, "forward"],
+      [0, "backward"],
+    ]);
+    const spans = source.kind.map((_, index) => spanAt(source, index));
+    expect(spans.map((span) => span?.crossing)).toEqual([
+      ...[null, "shipment", "shipment", "credit"],
+      ...[null, "shipment", "credit", null],
+    ]);
+    const styles = spans.map((span) => span && spanStyle(span));
+    expect(styles.map((style) => style?.label)).toEqual([
+      ...["Backward", "Copy of a shipment", "Wait for a shipment", "Post a credit"],
+      ...["Forward", "Post a shipment", "Wait for a credit", "Copy of a message"],
+    ]);
+    expect(styles.map((style) => style?.group)).toEqual([
+      ...["backward", "shipment", "wait", "transfer", "forward", "shipment", "wait", "transfer"],
+    ]);
   });
 
   it("survives a step without spans", () => {

@@ -1,6 +1,6 @@
 /** One step of all ranks, laid out as lanes: what to draw where, which span is under the pointer, which follows. Pure. */
 import type { Timeline } from "../api/types";
-import { Flag, isEarly, Kind } from "./kinds";
+import { crossingOf, Flag, isEarly, Kind, roleNamed, type Crossing, type Role } from "./kinds";
 
 /** Where in a lane a span is drawn. */
 export type Track = "frame" | "main" | "layer" | "copy" | "fault";
@@ -18,6 +18,8 @@ export interface SpanView {
   readonly runQueueNs: number | null;
   readonly bytes: number | null;
   readonly peer: number | null;
+  /** A message between forward and backward ranks. */
+  readonly crossing: Crossing | null;
   readonly injected: boolean;
   /** A pass that ran before its turn in the plan. */
   readonly early: boolean;
@@ -27,6 +29,8 @@ export interface SpanView {
 
 export interface Lane {
   readonly rank: number;
+  /** With MegaFBD. */
+  readonly role: Role | null;
   /** Indices of spans on the main track, by start. */
   readonly main: readonly number[];
   /** All indices of this rank, outermost first. */
@@ -42,14 +46,20 @@ export interface TimelineModel {
   readonly flowsOf: ReadonlyMap<number, readonly (readonly [number, number])[]>;
 }
 
+/** Role of a rank with MegaFBD; null without it. */
+export function roleOf(source: Timeline, rank: number | null): Role | null {
+  return rank === null ? null : roleNamed(source.roles?.[rank]);
+}
+
 export function spanAt(source: Timeline, index: number): SpanView | undefined {
   const [startNs, durationNs] = [source.startNs[index], source.durationNs[index]];
   if (startNs === undefined || durationNs === undefined) return undefined;
   const flags = source.flags[index] ?? 0;
+  const [rank, kind, peer] = [source.rank[index] ?? 0, source.kind[index] ?? 0, source.peer[index] ?? null];
   return {
     index,
-    rank: source.rank[index] ?? 0,
-    kind: source.kind[index] ?? 0,
+    rank,
+    kind,
     chunk: source.chunk[index] ?? 0,
     microbatch: source.microbatch[index] ?? null,
     startNs,
@@ -57,8 +67,9 @@ export function spanAt(source: Timeline, index: number): SpanView | undefined {
     durationNs,
     runQueueNs: source.runQueueNs[index] ?? null,
     bytes: source.bytes[index] ?? null,
-    peer: source.peer[index] ?? null,
-    early: isEarly(source.kind[index], flags),
+    peer,
+    crossing: peer === null ? null : crossingOf(kind, roleOf(source, rank), roleOf(source, peer)),
+    early: isEarly(kind, flags),
     injected: (flags & Flag.INJECTED) !== 0,
     saturated: (flags & Flag.SATURATED) !== 0,
     deviceClock: (flags & Flag.DEVICE_CLOCK) !== 0,
@@ -74,7 +85,7 @@ export function trackOf(kind: number): Track {
 
 const drawable = (kind: number): boolean => kind !== Kind.METRIC && kind !== Kind.COUNTER;
 
-/** Lanes of `source`, one per rank, and the range of time that its spans cover. */
+/** Lanes of `source`, one per rank, forward ranks first, and the range of time that its spans cover. */
 export function buildTimeline(source: Timeline): TimelineModel {
   const byRank = new Map<number, number[]>(source.ranks.map((rank) => [rank, []]));
   let [fromNs, toNs] = [Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY];
@@ -87,7 +98,8 @@ export function buildTimeline(source: Timeline): TimelineModel {
     if (list) list.push(index);
     else byRank.set(rank, [index]);
   });
-  const ranks = [...byRank.keys()].sort((left, right) => left - right);
+  const group = (rank: number): number => (roleOf(source, rank) === "backward" ? 1 : 0);
+  const ranks = [...byRank.keys()].sort((left, right) => group(left) - group(right) || left - right);
   return {
     source,
     lanes: ranks.map((rank) => laneOf(source, rank, byRank.get(rank) ?? [])),
@@ -102,7 +114,12 @@ function laneOf(source: Timeline, rank: number, indices: readonly number[]): Lan
   const start = (index: number): number => source.startNs[index] ?? 0;
   const size = (index: number): number => source.durationNs[index] ?? 0;
   const all = [...indices].sort((left, right) => start(left) - start(right) || size(right) - size(left));
-  return { rank, all, main: all.filter((index) => trackOf(source.kind[index] ?? 0) === "main") };
+  return {
+    rank,
+    role: roleOf(source, rank),
+    all,
+    main: all.filter((index) => trackOf(source.kind[index] ?? 0) === "main"),
+  };
 }
 
 function flowIndex(source: Timeline): Map<number, (readonly [number, number])[]> {

@@ -1,5 +1,5 @@
-import { flushPromises, mount } from "@vue/test-utils";
-import { afterEach, describe, expect, it, vi } from "vitest";
+import { flushPromises, mount, type VueWrapper } from "@vue/test-utils";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { defineComponent, h } from "vue";
 import { ApiClient } from "../../api/client";
 import { provideJob } from "../../composables/useJob";
@@ -39,24 +39,67 @@ class SilentSocket {
   }
 }
 
+/** The page of a job whose hub gives these answers, and no other. */
+function pageOf(
+  answers: Readonly<Record<string, object>>,
+  props: { scope: ScopeSource; serves: boolean },
+  stubs: Readonly<Record<string, true>> = {},
+): VueWrapper {
+  const client = new ApiClient((input) => {
+    const answer = answers[String(input)];
+    return answer ? Promise.resolve(Response.json(answer)) : new Promise(() => undefined);
+  });
+  return mount(
+    defineComponent(() => {
+      provideJob(client);
+      return () => h(JobPage, props);
+    }),
+    { global: { stubs } },
+  );
+}
+
+beforeEach(() => vi.stubGlobal("WebSocket", SilentSocket));
 afterEach(() => vi.unstubAllGlobals());
+
+describe("the page of a job whose ranks have roles", () => {
+  const place = { worker: 0, node: "node-a", localRank: 0, tp: 0, cp: 0, ep: 0, dp: 0, device: "cpu" };
+  const rank = (rank: number, pp: number, role: string): object => ({
+    ...place,
+    rank,
+    pp,
+    role,
+    state: "training",
+    step: null,
+    openSpan: null,
+  });
+
+  it.each([
+    [
+      ["backward", "backward", "forward"],
+      ["Stage 0, forward", "Stage 0, backward", "Stage 1, backward"],
+      true,
+    ],
+    [["all", "all", "all"], ["Stage 0", "Stage 1"], false],
+  ])("lists ranks by role and stage, and has a panel of the roles: %j", async (roles, stages, panel) => {
+    const ranks = roles.map((role, at) => rank(at, at % 2, role));
+    const page = pageOf(
+      { ...ANSWERS, "api/v1/job": { ...JOB, ranks } },
+      { scope: null, serves: false },
+      { MegaFbdPanel: true, FaultsPanel: true, StepsPanel: true },
+    );
+    await flushPromises();
+    expect(page.findAll(".stage .name").map((name) => name.text())).toEqual(stages);
+    expect(page.find("mega-fbd-panel-stub").exists()).toBe(panel);
+    page.unmount();
+  });
+});
 
 describe("the page of a job that trains nothing", () => {
   it.each<[ScopeSource, string]>([
     [null, "This job serves a model"],
     ["replay", "This is a recording of a model"],
   ])("says why: %s", async (scope, wanted) => {
-    vi.stubGlobal("WebSocket", SilentSocket);
-    const client = new ApiClient((input) => {
-      const said = ANSWERS[String(input)];
-      return said ? Promise.resolve(Response.json(said)) : new Promise(() => undefined);
-    });
-    const page = mount(
-      defineComponent(() => {
-        provideJob(client);
-        return () => h(JobPage, { scope, serves: true });
-      }),
-    );
+    const page = pageOf(ANSWERS, { scope, serves: true });
     await flushPromises();
     expect(page.text()).toContain("Nothing trains here");
     expect(page.text()).toContain(wanted);
@@ -65,23 +108,13 @@ describe("the page of a job that trains nothing", () => {
   });
 
   it("shows the server: address, queue, slots, restarts, latency, ranks", async () => {
-    vi.stubGlobal("WebSocket", SilentSocket);
     const answers: Readonly<Record<string, object>> = {
       ...ANSWERS,
       "api/v1/job": { ...JOB, attempt: 2 },
       "api/v1/scope/served": SERVED,
       "api/v1/scope": HELLO,
     };
-    const client = new ApiClient((input) => {
-      const said = answers[String(input)];
-      return said ? Promise.resolve(Response.json(said)) : new Promise(() => undefined);
-    });
-    const page = mount(
-      defineComponent(() => {
-        provideJob(client);
-        return () => h(JobPage, { scope: "live", serves: true });
-      }),
-    );
+    const page = pageOf(answers, { scope: "live", serves: true });
     await vi.waitFor(() => expect(page.find("[data-testid=latencies]").exists()).toBe(true));
     const fact = (name: string): string => page.get(`[data-fact="${name}"]`).text();
     expect(["Address", "In the queue", "Generating", "Ended", "Restarts"].map(fact)).toEqual([

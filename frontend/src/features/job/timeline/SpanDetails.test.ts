@@ -23,8 +23,8 @@ const JOB = {
   attempt: 0,
   faults: [],
   ranks: [
-    { ...place, rank: 0, dp: 0 },
-    { ...place, rank: 1, dp: 1 },
+    { ...place, rank: 0, dp: 0, role: "backward" },
+    { ...place, rank: 1, dp: 1, role: "backward" },
   ],
 };
 
@@ -90,6 +90,17 @@ describe("details of a selected span", () => {
     expect(details.get("h3").text()).toBe("Copy of a message, microbatch 1");
     expect(details.text()).toContain("4.00 KiB");
     expect(details.text()).toContain("rank 0");
+    details.unmount();
+  });
+
+  it("names the role of a rank, and a wait for a shipment", async () => {
+    const details = await detailsOf(5, {
+      kind: ROWS.map(([, kind], index) => (index === 5 ? Kind.RECV_WAIT : kind)),
+      peer: ROWS.map((_, index) => (index === 5 ? 0 : null)),
+      roles: ["forward", "backward"],
+    });
+    expect(details.get("h3").text()).toBe("Wait for a shipment, microbatch 1");
+    expect(details.get("[data-testid=span-rank]").text()).toBe("backward rank 1");
     details.unmount();
   });
 

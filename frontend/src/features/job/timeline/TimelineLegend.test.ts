@@ -24,6 +24,22 @@ describe("the legend of the timeline", () => {
     expect(entriesOf(SPLIT.slice(0, 3), [0, 0, 0])).toEqual(["Forward", "Backward"]);
   });
 
+  it("has shipments apart from other transfers", () => {
+    const source = {
+      ...timelineOf([
+        [0, Kind.COPY, 0, 0, 2],
+        [1, Kind.FORWARD, 0, 0, 2],
+      ]),
+      peer: [1, null],
+    };
+    const entries = (roles: ("forward" | "backward")[]): string[] => {
+      const legend = mount(TimelineLegend, { props: { model: buildTimeline({ ...source, roles }) } });
+      return legend.findAll("li").map((entry) => entry.text());
+    };
+    expect(entries(["backward", "forward"])).toContain("Shipment to a backward rank");
+    expect(entries(["forward", "forward"])).not.toContain("Shipment to a backward rank");
+  });
+
   it("explains the mark of passes before their turn where a pass has it", () => {
     const marked = "ran before its turn in the plan";
     expect(entriesOf(SPLIT, [0, 0, PassFlag.EARLY, 0])).toContain(marked);

@@ -5,13 +5,15 @@ import type { Box, Surface } from "../../../render/surface";
 import { tickStep, ticks } from "../../../render/ticks";
 import type { Scale, Span } from "../../../render/viewport";
 import { secondsTick } from "../../../store/format";
-import { GROUPS, kindStyle } from "../../../trace/kinds";
-import { spanAt, trackOf, type SpanView, type TimelineModel } from "../../../trace/timeline";
+import { GROUPS, spanStyle } from "../../../trace/kinds";
+import { spanAt, trackOf, type Lane, type SpanView, type TimelineModel } from "../../../trace/timeline";
 import { frameOf, labelStride } from "../trackLayout";
 
 export const AXIS_TOP = 24;
 const LANES_HEIGHT = 560;
 const ARROW_LIMIT = 200;
+/** Height of a lane whose label has its role in a line of its own. */
+const TWO_LINES = 28;
 /** Of the bar before a pass that ran before its turn. */
 const EARLY_WIDTH = 3;
 
@@ -60,7 +62,7 @@ export function drawTimeline(surface: Surface, picture: TimelinePicture): void {
   const { model, palette } = picture;
   const frame = frameOf(surface.width);
   drawTimeAxis(surface, picture);
-  model.lanes.forEach((lane, index) => drawLaneBack(surface, picture, lane.rank, index));
+  model.lanes.forEach((lane, index) => drawLaneBack(surface, picture, lane, index));
   surface.clipped(
     { x: frame.left, y: AXIS_TOP, width: frame.right - frame.left, height: surface.height },
     () => {
@@ -100,18 +102,36 @@ function drawTimeAxis(surface: Surface, { view, scale, palette, model }: Timelin
   }
 }
 
-function drawLaneBack(surface: Surface, picture: TimelinePicture, rank: number, lane: number): void {
+function drawLaneBack(surface: Surface, picture: TimelinePicture, { rank, role }: Lane, lane: number): void {
   const { palette, suspects, selectedRank, model } = picture;
   const size = laneHeight(model.lanes.length);
   const y = AXIS_TOP + lane * size;
   const [suspect, selected] = [suspects.has(rank), rank === selectedRank];
   surface.rect({ x: 0, y: y + size - 0.5, width: surface.width, height: 1 }, palette.grid);
+  const above = model.lanes[lane - 1];
+  if (above && above.role !== role)
+    surface.rect({ x: 0, y: y - 1, width: surface.width, height: 2 }, palette.border);
   if (selected) surface.rect({ x: 0, y, width: 3, height: size }, palette.accent);
-  if (lane % labelStride(size) !== 0 && !suspect) return;
+  if (lane % labelStride(size) === 0 || suspect)
+    drawLaneLabel(surface, picture, { rank, role }, y + size / 2);
+}
+
+/** The rank, and its role: a line of its own in a high lane, F or B in a low one. */
+function drawLaneLabel(
+  surface: Surface,
+  { palette, suspects, selectedRank, model }: TimelinePicture,
+  { rank, role }: Pick<Lane, "rank" | "role">,
+  middle: number,
+): void {
+  const [suspect, selected] = [suspects.has(rank), rank === selectedRank];
+  const twoLines = role !== null && laneHeight(model.lanes.length) >= TWO_LINES;
+  const initial = role === null || twoLines ? "" : `${role.charAt(0).toUpperCase()} `;
+  const text = `${suspect ? "▲ " : ""}${initial}rank ${rank}`;
   const colour = suspect ? palette.alarm : selected ? palette.text : palette.muted;
-  const text = suspect ? `▲ rank ${rank}` : `rank ${rank}`;
   const weight = suspect || selected ? 650 : 400;
-  surface.text(text, frameOf(surface.width).left - 8, y + size / 2, { colour, weight, align: "right" });
+  const x = frameOf(surface.width).left - 8;
+  surface.text(text, x, twoLines ? middle - 6 : middle, { colour, weight, align: "right" });
+  if (twoLines) surface.text(role, x, middle + 7, { colour, weight: 400, align: "right", size: 10 });
 }
 
 /** Spans that would fall on a pixel that one of the same kind has already taken are left out. */
@@ -132,7 +152,7 @@ function drawSpans(surface: Surface, picture: TimelinePicture, lane: number): vo
 }
 
 function drawSpan(surface: Surface, { theme, palette }: TimelinePicture, span: SpanView, box: Box): void {
-  const { group, short } = kindStyle(span.kind);
+  const { group, short } = spanStyle(span);
   const style = GROUPS[group];
   if (trackOf(span.kind) === "frame") {
     surface.rect(box, palette.border);

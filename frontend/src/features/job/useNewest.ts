@@ -1,24 +1,26 @@
-/** Plans and steps of the job's pipeline, fetched again as steps end. */
+/** An answer of the hub about the newest steps, fetched again as steps end. */
 import { onBeforeUnmount, shallowRef, watch, type ShallowRef } from "vue";
-import { asApiError, isAbort, type ApiClient, type ApiError } from "../../../api/client";
-import type { PipelineView } from "../../../api/types";
+import { asApiError, isAbort, type ApiError } from "../../api/client";
 
 /** While steps end, the answer is fetched at most this often. */
 const FOLLOW_MS = 2000;
 
-export type PipelineState =
+export type NewestState<T> =
   | { readonly kind: "loading" }
-  | { readonly kind: "ready"; readonly view: PipelineView }
+  | { readonly kind: "ready"; readonly view: T }
   | { readonly kind: "error"; readonly error: ApiError };
 
-export interface PipelineSource {
-  readonly state: ShallowRef<PipelineState>;
+export interface NewestSource<T> {
+  readonly state: ShallowRef<NewestState<T>>;
   readonly retry: () => void;
 }
 
 /** `newest` returns what changes with the newest step. An error shows only where there is nothing older to show. */
-export function usePipeline(client: ApiClient, newest: () => string): PipelineSource {
-  const state = shallowRef<PipelineState>({ kind: "loading" });
+export function useNewest<T>(
+  fetchView: (signal: AbortSignal) => Promise<T>,
+  newest: () => string,
+): NewestSource<T> {
+  const state: ShallowRef<NewestState<T>> = shallowRef<NewestState<T>>({ kind: "loading" });
   let pending: AbortController | undefined;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let lastFetch = -Infinity;
@@ -28,7 +30,7 @@ export function usePipeline(client: ApiClient, newest: () => string): PipelineSo
     const { signal } = (pending = new AbortController());
     lastFetch = Date.now();
     try {
-      state.value = { kind: "ready", view: await client.pipeline(signal) };
+      state.value = { kind: "ready", view: await fetchView(signal) };
     } catch (error) {
       if (!isAbort(error) && state.value.kind !== "ready")
         state.value = { kind: "error", error: asApiError(error) };
