@@ -27,7 +27,7 @@ def verdicts(run_ranks: RunRanks, world: int, flags: str, folder: pathlib.Path, 
     return [verdict for view in traced_steps.views(ranks) for verdict in detector.observe(view)]
 
 
-@pytest.mark.full("traced runs of 50 steps", but=("forward", "backward"))
+@pytest.mark.full("traced runs of 50 steps", but=("forward",))
 @pytest.mark.parametrize(
     ("flags", "rank", "name"),
     [
