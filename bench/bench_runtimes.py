@@ -1,6 +1,6 @@
 """Losses and gradient norms of MegaDPP and MegaFBD compared with plain training, on CPU ranks in fp32.
 
-    python bench/bench_runtimes.py [--only dpp] [--steps 50] [--ship saved,selective,full,auto] [--layouts PP2,VPP2]
+    python bench/bench_runtimes.py [--only dpp] [--steps 50] [--ship saved,selective,full,auto] [--layouts "PP2;VPP3"]
 
 Each row is a layout, each column a schedule of MegaDPP or what MegaFBD ships. "equal" is to the last bit, in the
 losses and the gradient norms of all steps, to plain training in the same layout (megatron-core's static schedule);
@@ -256,6 +256,11 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     names = [name.strip() for name in options.layouts.split(";") if name]
+    known = [*(DPP if options.only != "fbd" else ()), *(FBD if options.only != "dpp" else ())]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        rows = "; ".join(dict.fromkeys(known))
+        parser.error(f"--layouts: there is no row {'; '.join(unknown)}; take some of: {rows}")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         server = fork_server(pathlib.Path(directory))
         comparison = Comparison(server, options.steps, directory)
