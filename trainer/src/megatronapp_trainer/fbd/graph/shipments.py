@@ -145,12 +145,12 @@ class _ShippedPass:
         """
         layout, slicer, device = self._layout, self._destination.slicer, self._channel.device
         numbers = self._destination.segments[group]
-        own = [self._placed(segment) for segment in segments]
+        parts = [self._placed(segment) for segment in segments]
         if slicer is not None:
-            whole = own
-            own = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=device) for number in numbers]
-            slicer.fill(group, whole, own)
-        for number, segment in zip(numbers, own, strict=True):
+            whole = parts
+            parts = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=device) for number in numbers]
+            slicer.fill(group, whole, parts)
+        for number, segment in zip(numbers, parts, strict=True):
             _, start = layout.places[number]
             self._parts.append((start, segment))
         if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
