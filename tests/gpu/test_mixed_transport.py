@@ -111,7 +111,7 @@ def gather(transport: Any, rank: int) -> int:
         if device is not None:
             torch.cuda._sleep(SLEEP_CYCLES // 8)  # type: ignore[no-untyped-call]
         parts = [(part * MIB, torch.full((MIB,), 10 * rank + part, dtype=torch.uint8, device=own)) for part in range(4)]
-        transport.send_parts(1 - rank, key, parts[::-1], 4 * MIB)
+        transport.send_parts(1 - rank, key, [transport.part(*part) for part in reversed(parts)], 4 * MIB)
         del parts  # the transport alone keeps them
         received = transport.receive(1 - rank, key, TensorSpec((4, MIB), torch.uint8))
         expected = 10 * (1 - rank) + torch.arange(4, dtype=torch.uint8, device=own)

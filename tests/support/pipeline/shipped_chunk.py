@@ -67,14 +67,16 @@ class ShippedChunk:
 
     def ship(self, batch: Any) -> tuple[list[Any], list[Any]]:
         """Copies of the segments that a forward pass saves, and the states of its recomputed regions."""
+        from megatronapp_trainer.fbd.graph.saved_tensors import SegmentMemory
+
         groups, regions = self.ship_groups(batch)
-        return [segment for group in groups for segment in group], regions
+        return [SegmentMemory(segment) for group in groups for segment in group], regions
 
     def ship_groups(self, batch: Any) -> tuple[list[list[Any]], list[Any]]:
-        """The same, with the segments of each group in a list of their own."""
+        """The same as flat tensors, with the segments of each group in a list of their own."""
         groups: list[list[Any]] = []
         with self.recorder.recording(
-            lambda group, found: groups.append([segment.clone() for segment in found])
+            lambda group, found: groups.append([segment.flat().clone() for segment in found])
         ) as regions:
             self.forward(batch)
         return groups, regions

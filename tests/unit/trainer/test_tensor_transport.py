@@ -304,7 +304,7 @@ def gather(directory: str) -> int:
             for size in sizes:
                 parts.append((start, whole[start : start + size].clone()))  # the transport alone keeps it alive
                 start += size
-            transport.send_parts(1, key, list(reversed(parts)), start)
+            transport.send_parts(1, key, [transport.part(*part) for part in reversed(parts)], start)
             del parts
         else:
             received = transport.receive(0, key, TensorSpec(tuple(whole.shape), torch.uint8))
@@ -328,9 +328,9 @@ def test_gathered_messages_refuse_parts_that_overlap_or_are_elsewhere(tmp_path: 
     with native_peer(tmp_path) as (transport, _):
         part = torch.ones(4)
         with pytest.raises(TransferError, match="begins before the end of the one before it, 16"):
-            transport.send_parts(1, 7, [(8, part), (0, part)], 24)
+            transport.send_parts(1, 7, [transport.part(8, part), transport.part(0, part)], 24)
         with pytest.raises(TransferError, match="16 bytes at 0 exceeds its message of 15 bytes"):
-            transport.send_parts(1, 7, [(0, part)], 15)
+            transport.send_parts(1, 7, [transport.part(0, part)], 15)
         with pytest.raises(TransferError, match=r"a tensor on meta cannot be sent .* send tensor.cpu\(\)"):
-            transport.send_parts(1, 7, [(0, part.to("meta"))], 16)
-        transport.send_parts(1, 7, [(0, part)], 16)
+            transport.part(0, part.to("meta"))
+        transport.send_parts(1, 7, [transport.part(0, part)], 16)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from shipped_chunk import LLAMA, ShippedChunk
 
 from megatronapp_trainer.errors import TransferError
-from megatronapp_trainer.fbd.graph.saved_tensors import SavedSegment, SavedTensor, SavedTensors, slot_view
+from megatronapp_trainer.fbd.graph.saved_tensors import (
+    SavedSegment,
+    SavedTensor,
+    SavedTensors,
+    SegmentMemory,
+    slot_view,
+)
 from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices, weight_part
 
 pytestmark = pytest.mark.torch
@@ -86,7 +92,7 @@ def compare_gradients(case: str, ranks: int, path: str) -> dict[str, Any]:
         for group, found in enumerate(groups):
             own = [segments[at] for at, segment in enumerate(saved.segments) if segment.group == group]
             slices.fill(group, found, own)
-        chunk.graph.backward(segments, regions, torch.ones(()))
+        chunk.graph.backward(list(map(SegmentMemory, segments)), regions, torch.ones(()))
 
     found = chunk.gradients(backward, order)
     pairs = zip(expected, found, strict=True)

@@ -24,6 +24,7 @@ from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
 from megatronapp_trainer.pipeline.transport.network import UcxPeers
 from megatronapp_trainer.pipeline.transport.tensor_transport import (
+    MessagePart,
     ReceivedTensor,
     TensorSpec,
     TensorTransport,
@@ -86,15 +87,19 @@ class Channel:
             self._of(key.kind).send(peer, key.pack(), tensor)
         self.sent.add(peer, key.kind, size)
 
+    def part(self, offset: int, tensor: torch.Tensor) -> MessagePart:
+        """Return a tensor on the channel's device as the part of a message from byte `offset` on."""
+        return self._bulk.part(offset, tensor)
+
     def send_parts(
         self,
         peer: int,
         key: MessageKey,
-        parts: Sequence[tuple[int, torch.Tensor]],
+        parts: Sequence[MessagePart],
         size: int,
         target: PassKey | None = None,
     ) -> None:
-        """Start to send one message of `size` bytes, gathered from tensors at offsets; otherwise as `send`."""
+        """Start to send one message of `size` bytes, gathered from parts; otherwise as `send`."""
         with self._sending(peer, target, size):
             self._of(key.kind).send_parts(peer, key.pack(), parts, size)
         self.sent.add(peer, key.kind, size)

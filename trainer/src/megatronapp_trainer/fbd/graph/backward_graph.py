@@ -11,8 +11,8 @@ from megatronapp_trainer.fbd.graph.saved_tensors import (
     Parameters,
     SavedParameter,
     SavedTensors,
+    SegmentMemory,
     SlotCollector,
-    slot_view,
 )
 
 
@@ -34,7 +34,11 @@ class BackwardGraph:
         """
         self._received = None if received is None else received.detach().requires_grad_()
         self._parameters = Parameters(chunk)
-        self._segments: Sequence[torch.Tensor] | None = None
+        self._segments: Sequence[SegmentMemory] | None = None
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        """Storages of the segments of the pass that runs, by their tensor's id and by dtype."""
+        self._parameter_views: dict[int, torch.Tensor] = {}
+        """By slot."""
         self._states: Sequence[RegionStates] = ()
         self.region_states: list[RegionStates] = []
         """States of the checkpointed regions of the first pass; those of other passes have the same form."""
@@ -45,13 +49,12 @@ class BackwardGraph:
         self.saved: SavedTensors = collector.finish()
 
     def backward(
-        self, segments: Sequence[torch.Tensor], states: Sequence[RegionStates], gradient: torch.Tensor
+        self, segments: Sequence[SegmentMemory], states: Sequence[RegionStates], gradient: torch.Tensor
     ) -> torch.Tensor | None:
         """Run backward on what a pass has saved. Returns the gradient of the chunk's input; None where it has none.
 
         Args:
-            segments: by number, each as flat bytes that begin at an address aligned for any dtype. They serve one
-                backward pass, which may write into them.
+            segments: by number. They serve one backward pass, which may write into them.
             states: of the pass's checkpointed regions.
             gradient: of the chunk's output.
         """
@@ -60,6 +63,7 @@ class BackwardGraph:
             torch.autograd.backward(self._output, gradient, retain_graph=True)
         finally:
             self._segments, self._states = None, ()
+            self._typed.clear()
         if self._received is None:
             return None
         input_gradient, self._received.grad = self._received.grad, None
@@ -70,7 +74,18 @@ class BackwardGraph:
             raise TaskOrderError("a backward pass needs a tensor of a recomputed region, of which nothing is shipped")
         slot = self.saved.slots[number]
         if isinstance(slot, SavedParameter):
-            return self._parameters.view(slot)
+            view = self._parameter_views.get(number)
+            if view is None:  # parameters are changed in place, so that a view serves all passes
+                view = self._parameter_views[number] = self._parameters.view(slot)
+            return view
         if self._segments is None:
             raise TaskOrderError("a graph of a backward rank was run without the tensors of a pass")
-        return slot_view(self._segments[slot.segment], slot)
+        flat, start = self._segments[slot.segment]
+        typed = self._typed.get((id(flat), slot.dtype))
+        if typed is None:
+            storage = flat.untyped_storage()
+            typed = torch.empty(0, dtype=slot.dtype, device=flat.device)
+            typed.set_(storage, 0, (storage.nbytes() // slot.dtype.itemsize,))
+            self._typed[id(flat), slot.dtype] = typed
+        first = (int(flat.storage_offset()) + start + slot.offset) // slot.dtype.itemsize
+        return typed.as_strided(slot.shape, slot.stride, first)

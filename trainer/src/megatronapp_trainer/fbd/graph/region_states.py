@@ -35,16 +35,16 @@ class _Marker:
         self.resolve = resolve
 
 
-def in_region() -> bool:
-    """Return whether a checkpointed region runs forward, or is recomputed.
+def region_check() -> Callable[[], bool]:
+    """Return a function that says whether a checkpointed region runs forward, or is recomputed.
 
     megatron-core's layers enable gradients for some of their parts even there. What these save in a forward pass
     belongs to a graph that is dropped at the end of the region.
     """
     from megatron.core.tensor_parallel import random
 
-    found: bool = random.is_checkpointing()
-    return found
+    check: Callable[[], bool] = random.is_checkpointing
+    return check
 
 
 @contextlib.contextmanager

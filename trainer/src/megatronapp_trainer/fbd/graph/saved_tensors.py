@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatronapp_trainer.errors import TransferError
-from megatronapp_trainer.fbd.graph.region_states import in_region
+from megatronapp_trainer.fbd.graph.region_states import region_check
 
 NO_SLOT = -1
 """Takes the place of a slot's number for a tensor that no backward pass needs."""
@@ -55,6 +55,15 @@ class SavedSegment(NamedTuple):
     """Group of slots with which it is complete: one for each layer, and those before and after the layers."""
     on_host: bool = True
     """True for memory of the host. On a device a few slots are: fused attention keeps its seeds there."""
+
+
+class SegmentMemory(NamedTuple):
+    """Memory of a segment of one pass, at an address aligned for any dtype."""
+
+    flat: torch.Tensor
+    """Bytes in which the segment lies."""
+    start: int = 0
+    """Its first byte there."""
 
 
 class SavedTensors(NamedTuple):
@@ -111,6 +120,7 @@ class SlotCollector:
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._chunk = chunk
         self._parameters = Parameters(chunk)
+        self._in_region = region_check()
         self._modules: list[str] = [""]
         self._layer: str | None = None
         """Layer that has begun last."""
@@ -119,7 +129,7 @@ class SlotCollector:
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Take a tensor that autograd saves; returns the number of its slot, or NO_SLOT."""
-        if in_region():
+        if self._in_region():
             return NO_SLOT
         module = self._modules[-1]
         self._saved.append((module, tensor.detach()))

@@ -11,12 +11,12 @@ from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind, Traffic
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
-from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
+from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, RecordedSegment
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
-from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
+from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors, SegmentMemory
 from megatronapp_trainer.fbd.graph.slicing import PassSlicer
 from megatronapp_trainer.hooks.transfer_observer import PassKey
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+from megatronapp_trainer.pipeline.transport.tensor_transport import MessagePart, TensorSpec
 
 ALIGNMENT = 64
 """Bytes; any dtype may begin there, and copies are fast."""
@@ -116,7 +116,7 @@ class ShipmentSender:
         key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk)
         passes = [_ShippedPass(self._channel, self._destinations[partner], key) for partner in partners]
 
-        def ship(group: int, segments: list[torch.Tensor]) -> None:
+        def ship(group: int, segments: list[RecordedSegment]) -> None:
             for shipped in passes:
                 shipped.add(group, segments)
 
@@ -133,26 +133,32 @@ class _ShippedPass:
         self._channel = channel
         self._destination = destination
         self._layout = destination.layout
+        self._is_cuda = channel.device.type == "cuda"
         self._key = key
         self._shipment = 0
-        self._parts: list[tuple[int, torch.Tensor]] = []
-        """Offsets and tensors of the shipment that is not complete yet."""
+        self._parts: list[MessagePart] = []
+        """Parts of the shipment that is not complete yet."""
 
-    def add(self, group: int, segments: list[torch.Tensor]) -> None:
+    def add(self, group: int, segments: list[RecordedSegment]) -> None:
         """Take what a group of slots holds; send the shipment if it is complete, but for the last one.
 
         The memory of the segments is not written after this. The transport keeps it until it is copied.
         """
         layout, slicer, device = self._layout, self._destination.slicer, self._channel.device
         numbers = self._destination.segments[group]
-        parts = [self._placed(segment) for segment in segments]
         if slicer is not None:
-            whole = parts
+            whole = [self._placed(segment.flat()) for segment in segments]
             parts = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=device) for number in numbers]
             slicer.fill(group, whole, parts)
-        for number, segment in zip(numbers, parts, strict=True):
-            _, start = layout.places[number]
-            self._parts.append((start, segment))
+            for number, part in zip(numbers, parts, strict=True):
+                self._add_tensor(layout.places[number][1], part)
+        else:
+            for number, segment in zip(numbers, segments, strict=True):
+                start = layout.places[number][1]
+                if segment.owner.is_cuda == self._is_cuda:
+                    self._parts.append(MessagePart(start, segment.address, segment.bytes, segment.owner))
+                else:
+                    self._add_tensor(start, segment.flat())
         if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
             self._send()
 
@@ -160,8 +166,11 @@ class _ShippedPass:
         """Send the last shipment, with the states of the checkpointed regions."""
         found = (state for region in states for state in region.tensors)
         for (start, _), state in zip(self._layout.state_places, found, strict=True):
-            self._parts.append((start, self._placed(state)))
+            self._add_tensor(start, state)
         self._send()
+
+    def _add_tensor(self, start: int, tensor: torch.Tensor) -> None:
+        self._parts.append(self._channel.part(start, self._placed(tensor)))
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in the memory that is sent from, without waiting for a device."""
@@ -227,13 +236,11 @@ class ShipmentReceiver:
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Run backward on the shipments taken, and return them. Returns the gradient of the chunk's input, if any."""
         shipments, self._shipments = self._shipments, []
-        segments = [
-            shipments[shipment][start : start + length]
-            for (shipment, start), length in zip(self._layout.places, self._layout.lengths, strict=True)
-        ]
+        segments = [SegmentMemory(shipments[shipment], start) for shipment, start in self._layout.places]
         with self._copying_to_host(shipments[-1].device):
             for number in self._on_host:
-                segments[number] = segments[number].cpu()
+                flat, start = segments[number]
+                segments[number] = SegmentMemory(flat[start : start + self._layout.lengths[number]].cpu())
             states = self._states(shipments[-1])
         return self._graph.backward(segments, states, gradient)
 

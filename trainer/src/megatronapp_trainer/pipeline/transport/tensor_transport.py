@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -65,6 +65,17 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class MessagePart(NamedTuple):
+    """Memory that is sent as a part of a message."""
+
+    offset: int
+    """First byte in the message."""
+    address: int
+    bytes: int
+    owner: torch.Tensor
+    """A tensor on the memory, which keeps it."""
 
 
 class _DeviceSlot:
@@ -235,17 +246,21 @@ class TensorTransport:
         self._endpoint.send(peer, key, source.data_ptr(), source.nbytes, source, _stream(self.options.device))
 
     @raises_trainer_errors
-    def send_parts(self, peer: int, key: int, parts: Sequence[tuple[int, torch.Tensor]], size: int) -> None:
-        """Queue one message of `size` bytes that is gathered from tensors, and return.
+    def part(self, offset: int, tensor: torch.Tensor) -> MessagePart:
+        """Return a tensor as the part of a message from byte `offset` on."""
+        source = _source(tensor, self.options.device)
+        return MessagePart(offset, source.data_ptr(), source.nbytes, source)
 
-        parts: offset in the message, and tensor; in any order, without overlap. Bytes that no part covers arrive with
-        any value. Otherwise as `send`, for all of the tensors.
+    @raises_trainer_errors
+    def send_parts(self, peer: int, key: int, parts: Sequence[MessagePart], size: int) -> None:
+        """Queue one message of `size` bytes that is gathered from parts, and return.
+
+        parts: memory of the transport's device, in any order, without overlap in the message. Bytes that no part covers
+        arrive with any value. Otherwise as `send`, for all of the parts.
         """
-        sources = [_source(tensor, self.options.device) for _, tensor in parts]
-        places = [
-            (source.data_ptr(), offset, source.nbytes) for (offset, _), source in zip(parts, sources, strict=True)
-        ]
-        self._endpoint.send_parts(peer, key, places, size, sources, _stream(self.options.device))
+        places = [(address, offset, length) for offset, address, length, _ in parts]
+        owners = [part.owner for part in parts]
+        self._endpoint.send_parts(peer, key, places, size, owners, _stream(self.options.device))
 
     @raises_trainer_errors
     def poll(self, peer: int, key: int, spec: TensorSpec, *, posted: bool = False) -> ReceivedTensor | None:
