@@ -46,6 +46,7 @@ from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.device import Device, prepare_device
+from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.groups import initialize_groups
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
@@ -97,8 +98,8 @@ def arguments(options: argparse.Namespace, variant: Variant) -> list[str]:
         "--num-attention-heads": options.heads,
         "--seq-length": options.sequence,
         "--vocab-size": options.vocabulary,
-        "--micro-batch-size": 1,
-        "--global-batch-size": max(options.microbatches),
+        "--micro-batch-size": options.micro_batch,
+        "--global-batch-size": options.micro_batch * max(options.microbatches),
         "--train-iters": 1000,
         "--lr": 1e-4,
         "--attention-dropout": 0.0,
@@ -292,13 +293,18 @@ def table(
 
 def work(options: argparse.Namespace) -> None:
     """Run all measurements on one rank; the first one writes the rows of all blocks so far."""
+    os.environ[CONNECTIONS] = device_connections(["--use-dpp", "--tensor-model-parallel-size", str(options.tensor)])
     give_up_after(options.seconds + 400)
     config: TrainerConfig = parse(arguments(options, Variant("groups", 1, "")))
     layout = layout_of(config)
     device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
     initialize_groups(config, layout, device)
     shape = Shape(
-        layers=options.layers, hidden=options.hidden, sequence=options.sequence, vocabulary=options.vocabulary
+        layers=options.layers,
+        hidden=options.hidden,
+        sequence=options.sequence,
+        vocabulary=options.vocabulary,
+        microbatch=options.micro_batch,
     )
     samples = Samples(shape)
     subjects = build(options, device)
@@ -344,6 +350,7 @@ def parsed() -> argparse.Namespace:
     for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 2048, "vocabulary": 32768}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--microbatches", type=numbers, default=[4, 8, 16])
+    parser.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of a microbatch (default: 1)")
     parser.add_argument("--chunks", type=numbers, default=[1, 2, 3])
     parser.add_argument("--pipeline", type=int, default=2, metavar="N", help="stages (default: 2)")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="ranks of a tensor group (default: 1)")

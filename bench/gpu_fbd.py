@@ -163,9 +163,9 @@ def equal_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Figure
     """Compare gradients of passes, then losses and norms of steps, of both gangs."""
     seen: dict[str, list[Figures]] = {name: [] for name in running}
     for name, gang in running.items():
-        seen[name] += [passes(gang, bench.options.batch)]
+        seen[name] += [passes(gang, bench.options.batch // bench.options.micro_batch)]
         seen[name] += [step(gang) for _ in range(bench.options.equal_steps)]
-        seen[name] += [passes(gang, bench.options.batch)]
+        seen[name] += [passes(gang, bench.options.batch // bench.options.micro_batch)]
     plain, pair = seen.values()
     ends = [[blocks[0]["digest"], blocks[-1]["digest"]] for blocks in (plain, pair)]
     curves = [[(each["loss"], each["norm"]) for each in blocks[1:-1]] for blocks in (plain, pair)]
@@ -300,7 +300,7 @@ TINY: dict[str, Any] = {
     "blocks": 2,
     "warm": 1,
 }
-TINY |= {"counts": [2, 4], "batch": 12, "equal_steps": 2}
+TINY |= {"counts": [2, 4], "batch": 24, "micro_batch": 2, "equal_steps": 2}
 
 
 def parsed() -> argparse.Namespace:
@@ -308,8 +308,9 @@ def parsed() -> argparse.Namespace:
     for name, value in {"hidden": 2048, "heads": 16, "sequence": 2048, "vocabulary": 32768}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--layers", type=int, default=10, help="of each stage")
-    parser.add_argument("--batch", type=int, default=24, help="samples of a step")
-    parser.add_argument("--counts", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8, 24])
+    parser.add_argument("--micro-batch", type=int, default=4, metavar="N", help="samples of a microbatch (default: 4)")
+    parser.add_argument("--batch", type=int, default=48, help="samples of a step")
+    parser.add_argument("--counts", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8, 12])
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--warm", type=int, default=10, help="turns before the first block; `auto` chooses after nine")
     parser.add_argument("--equal-steps", type=int, default=4)

@@ -39,7 +39,7 @@ class RunningGang:
 
     def _run(self, bench: "GangBench") -> None:
         flags = "compete" if self.gang.competes else bench.flags(self.gang)
-        environment = {"MEGATRONAPP_JOB_UID": f"bench-{self.token}", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment = {"MEGATRONAPP_JOB_UID": f"bench-{self.token}"}
         if not bench.options.cpu:
             visible = range(self.gang.first_gpu, self.gang.first_gpu + self.gang.gpus)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
@@ -127,7 +127,7 @@ class GangBench:
             "--num-attention-heads": options.heads,
             "--seq-length": options.sequence,
             "--vocab-size": options.vocabulary,
-            "--micro-batch-size": 1,
+            "--micro-batch-size": options.micro_batch,
             "--global-batch-size": options.batch,
             "--train-iters": 100_000,
             "--lr": 1e-4,

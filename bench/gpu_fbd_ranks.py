@@ -71,6 +71,7 @@ class GangRank:
         from megatronapp_common.topology import RankRole
         from megatronapp_trainer.config import parse
         from megatronapp_trainer.device import prepare_device
+        from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
         from megatronapp_trainer.parallel.groups import initialize_groups
         from megatronapp_trainer.parallel.seeds import apply_deterministic_mode
         from megatronapp_trainer.training.build import build_run, layout_of, vocab_size_of
@@ -78,6 +79,7 @@ class GangRank:
         self._connection = connection
         config = parse(flags.split())
         layout = layout_of(config)
+        os.environ[CONNECTIONS] = device_connections(flags.split(), layout.role)
         apply_deterministic_mode(config)
         device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
         initialize_groups(config, layout, device)
@@ -275,12 +277,13 @@ def sampled_iterators(run: Any, layout: Any) -> Any:  # noqa: ANN401 - TrainingR
     from megatronapp_trainer.data.mock_data import mock_sample
 
     length, vocabulary = run.config.model.seq_length, run.config.data.vocab_size
+    size = run.config.training.micro_batch_size
     rows = torch.stack([mock_sample(f"bench:{index}", vocabulary, length + 1) for index in range(32)])
-    positions, mask = torch.arange(length).expand(1, -1), torch.ones(1, length)
+    positions, mask = torch.arange(length).expand(size, -1), torch.ones(size, length)
 
     def batches() -> Iterator[dict[str, Any]]:
-        for sample in itertools.count(layout.data_rank, layout.data_size):
-            tokens = rows[sample % len(rows)].unsqueeze(0)
+        for microbatch in itertools.count(layout.data_rank, layout.data_size):
+            tokens = rows[torch.arange(microbatch * size, (microbatch + 1) * size) % len(rows)]
             yield {
                 "tokens": tokens[:, :-1].contiguous(),
                 "labels": tokens[:, 1:].contiguous(),

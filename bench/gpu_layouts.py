@@ -86,15 +86,16 @@ class Samples:
         rows = [mock_sample(f"bench:{index}", shape.vocabulary, shape.sequence + 1) for index in range(2 * 16)]
         self.rows = torch.stack(rows)
         self.shape = shape
-        self.loss_mask = torch.ones(1, shape.sequence)
-        self.positions = torch.arange(shape.sequence).expand(1, -1)
+        self.loss_mask = torch.ones(shape.microbatch, shape.sequence)
+        self.positions = torch.arange(shape.sequence).expand(shape.microbatch, -1)
 
     def __call__(self, sample: int) -> torch.Tensor:
         return self.rows[sample % len(self.rows)].unsqueeze(0)
 
     def batches(self, replicas: int, mine: int) -> Iterator[HostMicrobatch]:
-        for sample in itertools.count(mine, replicas):
-            tokens = self(sample)
+        size = self.shape.microbatch
+        for first in itertools.count(mine * size, replicas * size):
+            tokens = torch.cat([self(sample) for sample in range(first, first + size)])
             yield {
                 "tokens": tokens[:, :-1].contiguous(),
                 "labels": tokens[:, 1:].contiguous(),

@@ -198,7 +198,7 @@ def _rank(rank: int, directory: str, devices: int, rounds: int, pipe: "Connectio
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs says where
     process = Rank(rank, directory, devices)
     result = process.run(rounds)
-    result["path"] = process.transport.statistics(1 - rank)["path"]
+    result |= {"rank": rank, "path": process.transport.statistics(1 - rank)["path"]}
     process.transport.close()
     pipe.send(result)
     dist.destroy_process_group()
@@ -232,7 +232,8 @@ def main() -> int:
                 return 1
         while ours.poll():
             results.append(ours.recv())
-    table = {"devices": devices, "device": torch.cuda.get_device_name(0), **results[0]}
+    (first,) = (result for result in results if result["rank"] == 0)  # whose products are slowed
+    table = {"devices": devices, "device": torch.cuda.get_device_name(0), **first}
     for name, value in table.items():
         print(f"{name:40} {value}")
     if options.json:

@@ -1,5 +1,6 @@
 """A training run of this rank as `pretrain` does it, of which losses and gradient norms are kept."""
 
+import os
 import warnings
 from typing import Any
 
@@ -14,8 +15,10 @@ def train(flags: str) -> Record | None:
     warnings.simplefilter("ignore")
     from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
+    from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
     from megatronapp_trainer.training import progress
 
+    os.environ[CONNECTIONS] = device_connections(flags.split())
     recorder = EvaluationRecorder()
     patched: Any = progress
     patched.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None

@@ -24,6 +24,7 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
@@ -31,6 +32,7 @@ def train(flags: str) -> dict[str, Any]:
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
+    os.environ[CONNECTIONS] = device_connections(flags.split(), layout.role)
     device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))

@@ -2,7 +2,9 @@
 
 import pytest
 
+from megatronapp_common.topology import RankRole
 from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.ranks.connections import device_connections
 from megatronapp_trainer.launch.ranks.environment import rank_environment
 from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import build_table
@@ -37,3 +39,9 @@ def test_tasks_may_wait_on_their_device_unless_megatron_core_needs_kernels_in_or
     given["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     made = rank_environment(given, table, worker=0, local_rank=0, place=PLACE, arguments=arguments)
     assert made["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "the user's value stays"
+
+
+def test_copies_of_a_forward_rank_hold_up_none_of_its_passes() -> None:
+    flags = ["--forward-backward-disaggregating", "--tensor-model-parallel-size", "2"]
+    assert device_connections(flags, RankRole.FORWARD) == "8"
+    assert device_connections(flags, RankRole.BACKWARD) == "1", "with tensor parallelism kernels start in order"

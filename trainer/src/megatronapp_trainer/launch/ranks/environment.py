@@ -31,16 +31,17 @@ def rank_environment(
     `arguments`: the flags of the ranks.
     """
     entry = table.worker(worker)
+    role = entry.roles[local_rank] if entry.roles else None
     node_rank = str(table.node_rank(worker))
     return {
         **DEFAULTS,
-        CONNECTIONS: device_connections(arguments),
+        CONNECTIONS: device_connections(arguments, role),
         **_interface(place),
         **{name: value for name, value in base.items() if name != NODE_IPS},
         **_node_ips(table),
         Env.ADDRESS: place.address,
         Env.NODE_NAME: entry.node,
-        **({Env.RANK_ROLE: entry.roles[local_rank].value} if entry.roles else {}),
+        **({} if role is None else {Env.RANK_ROLE: role.value}),
         "RANK": str(entry.ranks[local_rank]),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(table.world_size),
