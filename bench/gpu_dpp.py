@@ -165,6 +165,7 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
 
     from megatronapp_trainer.pipeline import dynamic
 
+    share_stores()
     bench_device = BenchDevice(device.torch_device)
     stall = stall_of(bench_device)
     models: dict[tuple[int, bool, bool], tuple[TrainingRun, Disturber]] = {}
@@ -187,6 +188,23 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
         schedule = build_schedule(run, disturber, publish_plan=plans.append)
         subjects.append(Subject(variant, run, schedule, disturber, bench_device, plans))
     return subjects
+
+
+def share_stores() -> None:
+    """Let the schedules of a model share its stores of weight gradients, which a second installation would replace."""
+    from megatronapp_trainer.pipeline import task_passes
+
+    patched: Any = task_passes
+    install: Callable[..., Any] = patched.install_split_backward
+    stores: dict[int, Any] = {}
+
+    def install_once(chunks: list[Any]) -> Any:  # noqa: ANN401 - stores
+        key = id(chunks[0])
+        if key not in stores:
+            stores[key] = install(chunks)
+        return stores[key]
+
+    patched.install_split_backward = install_once
 
 
 def stall_of(device: BenchDevice) -> Callable[[int], None]:

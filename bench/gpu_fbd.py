@@ -122,10 +122,6 @@ def pair_gang(name: str = "pair", flags: str = "", **options: Any) -> Gang:  # n
     return Gang(name, 2, f"{SWITCH} {flags}", 2, **options)
 
 
-def recomputations(ranks: int, flags: str, **options: Any) -> list[Gang]:  # noqa: ANN401 - fields of Gang
-    return [Gang(f"plain, {name}", ranks, f"{flags} {value}", ranks, **options) for name, value in RECOMPUTE.items()]
-
-
 def pair_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Figures]:
     options = bench.options
     found = bench.alternate(passes_of(running, options.counts))
@@ -259,14 +255,22 @@ def shared_gangs(_options: argparse.Namespace) -> list[Gang]:
     return [pair_gang(), Gang("one forward for two on one GPU", 3, shared, 2)]
 
 
-def wide_gangs(ours: str, plain: str, gpus: int) -> Callable[[argparse.Namespace], list[Gang]]:
-    """Return MegaFBD on three or four GPUs and its plain peers; plain tensor parallelism takes two."""
+def wide(name: str, ours: str, plain: str, gpus: int) -> dict[str, Experiment]:
+    """Return MegaFBD on three or four GPUs next to each of its plain peers; plain tensor parallelism takes two.
+
+    One peer at a time: all of them together have no room next to the shipments.
+    """
     peers = 2 if "tensor" in plain else gpus
     stages = 2 if "pipeline" in plain else 1
-    return lambda _options: [
-        Gang("MegaFBD", gpus, f"{SWITCH} {ours}", gpus, stages=stages),
-        *recomputations(peers, plain, stages=stages),
-    ]
+    forward = Gang("MegaFBD", gpus, f"{SWITCH} {ours}", gpus, stages=stages)
+    return {
+        f"{name}, {other}": Experiment(
+            gpus,
+            lambda _, flags=flags: [forward, Gang("plain", peers, f"{plain} {flags}", peers, stages=stages)],  # type: ignore[misc]
+            step_rows,
+        )
+        for other, flags in RECOMPUTE.items()
+    }
 
 
 EXPERIMENTS = {
@@ -274,7 +278,12 @@ EXPERIMENTS = {
     "equal": Experiment(
         2, lambda _: [Gang("plain", 1, "", 1, deterministic=True), pair_gang(deterministic=True)], equal_rows
     ),
-    "plain": Experiment(2, lambda _: [pair_gang(), *recomputations(2, SHARDED)], step_rows),
+    **{
+        f"plain, {name}": Experiment(
+            2, lambda _, flags=flags: [pair_gang(), Gang("plain DP2", 2, f"{SHARDED} {flags}", 2)], step_rows
+        )  # type: ignore[misc]
+        for name, flags in RECOMPUTE.items()
+    },
     "ships": Experiment(2, ship_gangs("saved", "selective", "full"), ship_rows),
     "ships, auto": Experiment(2, ship_gangs("saved", "auto"), ship_rows),
     "shared": Experiment(2, shared_gangs, occupancy_rows),
@@ -287,9 +296,9 @@ EXPERIMENTS = {
         ],
         halved_rows,
     ),
-    "merged": Experiment(3, wide_gangs(f"{TP2} --ignore-forward-tensor-parallel", TP2, 3), step_rows),
-    "replicas": Experiment(3, wide_gangs(f"{SHARDED} {PER_FORWARD}", SHARDED, 3), step_rows),
-    "stages": Experiment(4, wide_gangs(PP2, f"{PP2} {SHARDED}", 4), step_rows),
+    **wide("merged", f"{TP2} --ignore-forward-tensor-parallel", TP2, 3),
+    **wide("replicas", f"{SHARDED} {PER_FORWARD}", SHARDED, 3),
+    **wide("stages", PP2, f"{PP2} {SHARDED}", 4),
 }
 TINY: dict[str, Any] = {
     "layers": 2,

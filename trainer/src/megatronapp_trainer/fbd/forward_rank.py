@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Iterator
 
 import torch
@@ -27,10 +28,14 @@ from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weight
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
+from megatronapp_trainer.pipeline.executor import POLL_S
 from megatronapp_trainer.pipeline.planning.tasks import Task
 from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, TaskClock
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import untouched_training
+
+MOST_LAUNCHED = 2
+"""Passes that a device may have in its queue: one runs, and the next one follows at once."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -172,6 +177,7 @@ class ForwardRank:
         for forward_pass in passes:
             for index, replica in enumerate(self._replicas):
                 self._await_credit(replica)
+                self._await_device()
                 self._run_and_ship(forward_pass, index, feeds[index])
         seconds = self._forward_seconds(num_microbatches)
         self._refuse_other_sent(without={MessageKind.SUMMARY})  # before a wait for credits that a lost message delays
@@ -287,6 +293,11 @@ class ForwardRank:
         while not replica.credits:
             self._take_credit(replica)
         replica.credits -= 1
+
+    def _await_device(self) -> None:
+        """Wait until the device has less passes in its queue than may be launched: each has memory from its launch."""
+        while self._clock.own_work().tasks >= MOST_LAUNCHED:
+            time.sleep(POLL_S)
 
     def _take_credit(self, replica: Replica) -> None:
         ended = next(replica.credited)
