@@ -17,6 +17,7 @@ tests() { # tests NAME CMAKE_ARGUMENTS...
     ucx=$("$python" -c 'import libucx, pathlib; print(pathlib.Path(libucx.__file__).parent)')
     build "$1" -DMEGATRONAPP_TESTS=ON -DMEGATRONAPP_UCX_INCLUDE="$ucx/include" "${@:2}"
     export MEGATRONAPP_UCX_LIBRARY=$ucx/lib/libucp.so.0
+    [ "$1" != tsan ] || settings_of_tsan
     # Rings live in memory; on a busy disk the thousands of small files of these tests take half a minute.
     TMPDIR=${TMPDIR:-/dev/shm} "build/$1/ring_tests" --gtest_brief=1
     TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_tests" --gtest_brief=1
@@ -24,6 +25,17 @@ tests() { # tests NAME CMAKE_ARGUMENTS...
     exported "build/$1/libmegatronapp_transport.so"
     # Not with the thread sanitizer: what the fuzzer writes into slots races with the ranks, as it is meant to.
     [ "$1" = tsan ] || TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_fuzz" "$fuzz_cases"
+}
+
+settings_of_tsan() { # for UCX, which is not built for the thread sanitizer and is loaded while threads run
+    # UCX patches madvise of libc to follow memory, and takes a lock in it. glibc calls madvise at the end of each thread,
+    # when the sanitizer has discarded its state of that thread, and its lock functions crash without one. Only caches
+    # of registered memory need these events; TCP, which the tests use, has none.
+    export UCX_MEM_EVENTS=n
+    # The sanitizer of GCC 12 recognises thread-local blocks of loaded libraries by a header that an older glibc put
+    # before them, and takes one of 256 to have it. It then clears a range of any size: "failed to allocate". The glibc
+    # of today allocates these blocks by malloc, which the sanitizer follows by itself.
+    export TSAN_OPTIONS="intercept_tls_get_addr=0 ${TSAN_OPTIONS:-}"
 }
 
 exported() { # exported LIBRARY: it exports the functions of its header and nothing else

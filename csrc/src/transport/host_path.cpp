@@ -97,15 +97,32 @@ void HostPath::start(const StartedSend& started, CopySink& sink) noexcept {
     const std::uint64_t end_ns = monotonic_ns();
     {
         const std::lock_guard lock(announce_mutex_);
+        copied_.store(announcements_.count() + 1, std::memory_order_release);  // see next_returned
         announcements_.push({request.key, request.bytes, slot, start_ns, end_ns, request.queued_ns});
     }
     sink.completed(started, start_ns, end_ns);
 }
 
+/// A returned slot may be written by another thread than the last time. The two copies are ordered, by these pairs:
+/// - `start` stores `announced` with release after its copy; `next_arrival` of the receiver loads it with acquire, and
+///   the message goes to the thread that will return it under a lock of the receiver;
+/// - `give_back` stores `returned` with release after the receiver has read the message; this function loads it with
+///   acquire, under the lock of this rank's `Peer` with which the next copy gets its slot.
+/// The ranks map the file at different addresses. Lock-free atomics are address-free ([atomics.lockfree]), so the pairs
+/// hold all the same. But where both ranks are in one process, ThreadSanitizer takes the two addresses of a word for
+/// two words and does not see the pairs. `copied_` repeats the order at one address: its store precedes that of
+/// `announced`, and its load follows that of `returned`, so it reads this store or a later one, and `announce_mutex_`
+/// orders the stores.
 std::optional<std::uint32_t> HostPath::next_returned() {
     const std::optional<RingEntry<1>> entry = returned_.next("the slots returned by " + peer_);
     if (!entry) {
         return std::nullopt;
+    }
+    const std::uint64_t copied = copied_.load(std::memory_order_acquire);
+    if (returned_.count() > copied) {
+        throw TransportCorruptError("the slots returned by " + peer_ + ": " + std::to_string(returned_.count()) +
+                                    " returned after " + std::to_string(copied) +
+                                    " sent; something else writes to this memory: restart the job");
     }
     if (entry->front() >= slots_) {
         throw TransportCorruptError("the slots returned by " + peer_ + ": slot " + std::to_string(entry->front()) +

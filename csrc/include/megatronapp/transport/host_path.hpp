@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -70,6 +71,7 @@ class HostPath final : public HostSlots {
     InboxFile to_peer_;
     InboxFile from_peer_;
     std::mutex announce_mutex_;
+    std::atomic<std::uint64_t> copied_ = 0;  ///< number of messages in slots, counted before they are announced
     CheckedWriter<kAnnouncementWords> announcements_;
     CheckedReader<1> returned_;
     CheckedReader<kAnnouncementWords> arrivals_;
