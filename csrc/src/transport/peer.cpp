@@ -266,17 +266,18 @@ void Peer::wait(std::uint32_t slot, DeviceStream stream) {
 }
 
 void Peer::give_back(std::uint32_t slot, std::optional<DeviceStream> stream) noexcept {
+    const bool in_stream = stream && path_->on_device();  // otherwise no work of a stream reads the slot
     {
         const std::lock_guard lock(mutex_);
         if (closed_) {
             return;
         }
         slot_states_[slot] = SlotState::kFree;
-        if (!stream) {
+        if (!in_stream) {
             path_->give_back(slot);
         }
     }
-    if (stream) {
+    if (in_stream) {
         path_->give_back_after(slot, *stream);
     }
     board_->ring_credits();
