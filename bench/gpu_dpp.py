@@ -165,7 +165,7 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
 
     from megatronapp_trainer.pipeline import dynamic
 
-    share_stores()
+    install_stores_once()
     bench_device = BenchDevice(device.torch_device)
     stall = stall_of(bench_device)
     models: dict[tuple[int, bool, bool], tuple[TrainingRun, Disturber]] = {}
@@ -190,7 +190,7 @@ def build(options: argparse.Namespace, device: Device) -> list[Subject]:
     return subjects
 
 
-def share_stores() -> None:
+def install_stores_once() -> None:
     """Let the schedules of a model share its stores of weight gradients, which a second installation would replace."""
     from megatronapp_trainer.pipeline import task_passes
 

@@ -109,6 +109,7 @@ class GangBench:
 
     def __init__(self, options: argparse.Namespace, directory: pathlib.Path) -> None:
         self.options = options
+        self._directory = directory
         self.server = fork_server(directory, devices=not options.cpu)
         self.address = str(directory / "commander")
         self.server.python()  # starts it
@@ -174,11 +175,20 @@ class GangBench:
             notes: Figures = {"start_s": round(started - begun, 1), "measured_s": round(time.monotonic() - started, 1)}
         except Exception:
             notes = {"failed": traceback.format_exc()}
+            self._replace_server()
         for row in rows:
             print(json.dumps({"experiment": name, **row}), flush=True)
         print(json.dumps({"experiment": name, **notes}), flush=True)
         self.results[name] = {**notes, "rows": rows}
         self.options.out.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+
+    def _replace_server(self) -> None:
+        """End all ranks of an experiment that has failed: they would keep their memory."""
+        self.server.stop()
+        directory = self._directory / secrets.token_hex(4)
+        directory.mkdir()
+        self.server = fork_server(directory, devices=not self.options.cpu)
+        self.server.python()  # starts it
 
     def alternate(self, variants: dict[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
         """Give each its turn in every block, from another one on each time; returns their figures by block."""

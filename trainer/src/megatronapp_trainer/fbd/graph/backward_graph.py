@@ -85,7 +85,7 @@ class BackwardGraph:
         if typed is None:
             storage = flat.untyped_storage()
             typed = torch.empty(0, dtype=slot.dtype, device=flat.device)
-            typed.set_(storage, 0, (storage.nbytes() // slot.dtype.itemsize,))
+            typed.set_(storage, 0, (storage.nbytes() // slot.dtype.itemsize,))  # type: ignore[call-overload]
             self._typed[id(flat), slot.dtype] = typed
         first = (int(flat.storage_offset()) + start + slot.offset) // slot.dtype.itemsize
         return typed.as_strided(slot.shape, slot.stride, first)

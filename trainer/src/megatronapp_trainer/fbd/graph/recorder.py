@@ -66,7 +66,7 @@ class ForwardRecorder:
 
 
 class _ExpectedSlot(NamedTuple):
-    """What a pass must save next, in the form in which it is compared fastest: a pass has hundreds of slots."""
+    """A slot of the first pass in the form that is compared fastest, as a pass has hundreds of them."""
 
     slot: SavedParameter | SavedTensor
     shape: tuple[int, ...]
