@@ -144,14 +144,10 @@ class _ShippedPass:
 
         The memory of the segments is not written after this. The transport keeps it until it is copied.
         """
-        layout, slicer, device = self._layout, self._destination.slicer, self._channel.device
+        layout, slicer = self._layout, self._destination.slicer
         numbers = self._destination.segments[group]
         if slicer is not None:
-            whole = [self._placed(segment.flat()) for segment in segments]
-            parts = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=device) for number in numbers]
-            slicer.fill(group, whole, parts)
-            for number, part in zip(numbers, parts, strict=True):
-                self._add_tensor(layout.places[number][1], part)
+            self._add_slices(slicer, group, segments, numbers)
         else:
             for number, segment in zip(numbers, segments, strict=True):
                 start = layout.places[number][1]
@@ -161,6 +157,25 @@ class _ShippedPass:
                     self._add_tensor(start, segment.flat())
         if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
             self._send()
+
+    def _add_slices(
+        self, slicer: PassSlicer, group: int, segments: list[RecordedSegment], numbers: Sequence[int]
+    ) -> None:
+        """Take the rank's parts of what a whole model saves: as they are where that is possible, otherwise copied."""
+        layout, filled = self._layout, {}
+        for number in numbers:
+            length, start = layout.lengths[number], layout.places[number][1]
+            found = slicer.source_range(number)
+            source = None if found is None else segments[found.segment]
+            if found is not None and source is not None and source.owner.is_cuda == self._is_cuda:
+                self._parts.append(MessagePart(start, source.address + found.offset, length, source.owner))
+            else:
+                filled[number] = torch.empty(length, dtype=torch.uint8, device=self._channel.device)
+        if not filled:
+            return
+        slicer.fill(group, [self._placed(segment.flat()) for segment in segments], filled)
+        for number, part in filled.items():
+            self._add_tensor(layout.places[number][1], part)
 
     def finish(self, states: Sequence[RegionStates]) -> None:
         """Send the last shipment, with the states of the checkpointed regions."""

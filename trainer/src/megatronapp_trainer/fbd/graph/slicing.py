@@ -9,7 +9,7 @@ matched with those of a backward rank by module and ordinal, and each slot is di
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,30 +95,44 @@ class SlotSlice(NamedTuple):
     target: SavedTensor
 
 
+class SourceRange(NamedTuple):
+    """Bytes of the whole model that are a segment of a backward rank as they are."""
+
+    segment: int
+    """Place of the whole model's segment in the group."""
+    offset: int
+    """First byte in that segment."""
+
+
 class PassSlicer:
     """Fills the segments of one backward rank from those of a pass of the whole model, group by group."""
 
     def __init__(self, whole: SavedTensors, part: SavedTensors, slices: Sequence[SlotSlice]) -> None:
         """Take the result of `slot_slices`."""
         self._first_segments = _first_segments(whole)
-        self._targets: list[list[int]] = [[] for _ in self._first_segments]
-        for number, segment in enumerate(part.segments):
-            self._targets[segment.group].append(number)
         self._slices: list[list[SlotSlice]] = [[] for _ in part.segments]
         for slot in slices:
             self._slices[slot.target.segment].append(slot)
         self._bytes = [segment.bytes for segment in part.segments]
+        self._ranges = [
+            _source_range(found, segment.bytes, whole, self._first_segments[segment.group])
+            for found, segment in zip(self._slices, part.segments, strict=True)
+        ]
 
-    def fill(self, group: int, segments: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fill the segments of a group.
+    def source_range(self, number: int) -> SourceRange | None:
+        """Return where a backward rank's segment lies as it is in the whole model's; None if it has to be filled."""
+        return self._ranges[number]
+
+    def fill(self, group: int, segments: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
+        """Fill segments of a group.
 
         Args:
             group: number of the group, the same on both sides.
-            segments: of the whole model's pass in this group, as `ForwardRecorder` ships them.
-            targets: flat bytes for each of the backward rank's segments in this group, in order.
+            segments: of the whole model's pass in this group, each as flat bytes.
+            targets: flat bytes for the backward rank's segments that are filled, by number.
         """
         first = self._first_segments[group]
-        for number, target in zip(self._targets[group], targets, strict=True):
+        for number, target in targets.items():
             if target.numel() != self._bytes[number]:
                 raise TransferError(f"segment {number} has {self._bytes[number]} bytes, and room for {target.numel()}")
             for part in self._slices[number]:
@@ -212,6 +226,41 @@ def _shape_slice(key: Slot, target: SavedTensor, sources: dict[Slot, SavedTensor
     flat_heads = source.module.endswith(_FLAT_HEADS) and len(source.shape) == 3 and smaller[0] == 0
     blocks = place.micro_batch_size if flat_heads else 1
     return SlotSlice(source, Part(smaller[0], blocks, place.rank, place.ranks), target)
+
+
+def _source_range(
+    slices: Sequence[SlotSlice], size: int, whole: SavedTensors, first_segment: int
+) -> SourceRange | None:
+    """Return the bytes of the whole model in which all slots of a segment lie as they are in the segment."""
+    ranges = set()
+    for part in slices:
+        offset = _offset_in_source(part)
+        ranges.add(None if offset is None else (part.source.segment, offset - part.target.offset))
+    found = ranges.pop() if len(ranges) == 1 else None
+    if found is None:
+        return None
+    segment, offset = found
+    if offset < 0 or offset + size > whole.segments[segment].bytes:
+        return None
+    return SourceRange(segment - first_segment, offset)
+
+
+def _offset_in_source(part: SlotSlice) -> int | None:
+    """Return the byte of the whole model's segment at which a slot begins that lies there in the form of its target."""
+    source, target = part.source, part.target
+    tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype, device="meta")
+    found = tensor
+    if part.rule is not None:
+        if not isinstance(part.rule, Part):
+            return None
+        found = part.rule.of(tensor)
+        if found._base is not tensor:  # a copy
+            return None
+    # The stride of a dimension of one element says nothing.
+    strides = zip(found.shape, found.stride(), target.stride, strict=True)
+    if tuple(found.shape) != target.shape or any(own != theirs for size, own, theirs in strides if size > 1):
+        return None
+    return source.offset + int(found.storage_offset()) * source.dtype.itemsize
 
 
 def _refuse_other_group(whole: SavedTensors, part: SavedTensors, found: SlotSlice) -> None:
