@@ -11,10 +11,11 @@ script: some 60 s for the start, 90 s until `auto` has chosen its plans, and the
 a block of all variants takes some 20 s). The file has the rows of all finished blocks after each block.
 
 1, 2 and 3 chunks of the same layers: megatron-core's 1F1B and interleaved schedules over NCCL, the same orders, ZB-H1
-and (2 chunks) ZB-V over the native transport, and `auto`. In each block all of them take turns, undisturbed, with the
-first stage's passes 1.3 times as long (a busy kernel after each), and with one transfer in twenty late by up to three
-forward passes (a busy kernel before its copy; over NCCL before all transfers that one call starts). A step is all
-passes and the reduction of the gradients, from a meeting of all hosts to the last device's end, without the optimizer.
+and (2 chunks) ZB-V over the native transport, and `auto`, with 2 chunks also in a vee (`auto V`). In each block all of
+them take turns, undisturbed, with the first stage's passes 1.3 times as long (a busy kernel after each), and with one
+transfer in twenty late by up to three forward passes (a busy kernel before its copy; over NCCL before all transfers
+that one call starts). A step is all passes and the reduction of the gradients, from a meeting of all hosts to the last
+device's end, without the optimizer.
 `auto` has chosen its plan in steps under the same disturbance before. `predicted_ms` is the simulation's, and
 `over_predicted` the measurement over it; `own_work_ms` is the slow stage's own passes, which no order can undercut;
 `MiB` is the memory of torch beyond that before the step, without the transport's inboxes. Medians over the blocks.
@@ -87,6 +88,9 @@ def variants(chunks: list[int], disturbances: list[str], *, nccl: bool) -> list[
         if count == 2:
             found.append(Variant("ZB-V, native", count, "--use-dpp --dpp-schedule zero-bubble"))
         found += [Variant(f"auto {count}", count, "--use-dpp", disturbance) for disturbance in disturbances]
+        if count == 2:
+            vee = "--use-dpp --dpp-placement vee"
+            found += [Variant("auto V", count, vee, disturbance) for disturbance in disturbances]
     return found
 
 
@@ -160,7 +164,8 @@ class Subject:
 
 
 def build(options: argparse.Namespace, device: Device) -> list[Subject]:
-    """Build all variants: a model for megatron-core's schedule and one for ours with each number of chunks."""
+    """Build all variants: of each number of chunks a model for megatron-core's schedule and one for each placement of
+    ours."""
     from megatron.core import parallel_state
 
     from megatronapp_trainer.pipeline import dynamic
@@ -264,7 +269,7 @@ def predictions(subjects: list[Subject]) -> dict[str, float]:
             if not plan.is_chosen:
                 continue
             chunks = subject.variant.chunks
-            order = "1F1B" if chunks == 1 else f"interleaved {chunks}"
+            order = "ZB-V" if "vee" in subject.variant.flags else "1F1B" if chunks == 1 else f"interleaved {chunks}"
             where = f"{plan.microbatches} {subject.variant.disturbance}"
             found[f"{subject.variant.name} {where}"] = 1e3 * plan.simulated_seconds
             found[f"{order}, native {where}"] = 1e3 * plan.static_seconds

@@ -1287,7 +1287,7 @@ export interface components {
             staticBubble?: number | null;
             /**
              * Staticseconds
-             * @description Simulated length under the static order of megatron-core.
+             * @description Simulated length under the static order.
              */
             staticSeconds?: number | null;
         };

@@ -32,7 +32,7 @@ def dpp(**fields: Any) -> Changes:
 _SLICED: Changes = {"spec.parallelism.sequenceParallel": True}
 _RECOMPUTED: Changes = {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}
 _THREE: Changes = {"spec.model.numLayers": 6}
-_OF_DPP = {"schedule": "dfc", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
+_OF_DPP = {"schedule": "dfc", "placement": "loop", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
 _RUNTIMES = [
     *good("dpp-needs-pipeline", {"spec.dpp.enabled": True}),
     *bad(
@@ -87,6 +87,25 @@ _RUNTIMES = [
         (_THREE | dpp(schedule="zero-bubble", chunks=3), "zero-bubble has one chunk on each rank (ZB-H1) or two"),
         (_THREE | dpp(schedule="zero-bubble") | {"spec.parallelism.virtualPipeline": 3}, "or schedule: auto"),
     ),
+    *good(
+        "vee-of-two-chunks",
+        dpp(placement="vee", chunks=2),
+        dpp(placement="vee", schedule="auto", memoryCap=4) | {"spec.parallelism.virtualPipeline": 2},
+        dpp(placement="vee", schedule="zero-bubble", chunks=2),
+        dpp(placement="loop", schedule="dfc", chunks=2),
+    ),
+    *bad(
+        "vee-of-two-chunks",
+        "spec.dpp.placement",
+        (dpp(placement="vee"), "vee has two chunks on each rank"),
+        (dpp(placement="vee", schedule="dfc", chunks=2), "and schedule auto or zero-bubble"),
+    ),
+    *good("zero-bubble-in-vee", dpp(placement="loop", schedule="zero-bubble"), dpp(placement="loop", chunks=2)),
+    *bad(
+        "zero-bubble-in-vee",
+        "spec.dpp.placement",
+        (dpp(placement="loop", schedule="zero-bubble", chunks=2), "loop has no order of zero-bubble with two chunks"),
+    ),
     *(
         example
         for name in ("firstStageLayers", "lastStageLayers")
@@ -96,6 +115,7 @@ _RUNTIMES = [
                 f"{name}-of-one-end",
                 f"spec.parallelism.{name}",
                 (dpp(schedule="zero-bubble", chunks=2) | {f"spec.parallelism.{name}": 2}, "both ends of the model"),
+                (dpp(placement="vee", chunks=2) | {f"spec.parallelism.{name}": 2}, "both ends of the model"),
             ),
         )
     ),

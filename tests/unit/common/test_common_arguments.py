@@ -106,6 +106,7 @@ EVERYTHING: dict[str, Any] = {
     "spec.dpp": {
         "enabled": True,
         "schedule": "auto",
+        "placement": "loop",
         "memoryCap": 5,
         "chunks": 2,
         "transport": "native",

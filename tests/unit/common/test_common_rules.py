@@ -106,7 +106,12 @@ SIZES: dict[str, Any] = {
     ),
     "dpp": st.fixed_dictionaries(
         {"enabled": st.booleans()},
-        optional={"chunks": sizes, "schedule": st.sampled_from(["auto", "static", "zero-bubble"]), "memoryCap": sizes},
+        optional={
+            "chunks": sizes,
+            "schedule": st.sampled_from(["auto", "static", "zero-bubble"]),
+            "placement": st.sampled_from(["loop", "vee"]),
+            "memoryCap": sizes,
+        },
     ),
     "fbd": st.fixed_dictionaries(
         {"enabled": st.booleans()},

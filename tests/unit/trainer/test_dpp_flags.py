@@ -22,6 +22,7 @@ SMALL = (
 )
 PIPED = "--pipeline-model-parallel-size 2"
 VEE = "--use-dpp --dpp-schedule zero-bubble --num-virtual-stages-per-pipeline-rank 2"
+GUIDED = "--use-dpp --dpp-placement vee --num-virtual-stages-per-pipeline-rank 2"
 
 
 def parsed(flags: str) -> TrainerConfig:
@@ -44,7 +45,19 @@ def parsed(flags: str) -> TrainerConfig:
             f"{PIPED} --use-dpp --dpp-schedule zero-bubble --num-layers 6 --num-virtual-stages-per-pipeline-rank 3",
             "zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V), not 3",
         ),
-        (f"{PIPED} {VEE} --decoder-last-pipeline-num-layers 2", "has both ends of the model on the first rank"),
+        (f"{PIPED} {VEE} --decoder-last-pipeline-num-layers 2", "both ends of the model on the first rank"),
+        (f"{PIPED} {GUIDED} --decoder-first-pipeline-num-layers 2", "both ends of the model on the first rank"),
+        (f"{PIPED} --dpp-placement vee", "--dpp-placement needs --use-dpp"),
+        (
+            f"{PIPED} --use-dpp --dpp-placement vee",
+            "--dpp-placement vee has two chunks on each rank, not 1; give --num",
+        ),
+        (
+            f"{PIPED} {GUIDED} --dpp-schedule dfc",
+            "no order of --dpp-schedule dfc; take --dpp-schedule auto or zero-bub",
+        ),
+        (f"{PIPED} {GUIDED} --dpp-schedule static", "or leave the placement out"),
+        (f"{PIPED} {VEE} --dpp-placement loop", "whose stages are in a vee; leave the placement out"),
         (f"{PIPED} --use-dpp --transport nccl", "--transport nccl cannot carry --use-dpp"),
         ("--transport native", "--transport native needs --pipeline-model-parallel-size above 1"),
         (f"{PIPED} --transport nccl --distributed-backend gloo", "exclude each other"),
@@ -65,6 +78,9 @@ def test_flags_of_megadpp_without_meaning_are_refused(flags: str, message: str) 
         f"{PIPED} --use-dpp --transport auto --workload 64 --multi-node --num-gpus 4 --node-ips 10.0.0.1,fd00::1",
         f"{PIPED} --use-dpp --transport native --dpp-schedule bfc --dpp-memory-cap 3",
         f"{PIPED} {VEE}",
+        f"{PIPED} {VEE} --dpp-placement vee",
+        f"{PIPED} {GUIDED} --dpp-memory-cap 2",
+        f"{PIPED} --use-dpp --dpp-schedule zero-bubble --dpp-placement loop",
         f"{PIPED} --transport nccl",
         f"{PIPED} --transport native --workload 2",
         "--multi-node --num-gpus 4 --node-ips 127.0.0.1",
@@ -90,6 +106,7 @@ def test_the_text_of_a_size_is_never_too_small(size: int) -> None:
 def test_two_chunks_in_a_vee_take_any_number_of_microbatches() -> None:
     odd = f"{PIPED} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6"
     check_world(parsed(f"{odd} --use-dpp --dpp-schedule zero-bubble"), 1)
+    check_world(parsed(f"{odd} --use-dpp --dpp-placement vee"), 1)
     with pytest.raises(UsageError, match="the interleaved schedule needs a multiple"):
         check_world(parsed(odd), 1)
 

@@ -112,6 +112,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("checkpoint.exit_on_missing", "--exit-on-missing-checkpoint"),
     FlagMapping("dpp.enabled", "--use-dpp"),
     FlagMapping("dpp.schedule", "--dpp-schedule"),
+    FlagMapping("dpp.placement", "--dpp-placement"),
     FlagMapping("dpp.memory_cap", "--dpp-memory-cap"),
     FlagMapping("dpp.chunks", "--num-virtual-stages-per-pipeline-rank"),
     FlagMapping("dpp.transport", "--transport"),

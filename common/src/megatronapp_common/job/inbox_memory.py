@@ -50,7 +50,7 @@ def _chunks(job: MegatronJob) -> int:
 
 
 def _is_vee(dpp: Dpp, chunks: int) -> bool:
-    return dpp.schedule == "zero-bubble" and chunks == 2
+    return chunks == 2 and (dpp.schedule == "zero-bubble" or dpp.placement == "vee")
 
 
 def _peak_chunks(job: MegatronJob, microbatches: int) -> int:
@@ -61,9 +61,9 @@ def _peak_chunks(job: MegatronJob, microbatches: int) -> int:
     capped = int(cap) if cap is not None and cap.isdecimal() else None
     if schedule in {"dfc", "bfc"}:
         return min(capped or stages, microbatches) * chunks
-    if _is_vee(dpp, chunks):
-        return min(2 * stages, 2 * microbatches)
     warm_up = stages - 1 if chunks == 1 else 2 * (stages - 1) + (chunks - 1) * stages
+    if _is_vee(dpp, chunks):
+        warm_up = 2 * stages - 1
     planned = min(warm_up + 1, microbatches * chunks)
     if schedule != "auto":
         return planned

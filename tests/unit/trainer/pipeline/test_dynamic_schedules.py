@@ -52,6 +52,14 @@ CASES = [
     for schedule in SCHEDULES
     if schedule != "zero-bubble" or "virtual" not in flags
 ]
+VEES = {layout: LAYOUTS[layout] for layout in ("VPP2", "DP2xVPP2", "TP2xVPP2", "bf16", "VPP2-ramp-up-recomputed")} | {
+    "PP4xVPP2": (
+        4,
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
+        "--global-batch-size 7",
+    ),
+}
+"""Layouts of two chunks; a vee takes any number of microbatches."""
 CORNERS = ("auto-DP2xVPP2", "auto-TP2xPP2+SP", "dfc-VPP2", "zero-bubble-PP2")
 
 
@@ -112,6 +120,17 @@ def test_schedules_are_bit_equal_to_that_of_megatron_core(
     assert (sum(early for _, early in results) > 0) == (schedule == "auto"), "tasks run before their turn in the plan"
 
 
+@pytest.mark.full("a sweep of layouts", but=("VPP2",))
+@pytest.mark.parametrize("layout", VEES)
+def test_a_guided_vee_is_bit_equal_to_zero_bubble_v(run_ranks: RunRanks, layout: str) -> None:
+    world, flags = VEES[layout]
+    results = run_ranks(world, train_counting, f"{flags} --use-dpp --dpp-placement vee", 7)
+    (record,) = [tuple(record) for record, _ in results if record is not None]
+    assert len(record[0]) == 3
+    assert record == record_of(run_ranks, world, f"{flags} --use-dpp --dpp-schedule zero-bubble")
+    assert sum(early for _, early in results) > 0, "tasks run before their turn in the plan"
+
+
 @pytest.mark.full("three runs with dropout")
 def test_dropout_does_not_depend_on_what_is_late(run_ranks: RunRanks) -> None:
     flags = f"{VPP2} --use-dpp --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"
@@ -135,21 +154,24 @@ def reported(flags: str) -> tuple[list[str], list[PlanReport]]:
     return lines, plans
 
 
-def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRanks) -> None:
-    flags = f"{VPP2} --use-dpp --train-iters 10 --lr-decay-iters 10"
+@pytest.mark.parametrize(("placement", "order", "spare"), [("loop", "megatron-core", 3), ("vee", "ZB-V", 4)])
+def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(
+    run_ranks: RunRanks, placement: str, order: str, spare: int
+) -> None:
+    flags = f"{VPP2} --use-dpp --train-iters 10 --lr-decay-iters 10 --dpp-placement {placement}"
     (first, _), (last, plans) = run_ranks(2, reported, f"{flags} --dpp-memory-cap 4")
     assert len(first) == len(last) == 2
     assert first[0] == last[0], "the ranks of a pipeline choose alike"
     assert re.fullmatch(
-        r" dpp: 8 microbatches: order of megatron-core, weight gradients "
-        r"(fill waits, [0-3] chunks of memory to spare|at planned places, never left); "
+        rf" dpp: 8 microbatches: order of {order}, weight gradients (fill waits|at planned places), "
+        rf"([0-{spare}] chunks of memory to spare|never left); "
         r"the passes of a step take [\d.]+ ms in simulation, \d+% of them waiting, and [\d.]+ ms in the static order",
         first[0],
     )
     assert first[1] == last[1]
     assert re.fullmatch(r" dpp: the passes of a step take [\d.]+ ms, [\d.]+ times the simulated time", last[1])
     before, chosen, measured = plans
-    assert (before.schedule, before.microbatches, before.chunks, before.spare_chunks) == ("auto", 8, 2, 3)
+    assert (before.schedule, before.microbatches, before.chunks, before.spare_chunks) == ("auto", 8, 2, spare)
     assert not before.is_chosen
     assert before.simulated_seconds is None
     assert chosen.is_chosen
@@ -172,7 +194,7 @@ def test_each_size_of_a_ramp_up_has_a_plan_of_its_own(run_ranks: RunRanks) -> No
 
 
 def test_a_cap_below_the_static_order_is_refused(run_ranks: RunRanks) -> None:
-    with pytest.raises(Exception, match="--dpp-memory-cap 2: the first stage keeps the activations of 3 microbatches"):
+    with pytest.raises(Exception, match="--dpp-memory-cap 2: a rank keeps the activations of 3 microbatches"):
         run_ranks(2, reported, f"{VPP2} --use-dpp --dpp-memory-cap 2")
 
 

@@ -30,6 +30,7 @@ SIZES = st.fixed_dictionaries(
         "sequence": st.booleans(),
         "precision": st.sampled_from(["fp32", "bf16"]),
         "schedule": st.sampled_from([None, "auto", "dfc", "bfc", "static", "zero-bubble"]),
+        "placement": st.sampled_from([None, "loop", "vee"]),
         "cap": st.one_of(st.none(), st.integers(1, 20), st.just("8Gi")),
     }
 )
@@ -37,7 +38,7 @@ SIZES = st.fixed_dictionaries(
 
 def job_of(sizes: dict[str, Any], nodes: int = 1) -> MegatronJob:
     stages, tensor, data = sizes["stages"], sizes["tensor"], sizes["data"]
-    dpp = {"enabled": True, "chunks": sizes["chunks"], "schedule": sizes["schedule"]}
+    dpp = {"enabled": True, "chunks": sizes["chunks"]} | {name: sizes[name] for name in ("schedule", "placement")}
     if sizes["cap"] is not None and sizes["schedule"] not in {"static", "zero-bubble"}:
         dpp["memoryCap"] = sizes["cap"]
     parallelism = {"tensor": tensor, "pipeline": stages, "data": data}
@@ -74,8 +75,7 @@ def taken_bytes(job: MegatronJob, monkeypatch: pytest.MonkeyPatch) -> int:
     config = parse(megatron_arguments(job))
     layout = job.spec.parallelism
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    is_vee = config.dpp.dpp_schedule == "zero-bubble" and chunks == 2
-    placement = Placement(layout.pipeline, chunks, Shape.VEE if is_vee else Shape.LOOP)
+    placement = Placement(layout.pipeline, chunks, Shape.VEE if config.is_vee else Shape.LOOP)
     length = config.model.seq_length // (layout.tensor if config.parallel.sequence_parallel else 1)
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
     spec = TensorSpec(shape, torch.bfloat16 if config.precision.bf16 else torch.float32)
@@ -114,6 +114,10 @@ def valid_job(sizes: dict[str, Any], nodes: int) -> MegatronJob:
     nodes = math.gcd(sizes["stages"] * sizes["tensor"] * sizes["data"], nodes)
     if sizes["schedule"] == "zero-bubble":
         sizes = {**sizes, "chunks": min(sizes["chunks"], 2)}
+    if sizes["placement"] == "vee" and sizes["schedule"] in {None, "auto", "zero-bubble"}:
+        sizes = {**sizes, "chunks": 2}
+    else:
+        sizes = {**sizes, "placement": None}
     try:
         return job_of(sizes, nodes)
     except JobError:

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from pytest_workers import FULL, examples
 
 from megatronapp_trainer.pipeline.leader import Following, Leading
-from megatronapp_trainer.pipeline.planning.choice import Candidate, MeasuredTimes, choose_candidate
+from megatronapp_trainer.pipeline.planning.choice import Candidate, HostReaction, MeasuredTimes, choose_candidate
 from megatronapp_trainer.pipeline.planning.memory import ChunkMemory, MemoryLimit
 from megatronapp_trainer.pipeline.planning.orders import (
     Order,
     forward_vee,
     interleaved,
+    needed_chunks,
     peak_activations,
     peak_in_flight,
+    static_order,
     with_weights,
+    zero_bubble,
     zero_bubble_h1,
     zero_bubble_v,
 )
@@ -43,6 +46,7 @@ def loops_with_microbatches(draw: st.DrawFn) -> tuple[Placement, int]:
 
 
 STEPS = loops_with_microbatches()
+ALL_STEPS = STEPS | st.tuples(VEES, MICROBATCHES)
 
 
 def all_tasks(placement: Placement, num_microbatches: int, *, split: bool) -> set[Task]:
@@ -186,7 +190,7 @@ def test_an_evaluation_in_a_vee_needs_no_wait(placement: Placement, num_microbat
 
 @settings(max_examples=3000 if FULL else 60)
 @given(
-    step=STEPS,
+    step=ALL_STEPS,
     extra=st.integers(0, 6),
     split=st.booleans(),
     weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
@@ -197,7 +201,7 @@ def test_a_guided_rank_never_exceeds_its_cap_and_never_waits_forever(
 ) -> None:
     placement, num_microbatches = step
     sizes = tuple(weights[: placement.chunks])
-    orders = [interleaved(placement, num_microbatches, rank) for rank in range(placement.ranks)]
+    orders = [static_order(placement, num_microbatches, rank) for rank in range(placement.ranks)]
     caps = [peak_in_flight(order, sizes) + extra for order in orders]
     simulation = run(
         placement,
@@ -213,7 +217,7 @@ def test_a_guided_rank_never_exceeds_its_cap_and_never_waits_forever(
 
 @settings(max_examples=3000 if FULL else 60)
 @given(
-    step=STEPS,
+    step=ALL_STEPS,
     spare=st.tuples(st.integers(0, 6), st.integers(0, 30)),
     sizes=st.lists(st.builds(ChunkMemory, st.integers(1, 9), st.integers(0, 12)), min_size=4, max_size=4),
     delay=st.none() | st.integers(0, 2),
@@ -229,7 +233,7 @@ def test_a_guided_rank_never_exceeds_a_limit_of_what_it_keeps(
     """Weight tasks may leave less or more to keep than backward tasks free."""
     placement, num_microbatches = step
     chunks = tuple(sizes[: placement.chunks])
-    orders = [interleaved(placement, num_microbatches, rank) for rank in range(placement.ranks)]
+    orders = [static_order(placement, num_microbatches, rank) for rank in range(placement.ranks)]
     if delay is not None:
         orders = [with_weights(order, delay) for order in orders]
     needs = [MemoryLimit(0, chunks).peak(order) for order in orders]
@@ -269,22 +273,34 @@ def test_a_limit_below_the_need_of_a_plan_is_refused() -> None:
     assert [MemoryLimit(most, (ChunkMemory(10, 3),)).allows_order(delayed) for most in (22, 23)] == [False, True]
 
 
-@settings(max_examples=examples(60))
-@given(VEES, MICROBATCHES, st.integers(0, 3), st.randoms(use_true_random=False))
-def test_a_guided_rank_follows_a_plan_with_weight_tasks(
-    placement: Placement, num_microbatches: int, extra: int, history: random.Random
+@settings(max_examples=3000 if FULL else 60)
+@given(
+    step=ALL_STEPS,
+    candidate=st.builds(Candidate, plans_weights=st.booleans(), spare_chunks=st.integers(0, 6))
+    | st.just(Candidate(plans_weights=True, spare_chunks=0, is_left=False)),
+    history=st.randoms(use_true_random=False),
+)
+def test_no_candidate_waits_forever_or_exceeds_its_cap(
+    step: tuple[Placement, int], candidate: Candidate, history: random.Random
 ) -> None:
-    orders = [zero_bubble_v(placement, num_microbatches, rank) for rank in range(placement.ranks)]
-    caps = [peak_in_flight(order, (1, 1)) + extra for order in orders]
+    placement, num_microbatches = step
+    ranks = range(placement.ranks)
+    caps = [candidate.cap(placement, num_microbatches, rank) for rank in ranks]
+    needed = needed_chunks(placement, num_microbatches)
+    assert max(caps) == needed + candidate.spare_chunks
     simulation = run(
         placement,
         num_microbatches,
-        lambda rank: PlanGuided(orders[rank], cap=caps[rank]),
+        lambda rank: candidate.policy(placement, num_microbatches, rank),
         split=True,
         history=history,
     )
     assert_valid(placement, num_microbatches, simulation, split=True)
-    assert all(peak <= cap for peak, cap in zip(simulation.peaks, caps, strict=True))
+    if candidate.is_left:
+        assert all(peak <= cap for peak, cap in zip(simulation.peaks, caps, strict=True))
+    else:
+        assert simulation.orders == tuple(candidate.order(placement, num_microbatches, rank) for rank in ranks)
+        assert max(simulation.peaks) <= needed
 
 
 @settings(max_examples=1000 if FULL else 40)
@@ -432,7 +448,7 @@ def measured(placement: Placement, transfers: list[float]) -> MeasuredTimes:
 
 
 @settings(max_examples=examples(20))
-@given(STEPS, st.lists(st.floats(0, 5), min_size=1, max_size=5), st.integers(0, 3))
+@given(ALL_STEPS, st.lists(st.floats(0, 5), min_size=1, max_size=5), st.integers(0, 3))
 def test_the_chosen_plan_is_expected_to_take_between_its_work_and_the_static_order(
     step: tuple[Placement, int], transfers: list[float], most_spare: int
 ) -> None:
@@ -449,8 +465,33 @@ def test_the_chosen_plan_is_expected_to_take_between_its_work_and_the_static_ord
 
 def test_a_choice_spends_memory_only_where_that_saves_time() -> None:
     alone = choose_candidate(Placement(1), 8, measured(Placement(1), [0.0]), most_spare=4)
-    assert alone.candidate == Candidate(weight_delay=None, spare_chunks=0)
+    assert alone.candidate == Candidate(plans_weights=True, spare_chunks=0, is_left=False)
     placement = Placement(4, 2)
     late = choose_candidate(placement, 16, measured(placement, [0.05] * 19 + [3.0]), most_spare=4)
     assert late.candidate.spare_chunks > 0
     assert late.seconds < 0.95 * late.static_seconds
+
+
+@pytest.mark.parametrize("reaction", [None, HostReaction(seconds=0.01, lead_seconds=0.02)])
+@pytest.mark.parametrize(
+    ("placement", "num_microbatches"), [(Placement(2), 64), (Placement(2, 2, Shape.VEE), 8)], ids=["one chunk", "vee"]
+)
+def test_of_nearly_equal_plans_the_order_that_is_never_left_is_chosen(
+    placement: Placement, num_microbatches: int, reaction: HostReaction | None
+) -> None:
+    times = measured(placement, [0.0])
+    choice = choose_candidate(placement, num_microbatches, times, most_spare=1, reaction=reaction)
+    assert (choice.candidate.is_left, choice.candidate.plans_weights) == (False, True)
+    order = "order of megatron-core" if placement.chunks == 1 else "order of ZB-V"
+    assert choice.candidate.describe(placement) == f"{order}, weight gradients at planned places, never left"
+
+
+def test_a_guided_vee_is_shorter_than_zero_bubble_v_where_transfers_are_late() -> None:
+    placement = Placement(2, 2, Shape.VEE)
+    choice = choose_candidate(placement, 16, measured(placement, [0.05] * 19 + [3.0]), most_spare=4)
+    assert choice.candidate.is_left
+    assert choice.seconds < 0.99 * choice.static_seconds
+    assert "order of ZB-V, weight gradients " in choice.candidate.describe(placement)
+    on_time = choose_candidate(placement, 16, measured(placement, [0.0]), most_spare=0)
+    assert on_time.static_seconds == pytest.approx(on_time.seconds)
+    assert on_time.candidate.order(placement, 16, 1) == zero_bubble(placement, 16, 1)

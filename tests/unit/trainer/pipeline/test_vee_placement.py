@@ -24,6 +24,7 @@ MODEL = (
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 LOOP = "--num-virtual-stages-per-pipeline-rank 2"
 VEE = f"{LOOP} --use-dpp --dpp-schedule zero-bubble"
+GUIDED = f"{LOOP} --use-dpp --dpp-placement vee"
 UNTIED = "--untie-embeddings-and-output-weights"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 LAYOUTS = {
@@ -94,12 +95,18 @@ def test_a_vee_is_equal_to_a_loop(run_ranks: RunRanks, layout: str) -> None:
 
 
 @pytest.mark.full("a sweep of layouts")
-@pytest.mark.parametrize("layout", [layout for layout, (_, flags) in LAYOUTS.items() if "bf16" not in flags])
-def test_a_vee_agrees_with_a_single_process(run_ranks: RunRanks, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "vee"),
+    [
+        *((layout, VEE) for layout, (_, flags) in LAYOUTS.items() if "bf16" not in flags),
+        *((layout, GUIDED) for layout in ("PP2-ends-counted", "PP4", "TP2xPP2+SP", "DP2xPP2")),
+    ],
+)
+def test_a_vee_agrees_with_a_single_process(run_ranks: RunRanks, layout: str, vee: str) -> None:
     world, flags = LAYOUTS[layout]
     common = [flag for flag in (UNTIED, "--calculate-per-token-loss") if flag in flags]
     model = f"{'--num-layers 6' if 'num-layers 6' in flags else ''} {' '.join(common)} --clip-grad 0.5"
-    losses, norms, evaluations = record_of(run_ranks, world, f"{flags} {VEE} --clip-grad 0.5")
+    losses, norms, evaluations = record_of(run_ranks, world, f"{flags} {vee} --clip-grad 0.5")
     expected_losses, expected_norms, expected_evaluations = record_of(run_ranks, 1, model)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
@@ -116,6 +123,8 @@ def test_a_vee_agrees_with_a_single_process(run_ranks: RunRanks, layout: str) ->
         pytest.param((2, PP2), (2, f"{PP2} {VEE}"), id="1F1B-to-vee"),
         pytest.param((4, f"{PP4} {VEE}"), (2, f"{PP2} {LOOP}"), id="vee-to-loop"),
         pytest.param((2, f"{PP2} {LOOP}"), (2, f"{PP2} {VEE}"), id="loop-to-vee"),
+        pytest.param((4, f"{PP4} {GUIDED}"), (2, f"{PP2} {VEE}"), id="guided-vee-to-vee"),
+        pytest.param((2, f"{PP2} {LOOP}"), (2, f"{PP2} {GUIDED}"), id="loop-to-guided-vee"),
         pytest.param((4, f"{PP2} {VEE} {SHARDED}"), (1, "--use-distributed-optimizer"), id="sharded-vee-to-one"),
         pytest.param((1, "--use-distributed-optimizer"), (4, f"{PP2} {VEE} {SHARDED}"), id="one-to-sharded-vee"),
         pytest.param((2, f"{PP2} {VEE} {UNTIED}"), (1, UNTIED), id="untied-vee-to-one"),

@@ -10,6 +10,7 @@ from megatronapp_trainer.config.parallel import ParallelConfig
 from megatronapp_trainer.utils.byte_sizes import bytes_of
 
 DPP_SCHEDULES = ("auto", "dfc", "bfc", "static", "zero-bubble")
+DPP_PLACEMENTS = ("loop", "vee")
 TRANSPORTS = ("auto", "native", "nccl")
 _NUMBER = re.compile(r"[1-9][0-9]{0,9}")
 MAX_THREADS = 64
@@ -26,6 +27,13 @@ class DppConfig:
         "auto: the static order, left while an input is late; dfc, bfc: any ready pass, depth or breadth first; "
         "static: the order of megatron-core; zero-bubble: ZB-H1, with two chunks on each rank ZB-V",
         choices=DPP_SCHEDULES,
+    )
+    dpp_placement: str | None = option(
+        None,
+        "how stages are spread over ranks with two chunks; loop: each pass over the model runs on the ranks in order; "
+        "vee: the second chunks run backwards, with --dpp-schedule auto the plan is then ZB-V; default: loop, with "
+        "--dpp-schedule zero-bubble vee",
+        choices=DPP_PLACEMENTS,
     )
     dpp_memory_cap: str | None = option(
         None,
@@ -44,6 +52,10 @@ class DppConfig:
     node_ips: str | None = option(
         None, "address of each rank in rank order, separated by commas, checked; the launcher has the addresses"
     )
+
+    def is_vee(self, chunks: int) -> bool:
+        """Return whether stages of this many chunks on each rank are placed in a vee."""
+        return self.use_dpp and chunks == 2 and (self.dpp_placement == "vee" or self.dpp_schedule == "zero-bubble")
 
     @property
     def replaces_transfers(self) -> bool:
@@ -80,6 +92,7 @@ def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Itera
     )
     given = {
         "--dpp-schedule": dpp.dpp_schedule != "auto",
+        "--dpp-placement": dpp.dpp_placement is not None,
         "--dpp-memory-cap": dpp.dpp_memory_cap is not None,
     }
     for flag, on in given.items():
@@ -101,13 +114,7 @@ def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Itera
         f"--dpp-schedule zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V), not {chunks}; give "
         "--num-virtual-stages-per-pipeline-rank 2, or take --dpp-schedule auto",
     )
-    uneven = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    yield from require(
-        dpp.dpp_schedule != "zero-bubble" or chunks != 2 or uneven == (None, None),
-        "--dpp-schedule zero-bubble with two chunks has both ends of the model on the first rank, so that "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers name no rank of their own; leave "
-        "them out, or take --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
-    )
+    yield from _placement_problems(dpp, parallel, chunks)
     yield from require(
         1 <= dpp.threads <= MAX_THREADS,
         f"--workload {dpp.workload}: give the number of threads that copy messages of a rank, 1 to {MAX_THREADS}, or "
@@ -120,6 +127,33 @@ def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Itera
             f"--node-ips: {address!r} is not an IP address; give one for each rank, in rank order and separated by "
             "commas, or leave it out",
         )
+
+
+def _placement_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Iterator[str]:
+    is_given = dpp.dpp_placement == "vee"
+    yield from require(
+        not is_given or chunks == 2,
+        f"--dpp-placement vee has two chunks on each rank, not {chunks}; give "
+        "--num-virtual-stages-per-pipeline-rank 2, or leave it out",
+    )
+    yield from require(
+        not is_given or dpp.dpp_schedule in {"auto", "zero-bubble"},
+        f"--dpp-placement vee has no order of --dpp-schedule {dpp.dpp_schedule}; take --dpp-schedule auto or "
+        "zero-bubble, or leave the placement out",
+    )
+    yield from require(
+        dpp.dpp_placement != "loop" or not dpp.is_vee(chunks),
+        "--dpp-placement loop has no order of --dpp-schedule zero-bubble with two chunks (ZB-V), whose stages are in a "
+        "vee; leave the placement out, or take --dpp-schedule auto",
+    )
+    uneven = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    yield from require(
+        not dpp.is_vee(chunks) or uneven == (None, None),
+        "stages in a vee (--dpp-placement vee, or --dpp-schedule zero-bubble with two chunks) have both ends of the "
+        "model on the first rank, so that --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers "
+        "name no rank of their own; leave them out, or take --account-for-embedding-in-pipeline-split and "
+        "--account-for-loss-in-pipeline-split",
+    )
 
 
 def _transport_problems(dpp: DppConfig, parallel: ParallelConfig) -> Iterator[str]:

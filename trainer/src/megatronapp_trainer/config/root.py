@@ -40,7 +40,7 @@ class TrainerConfig:
     @property
     def is_vee(self) -> bool:
         """Return True if stages are placed in a vee, as ZB-V has them: the first rank holds both ends of the model."""
-        return self.dpp.use_dpp and self.dpp.dpp_schedule == "zero-bubble" and self.virtual_size == 2
+        return self.dpp.is_vee(self.virtual_size)
 
     @property
     def schedule(self) -> str:

@@ -9,11 +9,11 @@ from megatronapp_trainer.pipeline.planning.memory import ChunkMemory, MemoryLimi
 from megatronapp_trainer.pipeline.planning.orders import (
     Order,
     interleaved,
+    needed_chunks,
     peak_activations,
-    peak_in_flight,
+    static_order,
     with_weights,
-    zero_bubble_h1,
-    zero_bubble_v,
+    zero_bubble,
 )
 from megatronapp_trainer.pipeline.planning.policies import Greedy, Policy, Static
 from megatronapp_trainer.pipeline.planning.report import PlanReport
@@ -97,7 +97,7 @@ class DppPlan:
         if self._schedule in {"dfc", "bfc"}:
             return Greedy(depth_first=self._schedule == "dfc", admitted=self._admitted(num_microbatches))
         if self._schedule == "zero-bubble":
-            return Static(self._zero_bubble(num_microbatches, rank))
+            return Static(zero_bubble(self.placement, num_microbatches, rank))
         if self._schedule == "static":
             return Static(interleaved(self.placement, num_microbatches, rank))
         memory = self.memory[rank] if self.memory else None
@@ -109,9 +109,10 @@ class DppPlan:
             return self._admitted(num_microbatches) * self.placement.chunks
         if self._schedule == "zero-bubble":
             return max(
-                peak_activations(self._zero_bubble(num_microbatches, rank)) for rank in range(self.placement.ranks)
+                peak_activations(zero_bubble(self.placement, num_microbatches, rank))
+                for rank in range(self.placement.ranks)
             )
-        planned = self._planned(num_microbatches)
+        planned = needed_chunks(self.placement, num_microbatches)
         return planned if self._schedule == "static" else planned + self.most_spare(num_microbatches)
 
     def report(self, num_microbatches: int) -> PlanReport:
@@ -122,8 +123,8 @@ class DppPlan:
             plan = f"{'ZB-V' if self.placement.shape is Shape.VEE else 'ZB-H1'}, weight gradients at planned places"
         elif self.is_tuned:
             candidate = self._candidate(num_microbatches)
-            plan, spare = str(candidate), candidate.spare_chunks
-            cap = candidate.cap(self.placement, num_microbatches, 0)
+            plan, spare = candidate.describe(self.placement), candidate.spare_chunks
+            cap = needed_chunks(self.placement, num_microbatches) + spare
         return PlanReport(
             schedule=self._schedule,
             plan=plan,
@@ -139,7 +140,7 @@ class DppPlan:
         Raises:
             UsageError: the static order alone needs more than the cap.
         """
-        planned, chunks = self._planned(num_microbatches), self.placement.chunks
+        planned, chunks = needed_chunks(self.placement, num_microbatches), self.placement.chunks
         most = num_microbatches * chunks - planned
         if self._cap is None:
             spare = max(1, planned // SPARE_DIVISOR) if self._cap_bytes is None else MOST_SPARE_CHUNKS
@@ -147,26 +148,22 @@ class DppPlan:
         if self._cap * chunks < planned:
             least = -(-planned // chunks)
             raise UsageError(
-                f"--dpp-memory-cap {self._cap}: the first stage keeps the activations of {least} microbatches at a "
-                f"time even in the static order; give {least} or more"
+                f"--dpp-memory-cap {self._cap}: a rank keeps the activations of {least} microbatches at a time "
+                f"even in the static order; give {least} or more"
             )
         return min(self._cap * chunks - planned, most)
-
-    def _zero_bubble(self, num_microbatches: int, rank: int) -> Order:
-        order = zero_bubble_v if self.placement.shape is Shape.VEE else zero_bubble_h1
-        return order(self.placement, num_microbatches, rank)
 
     def _candidate(self, num_microbatches: int) -> Candidate:
         """Return the plan of `auto`: the chosen one, or before the choice the one whose steps are measured."""
         candidate = self.candidates.get(num_microbatches)
         if candidate is None:
-            candidate = Candidate(weight_delay=None, spare_chunks=self.most_spare(num_microbatches))
+            candidate = Candidate(plans_weights=False, spare_chunks=self.most_spare(num_microbatches))
         return candidate
 
     def _least_order(self, num_microbatches: int, rank: int) -> Order:
         """Return the order that keeps the least: one microbatch at a time, or the static order and W after each B."""
         if self._schedule not in {"dfc", "bfc"}:
-            return with_weights(interleaved(self.placement, num_microbatches, rank))
+            return with_weights(static_order(self.placement, num_microbatches, rank))
         chunks = range(self.placement.chunks)
         return tuple(
             task
@@ -183,7 +180,3 @@ class DppPlan:
         for limit in self.memory:
             admitted = min(admitted, limit.most // max(1, sum(chunk.activations for chunk in limit.chunks)))
         return admitted
-
-    def _planned(self, num_microbatches: int) -> int:
-        """Return the chunks that the first rank, which keeps the most, needs in the static order."""
-        return peak_in_flight(interleaved(self.placement, num_microbatches, 0), (1,) * self.placement.chunks)

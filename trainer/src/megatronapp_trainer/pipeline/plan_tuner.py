@@ -77,8 +77,8 @@ class PlanTuner:
         self._compared, self._compared_size, self._warm_up, self._steps = choice, num_microbatches, 1, []
         if self._report is not None:
             self._report(
-                f" dpp: {num_microbatches} microbatches: {choice.candidate}; the passes of a step take "
-                f"{1e3 * choice.seconds:.1f} ms in simulation, {choice.bubble:.0%} of them waiting, and "
+                f" dpp: {num_microbatches} microbatches: {choice.candidate.describe(self._plan.placement)}; the passes "
+                f"of a step take {1e3 * choice.seconds:.1f} ms in simulation, {choice.bubble:.0%} of them waiting, and "
                 f"{1e3 * choice.static_seconds:.1f} ms in the static order"
             )
 

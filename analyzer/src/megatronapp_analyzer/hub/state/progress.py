@@ -37,9 +37,7 @@ class PipelinePlan(ApiModel):
     simulated_bubble: Annotated[
         FiniteOrNone, Field(description="Share of that in which a rank waits, mean over the ranks.")
     ] = None
-    static_seconds: Annotated[
-        FiniteOrNone, Field(description="Simulated length under the static order of megatron-core.")
-    ] = None
+    static_seconds: Annotated[FiniteOrNone, Field(description="Simulated length under the static order.")] = None
     static_bubble: Annotated[FiniteOrNone, Field(description="Share of that in which a rank waits.")] = None
     measured_seconds: Annotated[FiniteOrNone, Field(description="Median length in the first steps under it.")] = None
 

@@ -49,7 +49,7 @@ class PipelinePlan(StatusType):
     simulated_bubble: float | None = None
     """Share of that in which a rank waits, mean over the ranks, 0 to 1."""
     static_seconds: float | None = None
-    """Simulated length under the static order of megatron-core."""
+    """Simulated length under the static order."""
     static_bubble: float | None = None
     """Share of that in which a rank waits, 0 to 1."""
     measured_seconds: float | None = None

@@ -24,6 +24,8 @@ class Dpp(ManifestModel):
     """Order of the passes of a rank. auto (the default): the static order, left while an input is late; dfc, bfc: any
     ready pass, depth or breadth first; static: megatron-core's; zero-bubble: weight gradients apart, in the order ZB-H1
     with one chunk on each rank and ZB-V with two."""
+    placement: Literal["loop", "vee"] | None = None
+    """How stages are spread over ranks. vee: with two chunks, as ZB-V has them; auto is then guided by ZB-V."""
     memory_cap: MemoryCap | None = None
     """Activations that a rank may keep: a number of microbatches, or bytes such as 8Gi. By default: with auto up to a
     quarter more than the static order keeps, with dfc and bfc as many microbatches as there are stages."""

@@ -10,7 +10,7 @@ a client-side apply has for the definition.
 import re
 from collections.abc import Iterator
 
-from megatronapp_common.job.rules.model import GIVEN_CHUNKS, STAGES
+from megatronapp_common.job.rules.model import GIVEN_CHUNKS, IN_VEE, STAGES
 from megatronapp_common.job.rules.rule import Rule, cel_message, cel_message_with, let
 from megatronapp_common.job.rules.world import REPLICAS, cel_message_with_sizes, with_gang
 
@@ -25,7 +25,10 @@ def _least(first: str, second: str) -> str:
     return f"({first} < {second} ? {first} : {second})"
 
 
-_WARM_UP = f"({GIVEN_CHUNKS} == 1 ? {STAGES} - 1 : 2 * ({STAGES} - 1) + ({GIVEN_CHUNKS} - 1) * {STAGES})"
+_WARM_UP = (
+    f"({IN_VEE} ? 2 * {STAGES} - 1 : {GIVEN_CHUNKS} == 1 ? {STAGES} - 1 : "
+    f"2 * ({STAGES} - 1) + ({GIVEN_CHUNKS} - 1) * {STAGES})"
+)
 _NAMES = (
     ("cap", f"!has({_CAP}) ? 0 : string({_CAP}).endsWith('i') ? -1 : int(string({_CAP}))"),
     ("microbatches", f"has({_BATCH}) ? {_BATCH} / {_MICRO} / {REPLICAS} : 1"),
@@ -37,6 +40,7 @@ _SIZES = (
     "--micro-batch-size",
     "--global-batch-size",
     "--dpp-schedule",
+    "--dpp-placement",
     "--dpp-memory-cap",
     "--bf16",
     "--sequence-parallel",
@@ -78,8 +82,8 @@ MESSAGE_RULES = (
         ".dpp.memoryCap",
         f"cap <= 0 || cap >= (planned + {GIVEN_CHUNKS} - 1) / {GIVEN_CHUNKS}",
         unless=f"!has({_CAP}) || {_SCHEDULE} != 'auto'",
-        summary="is below what the first stage keeps in the static order; write more, or leave it out",
-        message=f"{{{_CAP}}} is too small: the first stage keeps the activations of {_LEAST_CAP} microbatches even in "
+        summary="is below what a rank keeps in the static order; write more, or leave it out",
+        message=f"{{{_CAP}}} is too small: a rank keeps the activations of {_LEAST_CAP} microbatches even in "
         f"the static order; write {_LEAST_CAP} or more, or schedule: dfc",
     ),
 )

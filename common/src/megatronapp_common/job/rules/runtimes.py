@@ -6,13 +6,14 @@ and `forward_per_node` (written or derived).
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.rules.cluster import named_once
-from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, OWN_CHUNKS, VEE
+from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, IN_VEE, OWN_CHUNKS, VEE
 from megatronapp_common.job.rules.rule import Rule, cel_message
 from megatronapp_common.job.rules.world import APART, cel_message_with_sizes, with_gang
 
 _FORWARD = "self.fbd.forward"
 _GPUS = f"{_FORWARD}.gpusPerNode"
 _RANKS = "forward_nodes * forward_per_node"
+_SCHEDULE = "self.dpp.schedule"
 _FIXED_ORDER = "(has(self.dpp.schedule) && self.dpp.schedule in ['static', 'zero-bubble'])"
 
 _SWITCHES = (
@@ -35,7 +36,7 @@ _SWITCHES = (
             rule=f"!has(self.dpp.{name}) || self.dpp.enabled",
             message="needs dpp.enabled: true",
         )
-        for name in ("schedule", "memoryCap", "chunks", "transport", "workload")
+        for name in ("schedule", "placement", "memoryCap", "chunks", "transport", "workload")
     ),
     Rule(
         id="chunks-given-once",
@@ -59,13 +60,26 @@ _SWITCHES = (
         rule=f"!has(self.dpp.schedule) || self.dpp.schedule != 'zero-bubble' || {GIVEN_CHUNKS} <= 2",
         message="zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V); write chunks: 2, or schedule: auto",
     ),
+    Rule(
+        id="vee-of-two-chunks",
+        field=".dpp.placement",
+        rule=f"!{IN_VEE} || ({GIVEN_CHUNKS} == 2 && (!has({_SCHEDULE}) || {_SCHEDULE} in ['auto', 'zero-bubble']))",
+        message="vee has two chunks on each rank, and schedule auto or zero-bubble; write chunks: 2 and one of these, "
+        "or leave it out",
+    ),
+    Rule(
+        id="zero-bubble-in-vee",
+        field=".dpp.placement",
+        rule=f"!has(self.dpp.placement) || {IN_VEE} || !{VEE}",
+        message="loop has no order of zero-bubble with two chunks (ZB-V); write vee, or schedule: auto",
+    ),
     *(
         Rule(
             id=f"{name}-of-one-end",
             field=f".parallelism.{name}",
             rule=f"!has(self.parallelism.{name}) || !{VEE}",
-            message="means nothing with dpp.schedule zero-bubble and two chunks, where the first rank has both ends of "
-            "the model; leave it out",
+            message="means nothing with stages in a vee (ZB-V), where the first rank has both ends of the model; leave "
+            "it out",
         )
         for name in ("firstStageLayers", "lastStageLayers")
     ),

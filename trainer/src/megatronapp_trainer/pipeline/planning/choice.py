@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from megatronapp_trainer.pipeline.planning.device_simulator import DeviceModel, simulate_devices
 from megatronapp_trainer.pipeline.planning.lateness import LaunchRule, UsualTimes
 from megatronapp_trainer.pipeline.planning.memory import MemoryLimit
-from megatronapp_trainer.pipeline.planning.orders import Order, interleaved, peak_in_flight, with_weights
+from megatronapp_trainer.pipeline.planning.orders import Order, interleaved, peak_in_flight, static_order, zero_bubble
 from megatronapp_trainer.pipeline.planning.policies import PlanGuided, Policy, Static
 from megatronapp_trainer.pipeline.planning.simulator import Simulation, simulate
-from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task, TaskKind
 
 HISTORIES = 4
 """Simulated steps of each candidate, with tasks and transfers drawn from the measured ones."""
@@ -55,31 +55,33 @@ class HostReaction:
 class Candidate:
     """Plan of all ranks and the chunks' activations that each may keep beyond the plan's own need."""
 
-    weight_delay: int | None
-    """Backward tasks that a planned weight task waits for on rank r, times r; None: weight tasks only fill waits."""
+    plans_weights: bool
+    """Weight tasks have planned places, those of `zero_bubble`; False: they only fill waits."""
     spare_chunks: int
     is_left: bool = True
-    """Ranks run other tasks while the planned one waits; False: a static order, the best one where waits are short."""
+    """Ranks run other tasks while the planned one waits; False: a static order, which plans its weight tasks."""
     tolerance_seconds: float | None = None
     """On devices a planned task is launched if its input is at most this late; None: once the input is there."""
 
-    def __str__(self) -> str:
-        plan = "weight gradients fill waits" if self.weight_delay is None else "weight gradients at planned places"
+    def describe(self, placement: Placement) -> str:
+        """Return the plan as the log has it."""
+        plan = f"order of {'megatron-core' if placement.shape is Shape.LOOP else 'ZB-V'}, weight gradients "
+        plan += "at planned places" if self.plans_weights else "fill waits"
         early = ""
         if self.tolerance_seconds is not None:
             early = f", launched for inputs up to {1e3 * self.tolerance_seconds:.2f} ms late"
         if not self.is_left:
-            return f"order of megatron-core, {plan}, never left"
-        return f"order of megatron-core, {plan}, {self.spare_chunks} chunks of memory to spare{early}"
+            return f"{plan}, never left"
+        return f"{plan}, {self.spare_chunks} chunks of memory to spare{early}"
 
     def order(self, placement: Placement, num_microbatches: int, rank: int) -> Order:
         """Return the plan of a rank."""
-        order = interleaved(placement, num_microbatches, rank)
-        return order if self.weight_delay is None else with_weights(order, self.weight_delay * rank)
+        order = zero_bubble if self.plans_weights else static_order
+        return order(placement, num_microbatches, rank)
 
     def cap(self, placement: Placement, num_microbatches: int, rank: int) -> int:
         """Return the most chunks whose activations a rank may keep."""
-        needed = peak_in_flight(interleaved(placement, num_microbatches, rank), (1,) * placement.chunks)
+        needed = peak_in_flight(static_order(placement, num_microbatches, rank), (1,) * placement.chunks)
         return needed + self.spare_chunks
 
     def policy(
@@ -103,7 +105,7 @@ class PlanChoice:
     seconds: float
     """Expected duration of the tasks of a step."""
     static_seconds: float
-    """Duration under the static order with whole backward passes."""
+    """Duration under the static order: in a loop with whole backward passes, in a vee ZB-V."""
     static_bubble: float
     """Share of that in which a rank runs no task."""
     bubble: float
@@ -133,16 +135,17 @@ def choose_candidate(
     """
     spares = sorted({0, most_spare, *(spare for spare in SPARES if spare < most_spare)})
     tolerances = (None,) if reaction is None else (reaction.lead_seconds, None)
+    is_interleaved = placement.chunks > 1 and placement.shape is Shape.LOOP
     candidates = [
-        Candidate(weight_delay=delay, spare_chunks=spare, tolerance_seconds=tolerance)
+        Candidate(plans_weights=plans, spare_chunks=spare, tolerance_seconds=tolerance)
         for spare in spares
-        for delay in (None, *((1,) if placement.chunks == 1 else ()))
+        for plans in ((False,) if is_interleaved else (False, True))
         for tolerance in tolerances
     ]
-    followed = Candidate(weight_delay=1, spare_chunks=0, tolerance_seconds=tolerances[0], is_left=False)
+    followed = Candidate(plans_weights=True, spare_chunks=0, tolerance_seconds=tolerances[0], is_left=False)
     orders = [followed.order(placement, num_microbatches, rank) for rank in range(placement.ranks)]
     if not memory or all(map(MemoryLimit.allows_order, memory, orders)):
-        candidates.append(followed)
+        candidates.insert(0, followed)
     simulated = _Simulated(placement, num_microbatches, times, reaction, memory)
     histories = [f"{seed} {history}" for history in range(_histories(placement, num_microbatches))]
     candidate, seconds, bubble = _best(simulated, histories, candidates)
@@ -215,9 +218,11 @@ class _Simulated:
         )
 
     def static(self, history: str) -> Simulation:
-        """Return a step in the static order, with whole backward passes."""
+        """Return a step in the static order, with whole backward passes; in a vee under ZB-V, which splits them."""
+        split = self._placement.shape is Shape.VEE
+        order = zero_bubble if split else interleaved
         return self._run(
-            lambda rank: Static(interleaved(self._placement, self._num_microbatches, rank)), history, split=False
+            lambda rank: Static(order(self._placement, self._num_microbatches, rank)), history, split=split
         )
 
     def _run(

@@ -135,6 +135,26 @@ class _VeeTasks:
         return tuple(self._tasks)
 
 
+def static_order(placement: Placement, num_microbatches: int, rank: int) -> Order:
+    """Return the order of a placement without weight tasks: in a loop that of megatron-core, in a vee that of ZB-V."""
+    if placement.shape is Shape.LOOP:
+        return interleaved(placement, num_microbatches, rank)
+    order = zero_bubble_v(placement, num_microbatches, rank)
+    return tuple(task for task in order if task.kind is not TaskKind.WEIGHT)
+
+
+def zero_bubble(placement: Placement, num_microbatches: int, rank: int) -> Order:
+    """Return the same order with weight tasks at planned places: ZB-V in a vee, ZB-H1 with one chunk on each rank.
+
+    In a loop with several chunks they wait as in ZB-H1, on rank r for r backward tasks.
+    """
+    if placement.shape is Shape.VEE:
+        return zero_bubble_v(placement, num_microbatches, rank)
+    if placement.chunks == 1:
+        return zero_bubble_h1(placement, num_microbatches, rank)
+    return with_weights(interleaved(placement, num_microbatches, rank), delay=rank)
+
+
 def forward_vee(placement: Placement, num_microbatches: int, rank: int) -> Order:
     """Return the forward tasks of a rank in a vee in an order in which, with tasks of equal length, no rank waits.
 
@@ -160,3 +180,12 @@ def peak_in_flight(order: Order, weights: tuple[int, ...]) -> int:
         elif task.kind is TaskKind.BACKWARD:
             used -= weights[task.chunk]
     return peak
+
+
+def needed_chunks(placement: Placement, num_microbatches: int) -> int:
+    """Return the most chunks of which a rank keeps activations until their backward tasks in the static order.
+
+    That is the first rank in a loop and the last one in a vee.
+    """
+    rank = 0 if placement.shape is Shape.LOOP else placement.ranks - 1
+    return peak_in_flight(static_order(placement, num_microbatches, rank), (1,) * placement.chunks)

@@ -26,7 +26,7 @@ class PlanReport:
     simulated_bubble: float | None = None
     """Share of that in which a rank runs no task; mean over the ranks."""
     static_seconds: float | None = None
-    """Length under the static order with whole backward passes, also simulated."""
+    """Length under the static order, also simulated: in a loop with whole backward passes, in a vee ZB-V."""
     static_bubble: float | None = None
     measured_seconds: float | None = None
     """Length in the first steps under this plan; their median."""
