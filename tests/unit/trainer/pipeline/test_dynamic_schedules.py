@@ -160,6 +160,15 @@ def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(
 ) -> None:
     flags = f"{VPP2} --use-dpp --train-iters 10 --lr-decay-iters 10 --dpp-placement {placement}"
     (first, _), (last, plans) = run_ranks(2, reported, f"{flags} --dpp-memory-cap 4")
+    advice = [line for line in last if "by the same times" in line]
+    assert advice == [line for line in first if line in advice]
+    for line in advice:
+        assert re.fullmatch(
+            r" dpp: 8 microbatches: by the same times they take [\d.]+ ms with (one chunk on each rank|"
+            r"--num-virtual-stages-per-pipeline-rank \d( --dpp-placement vee)?), which the model is built with",
+            line,
+        )
+    first, last = ([line for line in lines if line not in advice] for lines in (first, last))
     assert len(first) == len(last) == 2
     assert first[0] == last[0], "the ranks of a pipeline choose alike"
     assert re.fullmatch(

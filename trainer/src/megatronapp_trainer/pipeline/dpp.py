@@ -48,9 +48,19 @@ class DppPlan:
         """Plan of `auto` by the number of microbatches, as the tuner has chosen it."""
         self.memory: tuple[MemoryLimit, ...] = ()
         """Limits in bytes by pipeline rank; empty without such a cap, and until a step has measured what tasks keep."""
+        self._config = config
         self._schedule = config.dpp_schedule
         self._cap = config.memory_cap_microbatches
         self._cap_bytes = config.memory_cap_bytes
+
+    def moved_to(self, placement: Placement) -> "DppPlan":
+        """Return the plan that the configuration gives a model whose stages are placed like this."""
+        return DppPlan(self._config, placement)
+
+    @property
+    def has_byte_cap(self) -> bool:
+        """Return whether the cap is in bytes, of which is known only what the chunks of this placement keep."""
+        return self._cap_bytes is not None
 
     @property
     def measures_memory(self) -> bool:

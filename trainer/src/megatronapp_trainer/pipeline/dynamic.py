@@ -52,7 +52,9 @@ class DynamicSchedule:
         self._tuner = None
         if self._plan.is_tuned:
             group = parallel_state.get_pipeline_model_parallel_group()
-            self._tuner = PlanTuner(self._plan, group, context.report, REACTION if self._on_device else None)
+            reaction = REACTION if self._on_device else None
+            layers = _layers_of_rank(context.config)
+            self._tuner = PlanTuner(self._plan, group, context.report, reaction, layers_of_rank=layers)
         self._publish = context.publish_plan
         self._published: PlanReport | None = None
         self._task_transport: TaskTransport = self._transport
@@ -212,6 +214,18 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
         threads=config.dpp.threads,
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
     )
+
+
+def _layers_of_rank(config: TrainerConfig) -> int | None:
+    """Return the number of layers of each pipeline rank; None where ranks may have different numbers."""
+    ranks, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    uneven = (
+        config.parallel.decoder_first_pipeline_num_layers is not None
+        or config.parallel.decoder_last_pipeline_num_layers is not None
+        or config.parallel.account_for_embedding_in_pipeline_split
+        or config.parallel.account_for_loss_in_pipeline_split
+    )
+    return None if uneven or layers % ranks else layers // ranks
 
 
 def _plan(config: TrainerConfig, layout: Layout) -> DppPlan:

@@ -7,13 +7,24 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.pipeline.dpp import DppPlan
-from megatronapp_trainer.pipeline.planning.choice import HostReaction, MeasuredTimes, PlanChoice, choose_candidate
+from megatronapp_trainer.pipeline.planning.choice import (
+    LARGE_STEP,
+    HostReaction,
+    MeasuredTimes,
+    PlanChoice,
+    choose_candidate,
+)
 from megatronapp_trainer.pipeline.planning.lateness import UsualTimes
+from megatronapp_trainer.pipeline.planning.other_placements import SimulatedPlacement, other_placements, times_in
 from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, TaskKind
 from megatronapp_trainer.pipeline.task_clocks import StepTimes
 
 T = TypeVar("T")
+
+WORTH_A_START = 0.99
+"""Factor of the time of a step below which the log names another placement."""
 
 WARM_UP_STEPS = 2
 """Steps before the measured ones: allocators and kernels are not warm in them."""
@@ -33,6 +44,8 @@ class PlanTuner:
         group: Any,  # noqa: ANN401
         report: Callable[[str], None] | None,
         reaction: HostReaction | None = None,
+        *,
+        layers_of_rank: int | None = None,
     ) -> None:
         """Take the plan to tune.
 
@@ -41,11 +54,13 @@ class PlanTuner:
             group: process group of the pipeline; its ranks call `begin_step` and `end_step` alike.
             report: takes a line of text; None on ranks that do not report.
             reaction: of the hosts of devices; None: hosts run the tasks themselves.
+            layers_of_rank: for advice on the number of chunks; None where ranks have different numbers of layers.
         """
         self._plan = plan
         self._group = group
         self._report = report
         self._reaction = reaction
+        self._layers_of_rank = layers_of_rank
         self._warm_up = WARM_UP_STEPS
         self._steps: list[StepTimes] = []
         self._times: MeasuredTimes | None = None
@@ -81,6 +96,31 @@ class PlanTuner:
                 f"of a step take {1e3 * choice.seconds:.1f} ms in simulation, {choice.bubble:.0%} of them waiting, and "
                 f"{1e3 * choice.static_seconds:.1f} ms in the static order"
             )
+            for other in self._faster_placements(num_microbatches, choice.seconds):
+                self._report(
+                    f" dpp: {num_microbatches} microbatches: by the same times they take {1e3 * other.seconds:.1f} ms "
+                    f"with {other.flags}, which the model is built with"
+                )
+
+    def _faster_placements(self, num_microbatches: int, seconds: float) -> list[SimulatedPlacement]:
+        """Return the other placements whose steps are shorter in simulation by what is worth another start."""
+        placement = self._plan.placement
+        is_large = placement.stages * num_microbatches > LARGE_STEP
+        if self._layers_of_rank is None or self._plan.has_byte_cap or is_large or self._times is None:
+            return []
+        found = []
+        for other in other_placements(placement, num_microbatches, self._layers_of_rank):
+            try:
+                most_spare = self._plan.moved_to(other).most_spare(num_microbatches)
+            except UsageError:  # its order needs more memory than the cap
+                continue
+            times = times_in(self._times, placement, other)
+            choice = choose_candidate(
+                other, num_microbatches, times, most_spare=most_spare, reaction=self._reaction, most_histories=1
+            )
+            if choice.seconds <= WORTH_A_START * seconds:
+                found.append(SimulatedPlacement(placement=other, seconds=choice.seconds))
+        return sorted(found, key=lambda simulated: simulated.seconds)
 
     def end_step(self, times: StepTimes) -> None:
         """Take the times of a step; collective over the pipeline after the measured and the compared ones."""

@@ -120,6 +120,7 @@ def choose_candidate(
     most_spare: int,
     reaction: HostReaction | None = None,
     memory: Sequence[MemoryLimit] = (),
+    most_histories: int = HISTORIES,
     seed: int = 0,
 ) -> PlanChoice:
     """Return the candidate with the shortest simulated step; of nearly equal ones that with the least memory.
@@ -130,6 +131,7 @@ def choose_candidate(
         times: measured in earlier steps with split backward passes.
         most_spare: chunks beyond the plan's need that the memory allows on every rank.
         memory: limit of each rank in another unit, if any.
+        most_histories: simulated steps of each candidate, at most.
         reaction: of the hosts, where ranks have devices; None: hosts run the tasks themselves.
         seed: of the draws from the measured times; equal on all ranks that must choose alike.
     """
@@ -147,7 +149,7 @@ def choose_candidate(
     if not memory or all(map(MemoryLimit.allows_order, memory, orders)):
         candidates.insert(0, followed)
     simulated = _Simulated(placement, num_microbatches, times, reaction, memory)
-    histories = [f"{seed} {history}" for history in range(_histories(placement, num_microbatches))]
+    histories = [f"{seed} {history}" for history in range(min(_histories(placement, num_microbatches), most_histories))]
     candidate, seconds, bubble = _best(simulated, histories, candidates)
     if candidate.is_left and candidate.tolerance_seconds is not None:
         larger = dataclasses.replace(candidate, tolerance_seconds=min(times.usual.task_seconds.values()) / 4)

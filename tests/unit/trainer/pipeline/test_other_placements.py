@@ -1,0 +1,67 @@
+"""Advice on the number of chunks, from the times of another placement."""
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_trainer.pipeline.planning.choice import MeasuredTimes
+from megatronapp_trainer.pipeline.planning.other_placements import MOST_CHUNKS, other_placements, times_in
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, TaskKind
+
+
+def placements() -> st.SearchStrategy[Placement]:
+    loops = st.builds(Placement, st.integers(2, 5), st.integers(1, 3))
+    return loops | st.integers(2, 5).map(lambda ranks: Placement(ranks, 2, Shape.VEE))
+
+
+def exact(placement: Placement, body: float, end: float, slower: dict[int, float]) -> MeasuredTimes:
+    """Times of a model whose stages are equal but for its end, and whose ranks may be slow."""
+    seconds = {}
+    for kind in TaskKind:
+        for rank in range(placement.ranks):
+            for chunk in range(placement.chunks):
+                last = placement.stage(rank, chunk) == placement.stages - 1
+                value = slower.get(rank, 1.0) * body / placement.chunks + (end if last else 0.0)
+                seconds[rank, kind, chunk] = [0.9 * value, value, 1.5 * value]
+    return MeasuredTimes(task_seconds=seconds, transfer_seconds=[0.01])
+
+
+@given(placements(), st.integers(1, 4), st.floats(0.5, 20.0), st.floats(0.0, 5.0), st.data())
+def test_times_of_another_placement_are_those_of_the_model_there(
+    placement: Placement, chunks: int, body: float, end: float, data: st.DataObject
+) -> None:
+    other = Placement(placement.ranks, chunks)
+    if chunks == 2 and data.draw(st.booleans()):
+        other = Placement(placement.ranks, chunks, Shape.VEE)
+    rank_of_end, _ = placement.holder(placement.stages - 1)
+    slow = data.draw(st.integers(0, placement.ranks - 1))
+    # With one chunk a slow last rank looks like a long end, and with two ranks a slow first one like a short end.
+    is_known = placement.chunks > 1 or (slow != rank_of_end and placement.ranks > 3)
+    slower = {slow: 1.3} if is_known else {}
+    found = times_in(exact(placement, body, end, slower), placement, other).task_seconds
+    expected = exact(other, body, end, slower).task_seconds
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert list(found[key]) == pytest.approx(values), key
+
+
+@given(placements(), st.integers(1, 24), st.integers(1, 12))
+def test_other_placements_have_whole_layers_and_an_order(placement: Placement, microbatches: int, layers: int) -> None:
+    found = other_placements(placement, microbatches, layers)
+    assert placement not in found
+    assert len(set(found)) == len(found)
+    for other in found:
+        assert other.ranks == placement.ranks
+        assert layers % other.chunks == 0
+        assert other.chunks <= MOST_CHUNKS
+        assert microbatches % other.ranks == 0 or other.chunks == 1 or other.shape is Shape.VEE
+
+
+def test_medians_and_lateness_of_tasks_stay() -> None:
+    times = exact(Placement(2), 8.0, 2.0, {})
+    found = times_in(times, Placement(2), Placement(2, 2))
+    late = found.task_seconds[0, TaskKind.FORWARD, 1]
+    assert max(late) / statistics.median(late) == pytest.approx(1.5)
+    assert found.transfer_seconds == times.transfer_seconds
