@@ -260,7 +260,7 @@ def wide(name: str, ours: str, plain: str, gpus: int) -> dict[str, Experiment]:
 
 
 ALONE = [Gang("plain on backward GPU", 1, "", 1), Gang("plain on forward GPU", 1, "", 1, first_gpu=1)]
-TWO_ON_ONE = f"{SWITCH} {PER_FORWARD} --ranks-per-gpu 2 --distributed-backend gloo"
+SAME_GPU = f"{SWITCH} {PER_FORWARD} --ranks-per-gpu 2 --distributed-backend gloo"
 EXPERIMENTS = {
     "pair": Experiment(2, [*ALONE, pair_gang()], pair_rows),
     "equal": Experiment(2, [Gang("plain", 1, "", 1, deterministic=True), pair_gang(deterministic=True)], equal_rows),
@@ -272,7 +272,7 @@ EXPERIMENTS = {
         2, [pair_gang(ship, f"--fbd-ship {ship}") for ship in ("saved", "selective", "full")], ship_rows
     ),
     "ships, auto": Experiment(2, [pair_gang(ship, f"--fbd-ship {ship}") for ship in ("saved", "auto")], ship_rows),
-    "shared": Experiment(2, [pair_gang(), Gang("one forward for two on one GPU", 3, TWO_ON_ONE, 2)], occupancy_rows),
+    "shared": Experiment(2, [pair_gang(), Gang("one forward for two on one GPU", 3, SAME_GPU, 2)], occupancy_rows),
     "halved": Experiment(
         2,
         [

@@ -246,7 +246,7 @@ def _source_range(
 
 
 def _offset_in_source(part: SlotSlice) -> int | None:
-    """Return the byte of the whole model's segment at which a slot begins that lies there in the form of its target."""
+    """Return the byte of the whole model's segment at which a slot begins; None if its form there is another one."""
     source, target = part.source, part.target
     tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype, device="meta")
     found = tensor

@@ -29,7 +29,7 @@ class SimulatedPlacement:
 
 
 def other_placements(placement: Placement, num_microbatches: int, layers_of_rank: int) -> list[Placement]:
-    """Return the placements of as many layers of a rank that have an order for so many microbatches, but for this one.
+    """Return the other placements of the same layers that have an order for this number of microbatches.
 
     Those of a loop with several chunks need a multiple of the ranks as the number of microbatches.
     """
