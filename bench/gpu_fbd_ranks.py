@@ -104,10 +104,9 @@ class GangRank:
     def _serve_forward(self) -> None:
         """Let the backward ranks command; after each step the commander gets the figures of this rank."""
         from megatronapp_trainer.fbd import setup
-        from megatronapp_trainer.fbd.channels.messages import MessageKind
 
         issue = IssueTimer()
-        issue.install(MessageKind.SAVED)
+        issue.install()
         patched: Any = setup
         patched.build_iterators = lambda config, layout, *_place, **_order: sampled_iterators(self._run, layout)
 
@@ -224,7 +223,7 @@ def pass_times(device: Any) -> Any:  # noqa: ANN401 - made late: a module of the
 
 
 class IssueTimer:
-    """Host time that a forward rank spends on shipping: on copies into shipments, and on sending them."""
+    """Host time that a forward rank spends on shipping: on gathering parts, and on sending them; not on recording."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -232,24 +231,21 @@ class IssueTimer:
         self._seconds = 0.0
         self._passes = 0
 
-    def install(self, shipped_kind: Any) -> None:  # noqa: ANN401 - MessageKind
+    def install(self) -> None:
         """Measure in the classes that ship, which this process has alone."""
         from megatronapp_trainer.fbd.channels.channel import Channel
         from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 
-        send, recording = Channel.send, ForwardRecorder.recording
-
-        def timed_send(channel: Any, peer: int, key: Any, *rest: Any) -> None:  # noqa: ANN401
-            if key.kind is shipped_kind:
-                self._timed(send, channel, peer, key, *rest)
-            else:
-                send(channel, peer, key, *rest)
+        send_parts, recording = Channel.send_parts, ForwardRecorder.recording
 
         def timed_recording(recorder: Any, ship: Callable[..., None]) -> Any:  # noqa: ANN401
             self._passes += 1
             return recording(recorder, lambda *shipment: self._timed(ship, *shipment))
 
-        Channel.send = timed_send  # type: ignore[method-assign, assignment]
+        def timed_send_parts(channel: Any, *rest: Any) -> None:  # noqa: ANN401
+            self._timed(send_parts, channel, *rest)
+
+        Channel.send_parts = timed_send_parts  # type: ignore[method-assign, assignment]
         ForwardRecorder.recording = timed_recording  # type: ignore[method-assign, assignment]
 
     def _timed(self, run: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401

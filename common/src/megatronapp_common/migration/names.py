@@ -80,8 +80,8 @@ VARIABLES: Final[dict[str, str]] = {
     "virtual_stage_layer": "follows from spec.parallelism.virtualPipeline; or --num-layers-per-virtual-pipeline-stage",
     "TRACE_FLAGS": "spec.trace.enabled; the scripts never read it",
     "NCCL_DEBUG": f"{SAME}, in spec.env",
-    "CUDA_DEVICE_MAX_CONNECTIONS": f"{SAME}, in spec.env; where it is not given 1, with MegaDPP and without tensor "
-    "parallelism 8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": f"{SAME}, in spec.env; where it is not given 1, with MegaDPP or MegaFBD "
+    "and without tensor parallelism 8, and on forward ranks",
 }
 
 FILES: Final[dict[str, str]] = {

@@ -13,7 +13,7 @@ from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
-from megatronapp_trainer.errors import TransferError, WeightVersionError
+from megatronapp_trainer.errors import TransferError, TransferTimeoutError, WeightVersionError
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order, Split
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
@@ -35,7 +35,7 @@ from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import untouched_training
 
 MOST_LAUNCHED = 2
-"""Passes that a device may have in its queue: one runs, and the next one follows at once."""
+"""Passes that a device may have: one runs, and the next one follows at once."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -295,9 +295,22 @@ class ForwardRank:
         replica.credits -= 1
 
     def _await_device(self) -> None:
-        """Wait until the device has less passes in its queue than may be launched: each has memory from its launch."""
-        while self._clock.own_work().tasks >= MOST_LAUNCHED:
-            time.sleep(POLL_S)
+        """Wait while the device has as many passes as may be launched: each has memory from its launch.
+
+        Raises TransferTimeoutError if it finishes none within the deadline, as where ranks of its tensor group are
+        lost.
+        """
+        if self._clock.own_work().tasks < MOST_LAUNCHED:
+            return
+        deadline = time.monotonic() + 60 * self._run.config.parallel.distributed_timeout_minutes
+        with contextlib.nullcontext() if self._observer is None else self._observer.transfers.waiting():
+            while self._clock.own_work().tasks >= MOST_LAUNCHED:
+                if time.monotonic() > deadline:
+                    raise TransferTimeoutError(
+                        f"step {self._step}: the device of rank {self._run.layout.global_rank} has finished no forward "
+                        "pass within --distributed-timeout-minutes"
+                    )
+                time.sleep(POLL_S)
 
     def _take_credit(self, replica: Replica) -> None:
         ended = next(replica.credited)

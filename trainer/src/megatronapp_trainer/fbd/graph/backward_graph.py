@@ -37,8 +37,8 @@ class BackwardGraph:
         self._segments: Sequence[SegmentMemory] | None = None
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """Storages of the segments of the pass that runs, by their tensor's id and by dtype."""
-        self._parameter_views: dict[int, torch.Tensor] = {}
-        """By slot."""
+        self._parameter_views: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """By slot: a parameter, its address, and the slot's view of it."""
         self._states: Sequence[RegionStates] = ()
         self.region_states: list[RegionStates] = []
         """States of the checkpointed regions of the first pass; those of other passes have the same form."""
@@ -74,10 +74,12 @@ class BackwardGraph:
             raise TaskOrderError("a backward pass needs a tensor of a recomputed region, of which nothing is shipped")
         slot = self.saved.slots[number]
         if isinstance(slot, SavedParameter):
-            view = self._parameter_views.get(number)
-            if view is None:  # parameters are changed in place, so that a view serves all passes
-                view = self._parameter_views[number] = self._parameters.view(slot)
-            return view
+            known = self._parameter_views.get(number)
+            if known is None or known[0].data_ptr() != known[1]:  # given other memory
+                parameter = self._parameters.of(slot)
+                known = parameter, parameter.data_ptr(), self._parameters.view(slot)
+                self._parameter_views[number] = known
+            return known[2]
         if self._segments is None:
             raise TaskOrderError("a graph of a backward rank was run without the tensors of a pass")
         flat, start = self._segments[slot.segment]

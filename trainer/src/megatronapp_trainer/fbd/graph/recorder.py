@@ -46,9 +46,11 @@ class ForwardRecorder:
         self._expected = [
             _expected_slot(slot, group, parameters) for slot, group in zip(saved.slots, saved.groups, strict=True)
         ]
-        self._groups: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(saved.groups, default=0))]
+        self._groups: list[list[_ExpectedSegment]] = [[] for _ in range(1 + max(saved.groups, default=0))]
         for number, segment in enumerate(saved.segments):
-            self._groups[segment.group].append((number, segment.bytes))
+            later = any(slot.segment == number and slot.group > segment.group for slot in self._expected)
+            self._groups[segment.group].append(_ExpectedSegment(number, segment.bytes, later))
+        self._bytes = [segment.bytes for segment in saved.segments]
 
     @contextlib.contextmanager
     def recording(self, ship: ShipGroup) -> Iterator[list[RegionStates]]:
@@ -58,11 +60,15 @@ class ForwardRecorder:
             TransferError: the pass saves other tensors than the one that was learned, or a tensor was changed in
                 place after it was saved.
         """
-        recorded = _RecordedPass(self._expected, self._groups, ship)
+        recorded = _RecordedPass(self._expected, self._groups, self._bytes, ship)
         states: list[RegionStates] = []
-        with region_states_recorded(states), torch.autograd.graph.saved_tensors_hooks(recorded.pack, _refuse_backward):
-            yield states
-        recorded.finish()
+        try:
+            hooks = torch.autograd.graph.saved_tensors_hooks(recorded.pack, _refuse_backward)
+            with region_states_recorded(states), hooks:
+                yield states
+            recorded.finish()
+        finally:
+            recorded.clear()
 
 
 class _ExpectedSlot(NamedTuple):
@@ -71,32 +77,49 @@ class _ExpectedSlot(NamedTuple):
     slot: SavedParameter | SavedTensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype
     group: int
     segment: int
     """-1 for a parameter."""
     offset: int
-    """Bytes from the start of the segment; for a parameter the address of its view."""
+    """Bytes from the start of the segment."""
+    address: int
+    """Of the view of a parameter; 0 for any other tensor."""
+
+
+class _ExpectedSegment(NamedTuple):
+    number: int
+    bytes: int
+    has_later_slots: bool
+    """True if slots of later groups have its memory, too."""
 
 
 def _expected_slot(slot: SavedParameter | SavedTensor, group: int, parameters: Parameters) -> _ExpectedSlot:
     if isinstance(slot, SavedParameter):
-        return _ExpectedSlot(slot, slot.shape, slot.stride, group, -1, parameters.view(slot).data_ptr())
-    return _ExpectedSlot(slot, slot.shape, slot.stride, group, slot.segment, slot.offset)
+        view = parameters.view(slot)
+        return _ExpectedSlot(slot, slot.shape, slot.stride, view.dtype, group, -1, 0, view.data_ptr())
+    return _ExpectedSlot(slot, slot.shape, slot.stride, slot.dtype, group, slot.segment, slot.offset, 0)
 
 
 class _RecordedPass:
-    def __init__(self, expected: list[_ExpectedSlot], groups: list[list[tuple[int, int]]], ship: ShipGroup) -> None:
+    def __init__(
+        self,
+        expected: list[_ExpectedSlot],
+        groups: list[list[_ExpectedSegment]],
+        segment_bytes: list[int],
+        ship: ShipGroup,
+    ) -> None:
         self._expected = expected
         self._groups = groups
-        """By group: numbers and bytes of its segments."""
+        self._bytes = segment_bytes
         self._ship = ship
         self._in_region = region_check()
         self._group = 0
         self._next = 0
-        self._addresses: dict[int, int] = {}
-        """Addresses of the segments that have been seen, and are not shipped yet."""
+        self._segments: dict[int, RecordedSegment] = {}
+        """Segments that have been seen, until their last slot has been compared."""
         self._saved: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        """Tensors of each of them, which keep its memory, and their versions when they were saved."""
+        """Tensors of each segment that is not shipped yet, and their versions when they were saved."""
 
     def pack(self, tensor: torch.Tensor) -> int:
         if self._in_region():
@@ -105,23 +128,41 @@ class _RecordedPass:
         self._next += 1
         if number >= len(self._expected):
             raise TransferError(f"a pass has saved more than the {len(self._expected)} tensors of the first pass")
-        slot, shape, stride, group, segment, offset = self._expected[number]
+        slot, shape, stride, dtype, group, segment, offset, address = self._expected[number]
         while self._group < group:
             self._ship_group()
-        if tensor.shape != shape or tensor.stride() != stride:
+        if tensor.shape != shape or tensor.stride() != stride or tensor.dtype != dtype:
             raise TransferError(
-                f"saved tensor {number} of a pass is {tuple(tensor.shape)} with strides {tensor.stride()}, and was "
-                f"{slot} in the first pass"
+                f"saved tensor {number} of a pass is {tuple(tensor.shape)} of {tensor.dtype} with strides "
+                f"{tensor.stride()}, and was {slot} in the first pass"
             )
         if segment < 0:
-            if tensor.data_ptr() != offset:
+            if tensor.data_ptr() != address:
                 raise TransferError(f"saved tensor {number} of a pass is no parameter, and was {slot} in the first one")
             return number
-        address = tensor.data_ptr() - offset
-        if self._addresses.setdefault(segment, address) != address and tensor.numel():
+        known = self._segments.get(segment)
+        if known is None:
+            known = self._segments[segment] = self._segment_of(tensor, number)
+            self._saved[segment] = []
+        elif tensor.data_ptr() - offset != known.address and tensor.numel():
             raise TransferError(f"saved tensor {number} ({slot}) shares no memory with those it did in the first pass")
-        self._saved.setdefault(segment, []).append((tensor, tensor._version))
+        saved = self._saved.get(segment)
+        if saved is not None:  # otherwise an earlier group has shipped it
+            saved.append((tensor, tensor._version))
         return number
+
+    def _segment_of(self, tensor: torch.Tensor, number: int) -> RecordedSegment:
+        """Return the segment of a slot that is its first one. The owner has neither a graph nor another's storage."""
+        expected = self._expected[number]
+        address, size = tensor.data_ptr() - expected.offset, self._bytes[expected.segment]
+        storage = tensor.untyped_storage()
+        first = storage.data_ptr()
+        if size and not first <= address <= address + size <= first + storage.nbytes():
+            raise TransferError(
+                f"saved tensor {number} ({expected.slot}) is in a storage of {storage.nbytes()} bytes, which has no "
+                f"{size} bytes from {address - first} on, as it had in the first pass"
+            )
+        return RecordedSegment(address, size, tensor.detach())
 
     def finish(self) -> None:
         if self._next != len(self._expected):
@@ -132,16 +173,20 @@ class _RecordedPass:
         while self._group < len(self._groups):
             self._ship_group()
 
+    def clear(self) -> None:
+        """Let all tensors go: those with a graph refer to this pass, by its hooks."""
+        self._segments.clear()
+        self._saved.clear()
+
     def _ship_group(self) -> None:
         segments = []
-        for number, size in self._groups[self._group]:
-            saved = self._saved.pop(number)
-            for tensor, version in saved:
+        for number, _, has_later_slots in self._groups[self._group]:
+            for tensor, version in self._saved.pop(number):
                 if tensor._version != version:
                     raise TransferError(
                         f"a tensor of {tuple(tensor.shape)} was changed in place after it was saved; use a new tensor"
                     )
-            segments.append(RecordedSegment(self._addresses.pop(number), size, saved[0][0]))
+            segments.append(self._segments[number] if has_later_slots else self._segments.pop(number))
         self._ship(self._group, segments)
         self._group += 1
 

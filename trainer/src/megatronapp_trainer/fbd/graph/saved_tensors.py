@@ -105,12 +105,14 @@ class Parameters:
         start, _, name = self._ranges[place]
         return name.removeprefix("module."), (tensor.data_ptr() - start) // tensor.element_size()
 
+    def of(self, slot: SavedParameter) -> torch.Tensor:
+        """Return the parameter that a slot holds or views."""
+        tensor = self._tensors.get(slot.name)
+        return self._tensors[f"module.{slot.name}"] if tensor is None else tensor
+
     def view(self, slot: SavedParameter) -> torch.Tensor:
         """Return a parameter as it is now, through the view of a slot."""
-        tensor = self._tensors.get(slot.name)
-        if tensor is None:
-            tensor = self._tensors[f"module.{slot.name}"]
-        parameter = tensor.detach()
+        parameter = self.of(slot).detach()
         return parameter.as_strided(slot.shape, slot.stride, parameter.storage_offset() + slot.offset)
 
 

@@ -23,7 +23,7 @@ def device_connections(arguments: Sequence[str], role: RankRole | None = None) -
 
     Args:
         arguments: the flags.
-        role: of the rank; None without MegaFBD.
+        role: of the rank in the rank table; None without MegaFBD.
     """
     if role is RankRole.FORWARD:
         return APART
