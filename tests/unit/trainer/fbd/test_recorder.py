@@ -37,7 +37,8 @@ def record_passes() -> dict[str, Any]:
             self.dtype = torch.float32
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            shared = (torch.arange(4.0) + 1) * self.layers[0].weight  # with a graph
+            first: Any = self.layers[0]
+            shared = (torch.arange(4.0) + 1) * first.weight  # with a graph
             for index, layer in enumerate(self.layers):
                 hidden = layer(hidden, shared * 2 if index == self.changed else shared)
             return torch.tanh(hidden.to(self.dtype)).sum()
