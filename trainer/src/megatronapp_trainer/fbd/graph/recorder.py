@@ -84,7 +84,7 @@ class _ExpectedSlot(NamedTuple):
     offset: int
     """Bytes from the start of the segment."""
     address: int
-    """Of the view of a parameter; 0 for any other tensor."""
+    """Address of the view of a parameter; 0 for any other tensor."""
 
 
 class _ExpectedSegment(NamedTuple):
