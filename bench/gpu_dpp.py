@@ -164,8 +164,7 @@ class Subject:
 
 
 def build(options: argparse.Namespace, device: Device) -> list[Subject]:
-    """Build all variants: of each number of chunks a model for megatron-core's schedule and one for each placement of
-    ours."""
+    """Build all variants; those with the same chunks and placement share a model, but for megatron-core's schedule."""
     from megatron.core import parallel_state
 
     from megatronapp_trainer.pipeline import dynamic
@@ -269,7 +268,9 @@ def predictions(subjects: list[Subject]) -> dict[str, float]:
             if not plan.is_chosen:
                 continue
             chunks = subject.variant.chunks
-            order = "ZB-V" if "vee" in subject.variant.flags else "1F1B" if chunks == 1 else f"interleaved {chunks}"
+            order = "1F1B" if chunks == 1 else f"interleaved {chunks}"
+            if "vee" in subject.variant.flags:
+                order = "ZB-V"
             where = f"{plan.microbatches} {subject.variant.disturbance}"
             found[f"{subject.variant.name} {where}"] = 1e3 * plan.simulated_seconds
             found[f"{order}, native {where}"] = 1e3 * plan.static_seconds

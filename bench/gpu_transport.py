@@ -6,9 +6,9 @@ Two processes. With two devices each has one, and everything is next to NCCL in 
 it, and everything is next to a copy on a stream of one process: the device then takes turns between the processes, some
 2 ms each, so that only one way with many messages says something about the transport. "one way" is rank 0 to rank 1,
 "both" is both at once, with the bytes of both counted. Times are of the host, from a barrier to the end of the slower
-rank's stream; medians
-over rounds, in which sizes and ways take turns. Latency is half of a round trip in which each rank's stream waits for
-the message on the device. "8 at once" is one way with 8 messages of 8 MiB in flight, against one of 64 MiB.
+rank's stream; medians over rounds, in which sizes and ways take turns. Latency is half of a round trip in which each
+rank's stream waits for the message on the device. "8 at once" is one way with 64 messages of 8 MiB, of which as many
+are in flight as there are slots (16).
 The slowdown is of matrix products on rank 0 while both ranks send 64 MiB messages all the time.
 
 Medians are printed after each round. Estimated time on two devices: 30 s for the start, 20 s a round. One pair of

@@ -96,7 +96,7 @@ def compare_gradients(case: str, ranks: int, path: str) -> dict[str, Any]:
                 if source is not None:
                     part = found[source.segment][source.offset : source.offset + saved.segments[at].bytes]
                     own.pop(at).copy_(part)
-            slices.fill(group, found, own)
+            slices.fill(group, found.__getitem__, own)
         chunk.graph.backward(list(map(SegmentMemory, segments)), regions, torch.ones(()))
 
     found = chunk.gradients(backward, order)
@@ -150,7 +150,7 @@ def filled(whole: SavedTensors, part: SavedTensors, place: TensorPlace, *tensors
     """The tensors of a rank's slots."""
     targets = [torch.zeros(segment.bytes, dtype=torch.uint8) for segment in part.segments]
     segments = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
-    PassSlicer(whole, part, slot_slices(whole, part, place)).fill(0, segments, dict(enumerate(targets)))
+    PassSlicer(whole, part, slot_slices(whole, part, place)).fill(0, segments.__getitem__, dict(enumerate(targets)))
     return [slot_view(targets[slot.segment], slot) for slot in part.slots if isinstance(slot, SavedTensor)]
 
 

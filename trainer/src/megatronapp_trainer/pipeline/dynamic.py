@@ -218,14 +218,8 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
 
 def _layers_of_rank(config: TrainerConfig) -> int | None:
     """Return the number of layers of each pipeline rank; None where ranks may have different numbers."""
-    ranks, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    uneven = (
-        config.parallel.decoder_first_pipeline_num_layers is not None
-        or config.parallel.decoder_last_pipeline_num_layers is not None
-        or config.parallel.account_for_embedding_in_pipeline_split
-        or config.parallel.account_for_loss_in_pipeline_split
-    )
-    return None if uneven or layers % ranks else layers // ranks
+    layers = config.parallel.stage_layers(config.model.num_layers)
+    return None if config.parallel.counted_as_layers or len(set(layers)) > 1 else layers[0]
 
 
 def _plan(config: TrainerConfig, layout: Layout) -> DppPlan:

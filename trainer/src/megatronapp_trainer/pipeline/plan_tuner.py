@@ -96,31 +96,39 @@ class PlanTuner:
                 f"of a step take {1e3 * choice.seconds:.1f} ms in simulation, {choice.bubble:.0%} of them waiting, and "
                 f"{1e3 * choice.static_seconds:.1f} ms in the static order"
             )
-            for other in self._faster_placements(num_microbatches, choice.seconds):
+            for other in self._faster_placements(num_microbatches):
                 self._report(
                     f" dpp: {num_microbatches} microbatches: by the same times they take {1e3 * other.seconds:.1f} ms "
                     f"with {other.flags}, which the model is built with"
                 )
 
-    def _faster_placements(self, num_microbatches: int, seconds: float) -> list[SimulatedPlacement]:
-        """Return the other placements whose steps are shorter in simulation by what is worth another start."""
+    def _faster_placements(self, num_microbatches: int) -> list[SimulatedPlacement]:
+        """Return the other placements whose steps are shorter in simulation by what is worth another start.
+
+        All, this one as well, are simulated in one step, which takes a fraction of the time of the choice.
+        """
         placement = self._plan.placement
         is_large = placement.stages * num_microbatches > LARGE_STEP
         if self._layers_of_rank is None or self._plan.has_byte_cap or is_large or self._times is None:
             return []
-        found = []
-        for other in other_placements(placement, num_microbatches, self._layers_of_rank):
-            try:
-                most_spare = self._plan.moved_to(other).most_spare(num_microbatches)
-            except UsageError:  # its order needs more memory than the cap
-                continue
-            times = times_in(self._times, placement, other)
-            choice = choose_candidate(
-                other, num_microbatches, times, most_spare=most_spare, reaction=self._reaction, most_histories=1
-            )
-            if choice.seconds <= WORTH_A_START * seconds:
-                found.append(SimulatedPlacement(placement=other, seconds=choice.seconds))
-        return sorted(found, key=lambda simulated: simulated.seconds)
+        own, *others = [
+            SimulatedPlacement(placement=simulated, seconds=choice.seconds)
+            for simulated in (placement, *other_placements(placement, num_microbatches, self._layers_of_rank))
+            if (choice := self._quick_choice(simulated, num_microbatches, self._times)) is not None
+        ]
+        faster = [other for other in others if other.seconds <= WORTH_A_START * own.seconds]
+        return sorted(faster, key=lambda simulated: simulated.seconds)
+
+    def _quick_choice(self, placement: Placement, num_microbatches: int, times: MeasuredTimes) -> PlanChoice | None:
+        """Return the choice in a placement by one simulated step; None if its order needs more memory than the cap."""
+        try:
+            most_spare = self._plan.moved_to(placement).most_spare(num_microbatches)
+        except UsageError:
+            return None
+        times = times_in(times, self._plan.placement, placement)
+        return choose_candidate(
+            placement, num_microbatches, times, most_spare=most_spare, reaction=self._reaction, most_histories=1
+        )
 
     def end_step(self, times: StepTimes) -> None:
         """Take the times of a step; collective over the pipeline after the measured and the compared ones."""

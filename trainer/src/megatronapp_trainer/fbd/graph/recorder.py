@@ -49,7 +49,7 @@ class ForwardRecorder:
         self._groups: list[list[_ExpectedSegment]] = [[] for _ in range(1 + max(saved.groups, default=0))]
         for number, segment in enumerate(saved.segments):
             later = any(slot.segment == number and slot.group > segment.group for slot in self._expected)
-            self._groups[segment.group].append(_ExpectedSegment(number, segment.bytes, later))
+            self._groups[segment.group].append(_ExpectedSegment(number, later))
         self._bytes = [segment.bytes for segment in saved.segments]
 
     @contextlib.contextmanager
@@ -89,7 +89,6 @@ class _ExpectedSlot(NamedTuple):
 
 class _ExpectedSegment(NamedTuple):
     number: int
-    bytes: int
     has_later_slots: bool
     """True if slots of later groups have its memory, too."""
 
@@ -117,7 +116,7 @@ class _RecordedPass:
         self._group = 0
         self._next = 0
         self._segments: dict[int, RecordedSegment] = {}
-        """Segments that have been seen, until their last slot has been compared."""
+        """Segments that have been seen and are not shipped, and those with later slots until the pass ends."""
         self._saved: dict[int, list[tuple[torch.Tensor, int]]] = {}
         """Tensors of each segment that is not shipped yet, and their versions when they were saved."""
 
@@ -180,7 +179,7 @@ class _RecordedPass:
 
     def _ship_group(self) -> None:
         segments = []
-        for number, _, has_later_slots in self._groups[self._group]:
+        for number, has_later_slots in self._groups[self._group]:
             for tensor, version in self._saved.pop(number):
                 if tensor._version != version:
                     raise TransferError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -173,7 +174,7 @@ class _ShippedPass:
                 filled[number] = torch.empty(length, dtype=torch.uint8, device=self._channel.device)
         if not filled:
             return
-        slicer.fill(group, [self._placed(segment.flat()) for segment in segments], filled)
+        slicer.fill(group, functools.cache(lambda place: self._placed(segments[place].flat())), filled)
         for number, part in filled.items():
             self._add_tensor(layout.places[number][1], part)
 

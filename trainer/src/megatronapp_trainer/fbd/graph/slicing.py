@@ -9,7 +9,7 @@ matched with those of a backward rank by module and ordinal, and each slot is di
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,12 +123,12 @@ class PassSlicer:
         """Return where a backward rank's segment lies as it is in the whole model's; None if it has to be filled."""
         return self._ranges[number]
 
-    def fill(self, group: int, segments: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
+    def fill(self, group: int, segment_of: Callable[[int], torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
         """Fill segments of a group.
 
         Args:
             group: number of the group, the same on both sides.
-            segments: of the whole model's pass in this group, each as flat bytes.
+            segment_of: returns a segment of the whole model's pass by its place in this group, as flat bytes.
             targets: flat bytes for the backward rank's segments that are filled, by number.
         """
         first = self._first_segments[group]
@@ -136,7 +136,7 @@ class PassSlicer:
             if target.numel() != self._bytes[number]:
                 raise TransferError(f"segment {number} has {self._bytes[number]} bytes, and room for {target.numel()}")
             for part in self._slices[number]:
-                source = slot_view(segments[part.source.segment - first], part.source)
+                source = slot_view(segment_of(part.source.segment - first), part.source)
                 _copy(slot_view(target, part.target), source if part.rule is None else part.rule.of(source))
 
 

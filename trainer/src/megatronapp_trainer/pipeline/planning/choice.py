@@ -131,8 +131,8 @@ def choose_candidate(
         times: measured in earlier steps with split backward passes.
         most_spare: chunks beyond the plan's need that the memory allows on every rank.
         memory: limit of each rank in another unit, if any.
-        most_histories: simulated steps of each candidate, at most.
         reaction: of the hosts, where ranks have devices; None: hosts run the tasks themselves.
+        most_histories: simulated steps of each candidate, at most.
         seed: of the draws from the measured times; equal on all ranks that must choose alike.
     """
     spares = sorted({0, most_spare, *(spare for spare in SPARES if spare < most_spare)})

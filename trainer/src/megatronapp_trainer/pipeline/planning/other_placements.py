@@ -70,6 +70,7 @@ def times_in(times: MeasuredTimes, placement: Placement, other: Placement) -> Me
                 if (rank, chunk) == (other_rank_of_end, other_chunk_of_end):
                     expected += end - body
                 measured = times.task_seconds[rank, kind, chunk % placement.chunks]
-                scale = expected / statistics.median(measured) if statistics.median(measured) else 0.0
+                median = statistics.median(measured)
+                scale = expected / median if median else 0.0
                 task_seconds[rank, kind, chunk] = [scale * seconds for seconds in measured]
     return MeasuredTimes(task_seconds=task_seconds, transfer_seconds=times.transfer_seconds)
