@@ -17,8 +17,9 @@ transfer in twenty late by up to three forward passes (a busy kernel before its 
 that one call starts). A step is all passes and the reduction of the gradients, from a meeting of all hosts to the last
 device's end, without the optimizer.
 `auto` has chosen its plan in steps under the same disturbance before. `predicted_ms` is the simulation's, and
-`over_predicted` the measurement over it; `own_work_ms` is the slow stage's own passes, which no order can undercut;
-`MiB` is the memory of torch beyond that before the step, without the transport's inboxes. Medians over the blocks.
+`over_predicted` the measurement over it; `own_work_ms` is the slow stage's own passes,
+`most_work_ms` those of the rank with the longest ones where no stage is slow: no order can undercut them. `MiB` is the
+memory of torch beyond that before the step, without the transport's inboxes. Medians over the blocks.
 """
 
 import argparse
@@ -279,9 +280,12 @@ def predictions(subjects: list[Subject]) -> dict[str, float]:
 
 
 def table(
-    gathered: list[list[dict[str, Any]]], predicted: dict[str, Any], own_s: dict[str, float]
+    gathered: list[list[dict[str, Any]]], predicted: dict[str, Any], own_s: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return a row for each schedule, number of microbatches and disturbance; `own_s`: work of the first stage."""
+    """Return a row for each schedule, number of microbatches and disturbance.
+
+    `own_s`: by rank and schedule, the length of its undisturbed passes of a microbatch.
+    """
     steps = defaultdict(list)
     for both in zip(*gathered, strict=True):
         seconds = max(record["ended"] for record in both) - min(record["begun"] for record in both)
@@ -306,8 +310,12 @@ def table(
         if row["predicted_ms"]:
             row["over_predicted"] = round(row["ms"] / row["predicted_ms"], 3)
         if row["disturbance"] == "slow":
-            row["own_work_ms"] = round(1e3 * (1 + SLOWER) * row["microbatches"] * own_s[row["schedule"]], 2)
+            row["own_work_ms"] = round(1e3 * (1 + SLOWER) * row["microbatches"] * own_s[0][row["schedule"]], 2)
             row["over_own_work"] = round(row["ms"] / row["own_work_ms"], 3)
+        else:
+            most = max(seconds[row["schedule"]] for seconds in own_s)
+            row["most_work_ms"] = round(1e3 * row["microbatches"] * most, 2)
+            row["over_most_work"] = round(row["ms"] / row["most_work_ms"], 3)
         same = [other for other in rows if all(other[name] == row[name] for name in ("microbatches", "disturbance"))]
         for name, ending in (("over_best_nccl", "NCCL"), ("over_best_native_order", "native")):
             best = min((other["ms"] for other in same if other["schedule"].endswith(ending)), default=None)
@@ -334,7 +342,8 @@ def work(options: argparse.Namespace) -> None:
     subjects = build(options, device)
     warm_up(options, subjects, samples)
     predicted = {} if options.one_gpu else predictions(subjects)  # the ranks take each other's time on one device
-    own_s = {subject.variant.name: sum(subject.usual_s.values()) for subject in subjects}
+    own_s: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(own_s, {subject.variant.name: sum(subject.usual_s.values()) for subject in subjects})
     records: list[list[dict[str, Any]]] = [[] for _ in range(layout.world_size)]
     rows: list[dict[str, Any]] = []
     for block in measure(options, subjects, samples):

@@ -15,6 +15,8 @@ namespace megatronapp::transport::testing {
 /// A double of the CUDA driver in this process: devices have plain memory, and a stream runs its work in order on a
 /// thread of its own.
 [[nodiscard]] const cuda::Driver& driver_double();
+/// The same without batches of copies.
+[[nodiscard]] const cuda::Driver& old_driver_double();
 
 /// Lets the next call of a function fail, or one after `before` calls that do not.
 void fail_next(const std::string& function, cuda::Result code, int before = 0);

@@ -268,8 +268,27 @@ TEST_P(CudaPathTest, FailureOfTheDeviceIsTheSendersError) {
     EXPECT_THROW(ranks[0]->close(true), TransportError);
 }
 
-TEST_P(CudaPathTest, MemoryOfAFailedMessageIsKeptUntilTheCopiesOfItsPartsHaveEnded) {
+TEST_P(CudaPathTest, FailureOfABatchOfCopiesIsTheSendersError) {
     const Endpoints ranks = connected_devices();
+    const Bytes bytes = bytes_of(1, 3000);
+    fail_next("cuMemcpyBatchAsync", kOutOfMemory);
+    const std::vector<MessagePart> parts{{bytes.data(), 0, 1000}, {bytes.data() + 1000, 1000, 2000}};
+    const std::uint64_t ticket = ranks[0]->send_parts(1, 1, parts, bytes.size());
+    std::vector<std::uint64_t> completed;
+    while (completed.empty()) {
+        std::this_thread::yield();
+        ranks[0]->take_completed(completed);
+    }
+    EXPECT_EQ(completed, std::vector<std::uint64_t>{ticket});
+    EXPECT_THROW(static_cast<void>(ranks[1]->receive(0, 1, kShortS)), TransferTimeoutError);
+    EXPECT_THROW(send(*ranks[0], 1, 2, {}), TransportError);
+    EXPECT_THROW(ranks[0]->close(true), TransportError);
+}
+
+TEST_P(CudaPathTest, MemoryOfAFailedMessageIsKeptUntilTheCopiesOfItsPartsHaveEnded) {
+    Settings common = on_device();
+    common.driver = &old_driver_double();
+    const Endpoints ranks = connected(2, common);
     ComputeStream producing;
     const Bytes bytes = bytes_of(1, 3000);
     producing.close_gate();

@@ -20,7 +20,7 @@ struct Gathered {
     std::vector<std::pair<std::uint64_t, std::uint64_t>> covered;  ///< offsets and ends
 };
 
-enum class PathKind : std::uint8_t { kHost, kDevice, kPinned, kNetwork };
+enum class PathKind : std::uint8_t { kHost, kDevice, kOldDriver, kPinned, kNetwork };
 
 class GatherTest : public TransportTest, public ::testing::WithParamInterface<PathKind> {
   protected:
@@ -34,7 +34,7 @@ class GatherTest : public TransportTest, public ::testing::WithParamInterface<Pa
         if (GetParam() != PathKind::kHost) {
             common.device = 0;
             common.pinned = GetParam() == PathKind::kPinned;
-            common.driver = &driver_double();
+            common.driver = GetParam() == PathKind::kOldDriver ? &old_driver_double() : &driver_double();
         }
         ranks_ = connected(2, common);
     }
@@ -172,12 +172,13 @@ TEST_P(GatherTest, MessagesWithoutACreditWait) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<PathKind>& tested) {
-    constexpr std::array<const char*, 4> kNames{"Host", "Device", "Pinned", "Network"};
+    constexpr std::array<const char*, 5> kNames{"Host", "Device", "OldDriver", "Pinned", "Network"};
     return kNames.at(static_cast<std::size_t>(tested.param));
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, GatherTest,
-                         ::testing::Values(PathKind::kHost, PathKind::kDevice, PathKind::kPinned, PathKind::kNetwork),
+                         ::testing::Values(PathKind::kHost, PathKind::kDevice, PathKind::kOldDriver, PathKind::kPinned,
+                                           PathKind::kNetwork),
                          name_of);
 
 class StreamedGather : public TransportTest {};

@@ -59,13 +59,19 @@ void CopyStream::enqueue_copies(Flight& flight) {
     const Driver& driver = device_->driver();
     cuda::Stream stream = stream_.get();
     const Target& target = flight.target;
+    const std::span<const MessagePart> parts = flight.started.request.source.parts();
     bool copies = false;
     try {
-        for (const MessagePart& part : flight.started.request.source.parts()) {
-            require(driver, "cuMemcpyAsync",
-                    driver.copy(target.memory + part.offset, reinterpret_cast<Address>(part.data), part.bytes, stream),
-                    kStreamAdvice);
-            copies = true;
+        if (parts.size() > 1 && driver.copy_batch != nullptr) {
+            copies = true;  // a batch that fails may have begun
+            enqueue_batch(parts, target.memory);
+        } else {
+            for (const MessagePart& part : parts) {
+                const auto from = reinterpret_cast<Address>(part.data);
+                require(driver, "cuMemcpyAsync", driver.copy(target.memory + part.offset, from, part.bytes, stream),
+                        kStreamAdvice);
+                copies = true;
+            }
         }
         require(driver, "cuEventRecord", driver.event_record(flight.end, stream), kStreamAdvice);
         require(driver, "cuStreamWriteValue32",
@@ -77,6 +83,26 @@ void CopyStream::enqueue_copies(Flight& flight) {
         }
         flight.failure = "a copy to " + peer_ + ": " + error.what();
     }
+}
+
+/// Enqueues the copies of all parts by one call, which takes the host a fraction of the time of one call for each.
+void CopyStream::enqueue_batch(std::span<const MessagePart> parts, Address memory) {
+    const Driver& driver = device_->driver();
+    batch_.clear();
+    for (const MessagePart& part : parts) {
+        batch_.to.push_back(memory + part.offset);
+        batch_.from.push_back(reinterpret_cast<Address>(part.data));
+        batch_.bytes.push_back(part.bytes);
+    }
+    cuda::CopyAttributes attributes{.source_access_order = cuda::kSourceInStreamOrder,
+                                    .source_location = {},
+                                    .target_location = {},
+                                    .flags = 0};
+    std::size_t first_copy = 0;
+    require(driver, "cuMemcpyBatchAsync",
+            driver.copy_batch(batch_.to.data(), batch_.from.data(), batch_.bytes.data(), parts.size(), &attributes,
+                              &first_copy, 1, stream_.get()),
+            kStreamAdvice);
 }
 
 std::vector<CopyStream::Ended> CopyStream::take_ended() {

@@ -41,6 +41,8 @@ Driver load() {
     bind(library, "cuMemHostUnregister", driver.host_unregister);
     bind(library, "cuMemHostGetDevicePointer_v2", driver.host_address);
     bind(library, "cuMemcpyAsync", driver.copy);
+    driver.copy_batch =
+        reinterpret_cast<decltype(driver.copy_batch)>(::dlsym(library, "cuMemcpyBatchAsync_v2"));  // may be missing
     bind(library, "cuStreamCreate", driver.stream_create);
     bind(library, "cuStreamDestroy_v2", driver.stream_destroy);
     bind(library, "cuStreamSynchronize", driver.stream_synchronize);

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -66,7 +68,21 @@ class CopyStream {
         std::string failure;
     };
 
+    /// Arguments of a batch, whose memory is kept from message to message.
+    struct Batch {
+        std::vector<cuda::Address> to;
+        std::vector<cuda::Address> from;
+        std::vector<std::size_t> bytes;
+
+        void clear() noexcept {
+            to.clear();
+            from.clear();
+            bytes.clear();
+        }
+    };
+
     void enqueue_copies(Flight& flight);
+    void enqueue_batch(std::span<const MessagePart> parts, cuda::Address memory);
     [[nodiscard]] bool failed_copy_ended(const Flight& flight) const;
     [[nodiscard]] std::optional<CopyTimes> times_of(const Flight& flight);
     [[nodiscard]] Ended ended(const Flight& flight, const CopyTimes& times, const std::string& failure);
@@ -77,6 +93,7 @@ class CopyStream {
     cuda::EventPool events_;
     cuda::EventClock clock_;
     cuda::OwnStream stream_;
+    Batch batch_;
     std::deque<Flight> flights_;
     std::uint64_t examined_ns_ = 0;
 };

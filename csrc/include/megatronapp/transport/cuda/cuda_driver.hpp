@@ -1,6 +1,6 @@
 /// The functions of the CUDA driver that the transport uses, bound when a device is first needed: neither building nor
 /// running without a device needs CUDA. Types and numbers are those of the driver API's documentation; all functions
-/// exist since CUDA 11.7.
+/// but `copy_batch` exist since CUDA 11.7.
 #pragma once
 
 #include <array>
@@ -23,6 +23,15 @@ struct IpcHandle {
     std::array<char, 64> bytes;
 };
 
+/// Attributes of the copies of a batch: CUmemcpyAttributes_v1. Hints on locations are for managed memory alone.
+struct CopyAttributes {
+    int source_access_order;
+    std::array<int, 2> source_location;
+    std::array<int, 2> target_location;
+    unsigned flags;
+};
+
+inline constexpr int kSourceInStreamOrder = 1;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kNotReady = 600;
 inline constexpr int kCanUse64BitStreamMemoryOperations = 122;  // attribute of a device
@@ -53,6 +62,9 @@ struct Driver {
     Result (*host_unregister)(void* data);
     Result (*host_address)(Address* address, void* data, unsigned flags);
     Result (*copy)(Address to, Address from, std::size_t bytes, Stream stream);
+    /// Copies in no order between each other, by one call; null where the driver is older than CUDA 13.
+    Result (*copy_batch)(Address* to, Address* from, std::size_t* bytes, std::size_t count, CopyAttributes* attributes,
+                         std::size_t* first_copies, std::size_t attribute_count, Stream stream);
     Result (*stream_create)(Stream* stream, unsigned flags);
     Result (*stream_destroy)(Stream stream);
     Result (*stream_synchronize)(Stream stream);
