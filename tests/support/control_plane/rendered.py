@@ -149,8 +149,10 @@ VARIETY: dict[str, Object] = {
         "parallelism": {"tensor": 2, "pipeline": 2},
         "fbd": {
             "enabled": True,
+            "ship": "full",
             "forward": {"nodes": 4, "procPerNode": 4, "gpusPerNode": 0, "nodeSelector": {"pool": "cpu"}},
         },
+        "model": {"attentionDropout": 0, "hiddenDropout": 0},
     },
     "template": {
         **ANALYZED,

@@ -15,6 +15,12 @@ def forward(**fields: Any) -> Changes:
     return {"spec.fbd": {"enabled": True, "forward": fields}}
 
 
+def forward_on_cpu(**fields: Any) -> Changes:
+    """8 backward ranks with GPUs, 8 forward ranks without, and what these need."""
+    dropout: Changes = {"spec.model.attentionDropout": 0, "spec.model.hiddenDropout": 0}
+    return forward(nodes=1) | dropout | {"spec.gpusPerNode": 4, "spec.fbd.ship": "full"} | fields
+
+
 def fbd(**fields: Any) -> Changes:
     """8 ranks of each of 2 workers."""
     return {"spec.fbd": {"enabled": True, **fields}, "spec.procPerNode": 8}
@@ -242,6 +248,25 @@ _RUNTIMES = [
         (
             forward(gpusPerNode=8, resources={"limits": {"nvidia.com/gpu": 4}}),
             "names nvidia.com/gpu with another count than fbd.forward.gpusPerNode 8; leave it out",
+        ),
+    ),
+    *good(
+        "forward-on-cpu",
+        forward_on_cpu(),
+        forward_on_cpu(**{"spec.fbd.ship": None}) | _RECOMPUTED,
+        forward_on_cpu(**{"spec.fbd.ship": None, "spec.args": ["--fbd-ship=full"]}),
+    ),
+    *bad(
+        "forward-on-cpu",
+        "spec.fbd.forward.gpusPerNode",
+        *(
+            (forward_on_cpu(**change), "needs fbd.ship: full, model.attentionDropout: 0 and model.hiddenDropout: 0")
+            for change in (
+                {"spec.fbd.ship": None},
+                {"spec.fbd.ship": "auto"},
+                {"spec.model.attentionDropout": None},
+                {"spec.model.hiddenDropout": 0.1},
+            )
         ),
     ),
 ]

@@ -190,6 +190,7 @@ OF_FBD = {
 }
 """Flags of MegaFBD, which excludes MegaDPP."""
 APART = "--fbd-forward-ranks-apart"
+ON_CPU = "--fbd-forward-on-cpu"
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,19 @@ def test_the_place_of_separate_forward_ranks_is_their_workers(build: Any) -> Non
     job = load_job(build(changes | {"spec.fbd": {"enabled": True, "forward": {}}}))
     assert place_of(job, APART) == "spec.fbd.forward"
     assert place_of(job, "--fbd-backward-per-forward") == "spec.fbd.backwardPerForward"
+
+
+def test_forward_workers_without_gpus_give_a_flag_if_backward_workers_have_some(build: Any) -> None:
+    changes = {"spec.nodes": 1, "spec.procPerNode": 2, "spec.parallelism": {}, "spec.training.globalBatchSize": None}
+    changes |= {"spec.model.attentionDropout": 0.0, "spec.model.hiddenDropout": 0.0}
+    found = []
+    for gpus, forward_gpus in ((0, 0), (2, 0), (2, 2)):
+        fbd = {"enabled": True, "ship": "full", "forward": {"gpusPerNode": forward_gpus}}
+        job = load_job(build(changes | {"spec.gpusPerNode": gpus, "spec.fbd": fbd}))
+        assert parse(megatron_arguments(job)).fbd.fbd_forward_on_cpu == (ON_CPU in megatron_arguments(job))
+        found.append(ON_CPU in megatron_arguments(job))
+    assert found == [False, True, False]
+    assert place_of(job, ON_CPU) == "spec.fbd.forward.gpusPerNode"
 
 
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:

@@ -42,12 +42,15 @@ def patches(draw: st.DrawFn) -> rendered.Object:
     nodes, per_node = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     ranks = nodes * per_node
     forward_nodes = draw(st.sampled_from([count for count in range(1, ranks + 1) if ranks % count == 0]))
-    forward = {"nodes": forward_nodes, "gpusPerNode": draw(st.sampled_from([0, ranks // forward_nodes]))}
+    gpus, forward_gpus = draw(
+        st.sampled_from([(0, 0), (per_node, 0), (per_node, ranks // forward_nodes)])  # no GPUs for forward ranks alone
+    )
     return {
         "nodes": nodes,
         "procPerNode": per_node,
-        "gpusPerNode": draw(st.sampled_from([0, per_node])),
-        "fbd": {"enabled": True, "forward": forward},
+        "gpusPerNode": gpus,
+        "fbd": {"enabled": True, "ship": "full", "forward": {"nodes": forward_nodes, "gpusPerNode": forward_gpus}},
+        "model": {"attentionDropout": 0, "hiddenDropout": 0},
     }
 
 

@@ -20,6 +20,8 @@ MODEL = (
     "--lr 1e-3 --mock-data --vocab-size 128 --attention-dropout 0"
 )
 
+ON_CPU_SHIPS_FULL = "--fbd-forward-on-cpu needs --fbd-ship full"
+
 
 def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
     options = {"forward_backward_disaggregating": True, **fbd}
@@ -77,6 +79,38 @@ def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
             {"ignore_forward_tensor_parallel": True},
             "--attention-dropout 0.1 cannot be combined with --ignore-forward-tensor-parallel: torch draws one mask",
         ),
+        (
+            "",
+            {"forward_backward_disaggregating": False, "fbd_forward_on_cpu": True},
+            "--fbd-forward-on-cpu needs --forward-backward-disaggregating",
+        ),
+        (
+            "--hidden-dropout 0",
+            {"fbd_forward_on_cpu": True},
+            "--fbd-forward-on-cpu needs --fbd-ship full, as CPUs and GPUs save different tensors of a layer",
+        ),
+        ("--hidden-dropout 0 --recompute-activations", {"fbd_forward_on_cpu": True}, ON_CPU_SHIPS_FULL),
+        ("--hidden-dropout 0", {"fbd_forward_on_cpu": True, "fbd_ship": "auto"}, ON_CPU_SHIPS_FULL),
+        (
+            "--hidden-dropout 0 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            {"fbd_forward_on_cpu": True},
+            "--fbd-forward-on-cpu cannot be combined with --recompute-method block",
+        ),
+        (
+            "",
+            {"fbd_forward_on_cpu": True, "fbd_ship": "full"},
+            "--hidden-dropout 0.1 cannot be combined with --fbd-forward-on-cpu: CPUs and GPUs draw different masks",
+        ),
+        (
+            "--hidden-dropout 0 --attention-dropout 0.2",
+            {"fbd_forward_on_cpu": True, "fbd_ship": "full"},
+            "--attention-dropout 0.2 cannot be combined with --fbd-forward-on-cpu",
+        ),
+        (
+            "--hidden-dropout 0 --transformer-impl transformer_engine",
+            {"fbd_forward_on_cpu": True, "fbd_ship": "full"},
+            "--transformer-impl transformer_engine cannot be combined with --fbd-forward-on-cpu",
+        ),
     ],
 )
 def test_combinations_that_cannot_run_are_refused_by_name(more: str, fbd: dict[str, Any], problem: str) -> None:
@@ -91,6 +125,9 @@ def test_accepted_combinations_have_no_problem() -> None:
         recomputed = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         more = f"--tensor-model-parallel-size 2 --sequence-parallel {recomputed}"
         assert not list(fbd_problems(config_of(more, ignore_forward_tensor_parallel=True, fbd_ship=ship)))
+    still = "--hidden-dropout 0 --recompute-granularity full --recompute-num-layers 2 --recompute-method"
+    assert not list(fbd_problems(config_of(f"{still} uniform", fbd_forward_on_cpu=True)))
+    assert not list(fbd_problems(config_of(f"{still} block", fbd_forward_on_cpu=True, fbd_ship="full")))
     assert not list(fbd_problems(parse(MODEL.split())))
 
 
@@ -171,6 +208,23 @@ def test_a_layout_is_that_of_the_role_and_knows_the_launchers_rank(
     (reporter,) = [layout for layout in made if layout.is_reporter]
     assert reporter.role is RankRole.BACKWARD
     assert not reporter.data_rank and reporter.is_last_stage
+
+
+@pytest.mark.parametrize(
+    ("world", "places"),
+    [
+        (fbd_world(tensor=1, pipeline=1, data=4, backward_per_forward=2), [0, 1, None, 2, 3, None]),
+        (fbd_world(tensor=2, pipeline=1, data=1, apart=True), [0, 1, None, None]),
+    ],
+)
+def test_backward_ranks_alone_take_gpus_of_their_node_if_forward_ranks_run_on_the_cpu(
+    world: FbdWorld, places: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = layouts(world, monkeypatch)
+    assert [layout.gpu_place(FbdConfig(fbd_forward_on_cpu=True)) for layout in made] == places
+    assert [layout.gpu_place(FbdConfig()) for layout in made] == list(range(world.world_size))
+    last_backward = [layout for layout in made if layout.role is RankRole.BACKWARD][-1]
+    assert dataclasses.replace(last_backward, local_rank=0).gpu_place(FbdConfig(fbd_forward_on_cpu=True)) == 0
 
 
 def test_layers_of_merged_forward_ranks_are_whole() -> None:

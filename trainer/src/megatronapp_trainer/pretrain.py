@@ -60,7 +60,7 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     layout = layout_of(config)
     with StopRequest() as stop_request, named_errors():
         apply_deterministic_mode(config)
-        device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
+        device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
         initialize_groups(config, layout, device)
         if config.dpp.use_dpp:
             from megatronapp_trainer.pipeline.dynamic import check_memory

@@ -144,6 +144,7 @@ OTHER_FLAGS = {
     "--bf16": "training.precision",
     "--faults": "faults",
     "--fbd-forward-ranks-apart": "fbd.forward",
+    "--fbd-forward-on-cpu": "fbd.forward.gpus_per_node",
 }
 """Flags that follow from a field without holding its value."""
 
@@ -193,6 +194,8 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
         flags.append("--bf16")
     if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
         flags.append("--fbd-forward-ranks-apart")
+        if job.spec.gpus_per_node and not job.spec.fbd.forward.gpus_per_node:
+            flags.append("--fbd-forward-on-cpu")
     if job.spec.faults:
         flags += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]
     return [*flags, *job.spec.args]

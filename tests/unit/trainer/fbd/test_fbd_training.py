@@ -23,6 +23,8 @@ STEPS_TO_CHOICE = 9
 """One step to warm up and two that are measured for each of three modes."""
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+STILL = "--attention-dropout 0 --hidden-dropout 0"
+ON_CPU = f"{STILL} --fbd-ship full --fbd-forward-on-cpu"
 CASES = {
     "pair": (1, ""),
     "pair-recomputed": (1, f"{FULL_RECOMPUTE} --calculate-per-token-loss --clip-grad 0.5"),
@@ -38,8 +40,15 @@ CASES = {
     "TP2xPP2": (4, f"{TP2} {PP2} --fbd-ship selective"),
     "one-forward-for-two-PP2": (4, f"{PP2} {SHARDED} --fbd-backward-per-forward 2"),
     "ramp-up": (1, "--rampup-batch-size 4 4 8"),
+    "forward-on-CPU": (1, f"--bf16 --normalization RMSNorm --disable-bias-linear {ON_CPU}"),
+    "forward-on-CPU-VPP2": (2, f"{VPP2} --untie-embeddings-and-output-weights {ON_CPU}"),
+    "forward-on-CPU-TP2": (2, f"{TP2} {FULL_RECOMPUTE} {STILL} --fbd-forward-on-cpu"),
+    "forward-on-CPU-one-for-two": (2, f"{SHARDED} --bf16 --fbd-backward-per-forward 2 {ON_CPU}"),
 }
-"""Ranks of plain training, and flags; dropout is 0.1."""
+"""Ranks of plain training, and flags; dropout is 0.1 unless they say otherwise.
+
+All ranks run on the CPU: with forward ranks there alone the passes of both roles are the same, but not their devices.
+"""
 
 
 def record_of(run_ranks: RunRanks, world: int, flags: str) -> Record:
@@ -50,14 +59,14 @@ def record_of(run_ranks: RunRanks, world: int, flags: str) -> Record:
 
 
 def without_fbd(flags: str) -> str:
-    return re.sub(r"--fbd-\S+ \S+", "", flags)
+    return re.sub(r"--fbd-forward-on-cpu|--fbd-\S+ \S+", "", flags)
 
 
 def ranks_with_roles(world: int, flags: str) -> int:
     return world + (world // 2 if "per-forward" in flags else world)
 
 
-@pytest.mark.full("a sweep of layouts", but=("VPP2-untied", "TP2", "one-forward-for-two"))
+@pytest.mark.full("a sweep of layouts", but=("VPP2-untied", "TP2", "one-forward-for-two", "forward-on-CPU"))
 @pytest.mark.parametrize(("world", "flags"), CASES.values(), ids=list(CASES))
 def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int, flags: str) -> None:
     plain = record_of(run_ranks, world, without_fbd(flags))
@@ -138,6 +147,7 @@ CLOSE = {
         f"--tensor-model-parallel-size 2 {SHARDED} --attention-dropout 0 --hidden-dropout 0 --swiglu "
         "--disable-bias-linear --group-query-attention --num-query-groups 2 --fbd-ship selective",
     ),
+    "TP2-forward-on-CPU": (2, f"{TP2} {ON_CPU}"),
 }
 
 

@@ -115,6 +115,20 @@ def test_the_sentence_of_an_advice() -> None:
     assert "copies of shipments are the limit" in advise(PassSeconds(1, 2, 3), Roles(2, 1, 1)).sentence
     assert advise(PassSeconds(1, 2, 3), Roles(2, 1, 1)).backward_per_forward == 1
     assert "forward ranks are the limit" in advise(PassSeconds(3, 1, 1), Roles(2, 1, 1)).sentence
+    on_cpu = Roles(4, 2, 1, forward_on_cpu=True)
+    assert advise(PassSeconds(3, 1, 1), on_cpu) == (
+        1,
+        "--fbd-backward-per-forward 1 fits better: 4 replicas on 8 ranks, not 6, with 3000.0 ms a microbatch, not "
+        "6000.0 ms, take 50% less time of GPUs",
+    )
+    assert advise(PassSeconds(0.4, 1, 0.1), on_cpu).sentence == (
+        "--fbd-backward-per-forward 2 fits: backward ranks are the limit, and forward ranks wait 20% of the time"
+    )
+    assert advise(PassSeconds(4, 1, 0.1), Roles(1, 1, 1, forward_on_cpu=True)) == (
+        1,
+        "--fbd-backward-per-forward 1 fits: forward ranks, which run on the CPU, are the limit, and the GPUs of "
+        "backward ranks wait 75% of the time",
+    )
     nothing, limited = advise(PassSeconds(3, 2, 1), Roles(2, 1, 2, merged=2))
     assert nothing is None
     assert limited.startswith("merged forward ranks are the limit: 3000.0 ms a microbatch for a tensor group of 2")

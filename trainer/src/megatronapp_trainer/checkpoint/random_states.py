@@ -20,6 +20,11 @@ def capture() -> dict[str, Any]:
     }
 
 
+def of_host(states: dict[str, Any]) -> dict[str, Any]:
+    """Return the states whose form does not depend on a rank's device."""
+    return {name: states[name] for name in ("python", "numpy", "torch")}
+
+
 def restore(states: dict[str, Any]) -> None:
     """Set the states that `capture` returned."""
     from megatron.core import tensor_parallel

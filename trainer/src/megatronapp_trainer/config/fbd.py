@@ -43,6 +43,9 @@ class FbdConfig:
         "fastest; default: what --recompute-granularity says",
         choices=(*ShipMode, AUTO),
     )
+    fbd_forward_on_cpu: bool = option(
+        False, "forward ranks run on the CPU, and backward ranks on GPUs; needs --fbd-ship full, and no dropout"
+    )
     fbd_forward_ranks_apart: bool = option(
         False, "forward ranks are numbered after all backward ranks, as on separate workers (spec.fbd.forward)"
     )

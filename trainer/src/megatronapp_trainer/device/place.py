@@ -1,6 +1,7 @@
 """Choice of the device, and the few operations that differ between GPU and CPU."""
 
 import dataclasses
+import os
 import warnings
 
 import torch
@@ -65,19 +66,35 @@ class HostCopy:
         return self._tensor
 
 
-def prepare_device(local_rank: int, ranks_per_gpu: int = 1) -> Device:
+def hide_gpus() -> None:
+    """Let this process see no GPU from now on. Raises UsageError if it has used one already."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if torch.cuda.is_available():
+        raise UsageError(
+            "--fbd-forward-on-cpu: this process has used a GPU before its rank hides them; start forward ranks with "
+            "CUDA_VISIBLE_DEVICES= set to nothing"
+        )
+
+
+def prepare_device(place: int | None, ranks_per_gpu: int = 1) -> Device:
     """Choose the device of this process and make megatron-core ready for it.
 
     Must run before a model is built. Raises UsageError if there are GPUs, but too few of them, or none although
     ranks are to share them.
+
+    `place`: index among the ranks of the node that use its GPUs, the local rank where all do; None for a rank that runs
+    on the CPU although there may be GPUs.
     """
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    if place is None:
+        hide_gpus()
+        return _prepare_cpu()
     if torch.cuda.is_available():
-        index = local_rank // ranks_per_gpu
+        index = place // ranks_per_gpu
         if index >= torch.cuda.device_count():
             raise UsageError(
-                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
+                f"rank {place} of this node has no GPU: this machine shows {torch.cuda.device_count()}; "
                 "start one rank per GPU, or none of them with CUDA_VISIBLE_DEVICES= set to nothing"
             )
         torch.cuda.set_device(index)
@@ -92,6 +109,10 @@ def prepare_device(local_rank: int, ranks_per_gpu: int = 1) -> Device:
         return Device(torch_device=device, name=f"{device} {torch.cuda.get_device_name(device)}")
     if ranks_per_gpu > 1:
         raise UsageError(f"--ranks-per-gpu {ranks_per_gpu}: this machine shows no GPU; leave it out")
+    return _prepare_cpu()
+
+
+def _prepare_cpu() -> Device:
     from megatronapp_trainer.device import cpu
 
     cpu.install()

@@ -206,7 +206,9 @@ class ForwardRank:
 
     def _send_summaries(self, replica: Replica, forward_seconds: float) -> None:
         states = dict(replica.states)
-        if len(replica.partners) > 1:
+        if self._run.config.fbd.fbd_forward_on_cpu:
+            states = random_states.of_host(states)
+        elif len(replica.partners) > 1:
             del states["tracker"]  # of a whole model: each rank of the tensor group has its own
         for partner in replica.partners:
             summary = StepSummary(

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from megatronapp_common.trace import TransferPath
 from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.device.place import hide_gpus
 from megatronapp_trainer.errors import TransferError
 from megatronapp_trainer.fbd.channels.agreement import agree
 from megatronapp_trainer.fbd.channels.channel import Channel
@@ -43,9 +44,11 @@ def try_channels(config: TrainerConfig, layout: Layout, *, deadline_s: float) ->
         PeerLostError: a rank did not connect, or sent nothing within the deadline.
         TransferError: a message is not what its sender sent.
     """
-    device: int | None = None
-    if torch.cuda.is_available():
-        device = layout.local_rank // config.parallel.ranks_per_gpu
+    device, place = None, layout.gpu_place(config.fbd)
+    if place is None:
+        hide_gpus()
+    elif torch.cuda.is_available():
+        device = place // config.parallel.ranks_per_gpu
         torch.cuda.set_device(device)
     store = open_store(layout, datetime.timedelta(seconds=deadline_s))
     exchange = StartExchange(PrefixStore("trial", store), layout.global_rank, layout.global_world_size)

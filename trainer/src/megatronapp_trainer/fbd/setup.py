@@ -15,6 +15,7 @@ from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators
+from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
 from megatronapp_trainer.fbd.channels.agreement import agree
 from megatronapp_trainer.fbd.channels.channel import Channel
@@ -38,6 +39,7 @@ from megatronapp_trainer.fbd.graph.shipments import (
 from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices, weight_part
 from megatronapp_trainer.fbd.orders import places
 from megatronapp_trainer.fbd.remote_data import remote_iterators
+from megatronapp_trainer.fbd.ship_modes import recompute_final_norms
 from megatronapp_trainer.fbd.stage import Stage, stage_of
 from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
 from megatronapp_trainer.fbd.weights import weight_traffic
@@ -60,6 +62,8 @@ class Start:
     order_samples: int | None
     states: dict[str, object]
     """Random states of the backward rank, which its checkpoint has or its seed gives."""
+    on_gpu: bool
+    """True if the backward rank runs on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +78,8 @@ class Graph:
     """Saved tensors that the graph of a chunk needs on a backward rank."""
 
     saved: SavedTensors
-    states: tuple[RegionStates, ...]
-    """Random states of its checkpointed regions; those of other passes have the same form."""
+    states: tuple[RegionStates, ...] | None
+    """Random states of its checkpointed regions, those of other passes have the same form; None if none are shipped."""
 
 
 def begin_backward(run: TrainingRun) -> DataIterators:
@@ -89,6 +93,7 @@ def begin_backward(run: TrainingRun) -> DataIterators:
             consumed_samples=state.consumed_samples,
             order_samples=state.order_samples,
             states=random_states.capture(),
+            on_gpu=run.device.is_cuda,
         ),
     )
     (partner,) = _world(layout).partners(layout.global_rank)
@@ -108,16 +113,21 @@ def build_backward_schedule(
     """
     config, layout = run.config, run.layout
     stage = stage_of(layout)
+    forward_on_cpu = config.fbd.fbd_forward_on_cpu
+    if forward_on_cpu:
+        recompute_final_norms(run.state.chunks)
     stores = install_split_backward(run.state.chunks)  # before the graphs, which call the layers as they are then
     receivers: dict[ShipMode, list[ShipmentReceiver]] = {}
     graphs: dict[ShipMode, list[Graph]] = {}
     layouts: list[ShipmentLayout] = []
     ship_bytes = {}
     for mode, built in ExamplePasses(run, stage).graphs().items():
-        graphs[mode] = [Graph(saved=graph.saved, states=tuple(graph.region_states)) for graph in built]
+        graphs[mode] = []
         receivers[mode] = []
         for chunk, graph in enumerate(built):
-            layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
+            states = None if forward_on_cpu else tuple(graph.region_states)
+            graphs[mode].append(Graph(saved=graph.saved, states=states))
+            layouts.append(shipment_layout(graph.saved, states, ends_with_report=stage.is_last(chunk)))
             receivers[mode].append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
         ship_bytes[mode] = sum(sum(layout.sizes) for layout in layouts[-len(built) :])
     _exchange(layout).put("graphs", graphs)
@@ -142,7 +152,7 @@ def build_backward_schedule(
         channel,
         receivers,
         stores=stores,
-        tuner=ShipTuner(ship_bytes, _world(layout), clock, publishing),
+        tuner=ShipTuner(ship_bytes, _world(layout), clock, publishing, forward_on_cpu=forward_on_cpu),
         manifest=_backward_manifest(run, stage, channel, receivers),
         weight_version=lambda: run.state.iteration,
         request_stop=request_stop,
@@ -160,20 +170,26 @@ def build_forward_rank(
     `open_observer` opens the observer of the run once it is known where the training begins.
 
     Raises:
+        UsageError: a backward rank has another kind of device, and no flag says so.
         TransferError: the graphs of backward ranks need other tensors than passes here save.
         PeerLostError: a rank did not connect.
     """
     config, layout = run.config, run.layout
-    stage, exchange, world = stage_of(layout), _exchange(layout), _world(layout)
+    stage, exchange = stage_of(layout), _exchange(layout)
+    if config.fbd.fbd_forward_on_cpu:
+        recompute_final_norms(run.state.chunks)
     learned = ExamplePasses(run, stage).saved_tensors()
-    partners = world.partners(layout.global_rank)
+    partners = _world(layout).partners(layout.global_rank)
     starts: list[Start] = [exchange.get("start", partner) for partner in partners]
-    replicas = [
-        Replica(partners=group, iterators=_iterators(config, layout, group[0], start), states=start.states)
-        for group, start in zip(
-            [partners] if world.merged else [(partner,) for partner in partners], starts, strict=False
+    for partner, start in zip(partners, starts, strict=True):
+        refuse_other_device(
+            layout.global_rank,
+            partner,
+            on_gpu=run.device.is_cuda,
+            partner_on_gpu=start.on_gpu,
+            may_differ=config.fbd.fbd_forward_on_cpu,
         )
-    ]
+    replicas = _replicas(run, partners, starts)
     splits = {Split.VALIDATION: replicas[0].iterators.valid, Split.TEST: replicas[0].iterators.test}
     exchange.put("hello", Hello(splits=frozenset(split for split, found in splits.items() if found is not None)))
     destinations = _destinations(run, stage, learned)
@@ -199,6 +215,42 @@ def build_forward_rank(
         observer=observer,
         stop_requested=stop_requested,
     )
+
+
+def _replicas(run: TrainingRun, partners: tuple[int, ...], starts: list[Start]) -> list[Replica]:
+    """Return the replicas that a forward rank serves, with their data from where the training begins."""
+    config, layout = run.config, run.layout
+    groups = [partners] if _world(layout).merged else [(partner,) for partner in partners]
+    return [
+        Replica(partners=group, iterators=_iterators(config, layout, group[0], start), states=_states(config, start))
+        for group, start in zip(groups, starts, strict=False)
+    ]
+
+
+def refuse_other_device(rank: int, partner: int, *, on_gpu: bool, partner_on_gpu: bool, may_differ: bool) -> None:
+    """Raise UsageError if a forward rank and its backward rank have devices of two kinds, except for a CPU and a GPU
+    where `may_differ` (`--fbd-forward-on-cpu`).
+    """
+    if on_gpu and not partner_on_gpu:
+        raise UsageError(
+            f"forward rank {rank} has a GPU, and its backward rank {partner} has none; give backward ranks GPUs, or "
+            "take the CPU for all ranks (CUDA_VISIBLE_DEVICES= set to nothing)"
+        )
+    if partner_on_gpu and not on_gpu and not may_differ:
+        raise UsageError(
+            f"forward rank {rank} has no GPU, and its backward rank {partner} has one; write --fbd-forward-on-cpu "
+            "(in a manifest fbd.forward with gpusPerNode: 0), or give each rank a GPU"
+        )
+
+
+def _states(config: TrainerConfig, start: Start) -> dict[str, object]:
+    """Return the random states with which the first pass of a replica begins.
+
+    Those of a GPU are no states of a CPU, which keeps its own: no pass draws numbers from them.
+    """
+    if config.fbd.fbd_forward_on_cpu:
+        return random_states.capture() | random_states.of_host(start.states)
+    return start.states
 
 
 def _backward_manifest(

@@ -4,7 +4,11 @@ Both roles run their passes under one setting: autograd then saves less on the f
 backward rank recomputes the rest.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.fbd import ShipMode
@@ -41,6 +45,29 @@ def set_recomputation(chunks: list[Any], recomputation: Recomputation) -> None:
             core_config.recompute_num_layers = recomputation.num_layers
         if hasattr(module, "checkpoint_core_attention"):
             module.checkpoint_core_attention = recomputation.granularity == "selective"
+
+
+def recompute_final_norms(chunks: list[Any]) -> None:
+    """Let backward passes recompute the norm after the last layer from its input, under any recomputation.
+
+    A CPU and a GPU do not save the same for it: statistics of LayerNorm are bf16 on a CPU if its input is, and float32
+    on a GPU, and RMSNorm is several operations on a CPU. All other tensors saved outside of layers are equal on both.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        norm = getattr(module, "final_layernorm", None)
+        if norm is not None:
+            norm.forward = functools.partial(_recomputed, norm, norm.forward)
+
+
+def _recomputed(
+    norm: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    from megatron.core.tensor_parallel import checkpoint
+
+    if not norm.training:
+        return forward(hidden)
+    output: torch.Tensor = checkpoint(forward, False, hidden)
+    return output
 
 
 class ShipSwitch:

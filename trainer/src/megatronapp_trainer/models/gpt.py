@@ -126,9 +126,10 @@ def _build_chunk(
 
     model, vp_stage = config.model, chunk if layout.virtual_size > 1 else None
     place = layout.place_in_loop(chunk)
+    implementation = resolve_implementation(model, on_any_device=config.fbd.fbd_forward_on_cpu)
     gpt = GPTModel(
         core_config,
-        block_spec(resolve_implementation(model), core_config, vp_stage, place),
+        block_spec(implementation, core_config, vp_stage, place),
         vocab_size,
         model.positions,
         pre_process=place == 0 and chunk == 0,

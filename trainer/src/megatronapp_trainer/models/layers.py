@@ -7,15 +7,18 @@ from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.errors import UsageError
 
 
-def resolve_implementation(model: ModelConfig) -> str:
-    """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed."""
+def resolve_implementation(model: ModelConfig, *, on_any_device: bool = False) -> str:
+    """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed.
+
+    `on_any_device`: whether they must be the same on ranks without a GPU, where Transformer Engine does not run.
+    """
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.transformer_impl == "transformer_engine" and not has_engine:
         raise UsageError(
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "install it or take --transformer-impl torch"
         )
-    return model.transformer_impl or ("transformer_engine" if has_engine else "torch")
+    return model.transformer_impl or ("transformer_engine" if has_engine and not on_any_device else "torch")
 
 
 def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library

@@ -24,6 +24,8 @@ def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> 
         raise UsageError("--transport native carries tensors of the CPU only so far; leave it out on GPUs")
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or ("nccl" if device.is_cuda else "gloo")
+    if layout.gpu_place(config.fbd) is None:
+        backend = "gloo"  # the flag is for the ranks with GPUs
     if backend == "nccl" and not device.is_cuda:
         raise UsageError("--distributed-backend nccl needs GPUs, and this rank has none; leave it out or take gloo")
     if config.dpp.transport == "nccl" and backend != "nccl":

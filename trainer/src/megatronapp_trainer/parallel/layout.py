@@ -5,6 +5,7 @@ import os
 
 from megatronapp_common.names import Env
 from megatronapp_common.topology import Coordinates, FbdWorld, RankRole, Topology
+from megatronapp_trainer.config import FbdConfig
 from megatronapp_trainer.errors import UsageError
 
 
@@ -116,6 +117,17 @@ class Layout:
     def is_last_stage(self) -> bool:
         """Return True if this rank computes the loss, in its last chunk."""
         return self.place_in_loop(self.virtual_size - 1) == self.pipeline_size - 1
+
+    def gpu_place(self, fbd: FbdConfig) -> int | None:
+        """Return the index among the ranks of the node that use its GPUs; None if this rank runs on the CPU."""
+        if not fbd.fbd_forward_on_cpu:
+            return self.local_rank
+        if self.role is RankRole.FORWARD:
+            return None
+        assert self.fbd is not None
+        first = self.global_rank - self.local_rank
+        before = [self.fbd.role_of(rank) for rank in range(first, self.global_rank)]
+        return before.count(RankRole.BACKWARD)
 
     @property
     def is_reporter(self) -> bool:

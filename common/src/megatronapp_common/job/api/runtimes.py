@@ -46,7 +46,7 @@ class ForwardWorkers(ManifestModel):
     proc_per_node: Annotated[int, Field(ge=1, le=MAX_PROC_PER_NODE)] | None = None
     """Forward ranks of each; derived from their number by default, otherwise gpusPerNode."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of each; 0: forward runs on the CPU."""
+    """GPUs of each; 0: forward runs on the CPU, which with GPUs for backward ranks needs ship: full and no dropout."""
     node_selector: Labels | None = None
     """Labels of the nodes for these workers; defaults to spec.nodeSelector."""
     resources: Resources | None = None

@@ -137,6 +137,18 @@ _OF_FBD = (
     ),
 )
 """Fields that the trainer refuses together with MegaFBD (`trainer/.../config/rules/fbd.py`)."""
+_ON_CPU = f"(self.fbd.enabled && has({_FORWARD}) && {_GPUS} == 0 && self.gpusPerNode > 0)"
+_SHIPS_FULL = f"(has({_SHIP}) ? {_SHIP} == 'full' : has({_RECOMPUTE}) && {_RECOMPUTE}.granularity == 'full')"
+_NO_DROPOUT = " && ".join(f"has({dropout}) && {dropout} == 0.0" for dropout in (_ATTENTION, _HIDDEN))
+_FORWARD_ON_CPU = Rule(
+    id="forward-on-cpu",
+    field=".fbd.forward.gpusPerNode",
+    rule=f"!{_ON_CPU} || ({_SHIPS_FULL} && {_NO_DROPOUT})",
+    message="0 with GPUs for backward ranks needs fbd.ship: full, model.attentionDropout: 0 and model.hiddenDropout: 0 "
+    "(they are 0.1 by default); write these, or give forward ranks GPUs",
+    args=("--recompute-granularity", "--fbd-ship", "--attention-dropout", "--hidden-dropout"),
+)
+"""Fields that `--fbd-forward-on-cpu` needs, the flag of forward workers without GPUs."""
 
 
 def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str) -> Rule:
@@ -195,4 +207,4 @@ _RESOURCES = named_once(
     count=_GPUS,
     source="fbd.forward.gpusPerNode",
 )
-RUNTIME_RULES = (*_SWITCHES, *_OF_FBD, *FORWARD_RULES, _RESOURCES)
+RUNTIME_RULES = (*_SWITCHES, *_OF_FBD, _FORWARD_ON_CPU, *FORWARD_RULES, _RESOURCES)

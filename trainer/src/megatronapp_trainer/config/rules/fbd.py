@@ -16,6 +16,7 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         "--ignore-forward-tensor-parallel": fbd.merged,
         "--fbd-backward-per-forward": fbd.fbd_backward_per_forward != 1,
         "--fbd-ship": fbd.fbd_ship is not None,
+        "--fbd-forward-on-cpu": fbd.fbd_forward_on_cpu,
         "--fbd-forward-ranks-apart": fbd.fbd_forward_ranks_apart,
     }
     for flag, on in given.items():
@@ -46,4 +47,34 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         f"--hidden-dropout {config.model.hidden_dropout:g} cannot be combined with --ignore-forward-tensor-parallel, "
         f"--sequence-parallel and {cause}: what a backward rank computes again would have another mask; write "
         "--hidden-dropout 0 or --fbd-ship saved",
+    )
+    if fbd.fbd_forward_on_cpu:
+        yield from _problems_with_forward_on_cpu(config)
+
+
+def _problems_with_forward_on_cpu(config: TrainerConfig) -> Iterator[str]:
+    """Yield what differs between forward passes of a CPU and of a GPU."""
+    model, flag = config.model, "--fbd-forward-on-cpu"
+    yield from require(
+        config.ship_modes == (ShipMode.FULL,),
+        f"{flag} needs --fbd-ship full, as CPUs and GPUs save different tensors of a layer; write --fbd-ship full",
+    )
+    yield from require(
+        config.fbd.fbd_ship is not None or config.precision.recompute_method != "block",
+        f"{flag} cannot be combined with --recompute-method block, which recomputes some layers only, as CPUs and GPUs "
+        "save different tensors of the others; write --recompute-method uniform, or --fbd-ship full",
+    )
+    for name, dropout in (
+        ("--attention-dropout", model.attention_dropout),
+        ("--hidden-dropout", model.hidden_dropout),
+    ):
+        yield from require(
+            dropout == 0,
+            f"{name} {dropout:g} cannot be combined with {flag}: CPUs and GPUs draw different masks, and a backward "
+            f"rank draws them again; write {name} 0",
+        )
+    yield from require(
+        model.transformer_impl != "transformer_engine",
+        f"--transformer-impl transformer_engine cannot be combined with {flag}, as it needs a GPU; write "
+        "--transformer-impl torch or local",
     )

@@ -75,11 +75,17 @@ class SavedTensors(NamedTuple):
     segments: tuple[SavedSegment, ...]
 
     def refuse_other(self, other: "SavedTensors", *, rank: int) -> None:
-        """Raise TransferError that names the first slot in which the chunk of another rank differs."""
+        """Raise TransferError that names the first slot in which the chunk of another rank differs.
+
+        Its memory may be on another device.
+        """
         for index, (own, theirs) in enumerate(zip(self.slots, other.slots, strict=False)):
             if own != theirs:
                 raise TransferError(f"saved tensor {index}: here {own}, on rank {rank} {theirs}; both need one model")
-        if self != other:
+        layouts = [
+            (each.groups, [(segment.bytes, segment.group) for segment in each.segments]) for each in (self, other)
+        ]
+        if len(self.slots) != len(other.slots) or layouts[0] != layouts[1]:
             raise TransferError(
                 f"{len(self.slots)} saved tensors here and {len(other.slots)} on rank {rank}; both need one model"
             )

@@ -27,7 +27,7 @@ ALIGNMENT = 64
 class ShipmentLayout:
     """Places of the segments of a pass: the number of the shipment of each, and its first byte there.
 
-    After the segments the last shipment has the states of the checkpointed regions.
+    After the segments the last shipment has the states of the checkpointed regions, if these are shipped.
     """
 
     sizes: tuple[int, ...]
@@ -38,8 +38,8 @@ class ShipmentLayout:
     """Shipment and offset by segment."""
     lengths: tuple[int, ...]
     """Bytes by segment."""
-    state_places: tuple[tuple[int, int], ...]
-    """Offset in the last shipment, and bytes, of each state."""
+    state_places: tuple[tuple[int, int], ...] | None
+    """Offset in the last shipment, and bytes, of each state; None if no states are shipped."""
     ends_with_report: bool
     """True for a chunk whose report of the loss is sent after its shipments."""
 
@@ -54,13 +54,18 @@ class ShipmentLayout:
         return shipped_pass(microbatch, chunk) if is_last else None
 
 
-def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates], *, ends_with_report: bool) -> ShipmentLayout:
-    """Distribute the segments of a pass: whole groups in order, as many together as the largest group has bytes."""
+def shipment_layout(
+    saved: SavedTensors, states: Sequence[RegionStates] | None, *, ends_with_report: bool
+) -> ShipmentLayout:
+    """Distribute the segments of a pass: whole groups in order, as many together as the largest group has bytes.
+
+    `states`: of the checkpointed regions; None if they are not shipped, as their regions draw no random numbers.
+    """
     groups = range(1 + max(saved.groups, default=0))
     group_bytes = [
         sum(_aligned(segment.bytes) for segment in saved.segments if segment.group == group) for group in groups
     ]
-    state_bytes = [state.numel() for region in states for state in region.tensors]
+    state_bytes = [state.numel() for region in states or () for state in region.tensors]
     group_bytes[-1] += sum(map(_aligned, state_bytes))
     limit = max(group_bytes)
     sizes, last_groups = [0], [0]
@@ -84,7 +89,12 @@ def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates], *, ends
         ends[-1] += _aligned(size)
     lengths = tuple(segment.bytes for segment in saved.segments)
     return ShipmentLayout(
-        tuple(sizes), tuple(last_groups), tuple(places), lengths, tuple(state_places), ends_with_report
+        tuple(sizes),
+        tuple(last_groups),
+        tuple(places),
+        lengths,
+        None if states is None else tuple(state_places),
+        ends_with_report,
     )
 
 
@@ -179,10 +189,11 @@ class _ShippedPass:
             self._add_tensor(layout.places[number][1], part)
 
     def finish(self, states: Sequence[RegionStates]) -> None:
-        """Send the last shipment, with the states of the checkpointed regions."""
-        found = (state for region in states for state in region.tensors)
-        for (start, _), state in zip(self._layout.state_places, found, strict=True):
-            self._add_tensor(start, state)
+        """Send the last shipment, with the states of the checkpointed regions if these are shipped."""
+        if self._layout.state_places is not None:
+            found = (state for region in states for state in region.tensors)
+            for (start, _), state in zip(self._layout.state_places, found, strict=True):
+                self._add_tensor(start, state)
         self._send()
 
     def _add_tensor(self, start: int, tensor: torch.Tensor) -> None:
@@ -269,7 +280,10 @@ class ShipmentReceiver:
         return torch.cuda.stream(self._copies)
 
     def _states(self, shipment: torch.Tensor) -> list[RegionStates]:
+        """Return the states of the pass's checkpointed regions; those of the first pass if none are shipped."""
         places = self._layout.state_places
+        if places is None:
+            return self._graph.region_states
         values = iter([shipment[start : start + size].to("cpu", copy=True) for start, size in places])
         return [region.replaced([next(values) for _ in region.tensors]) for region in self._graph.region_states]
 

@@ -3,6 +3,7 @@
 In a round a forward rank serves each of its k replicas once, while each of these runs backward. Its length is that of
 the longest of three: k forward passes, one backward pass, and k copies of shipments, which leave the forward rank one
 after another. Passes fill the rounds of all ranks alike, so that a microbatch costs (k + 1) / k ranks for a round.
+Where forward ranks run on the CPU, the time of GPUs counts alone: a microbatch costs one of them for a round.
 """
 
 from typing import NamedTuple
@@ -32,6 +33,13 @@ class Roles(NamedTuple):
     """Backward ranks of a replica."""
     merged: int = 1
     """Ranks of the tensor group that a forward rank serves; 1 where forward ranks are not merged."""
+    forward_on_cpu: bool = False
+    """True if backward ranks alone have GPUs."""
+
+    @property
+    def costly(self) -> str:
+        """Return whose time counts, for messages."""
+        return "GPUs" if self.forward_on_cpu else "ranks"
 
     def ranks(self, served: int) -> int:
         """Return the ranks of both roles if a forward rank serves this number of replicas."""
@@ -50,9 +58,12 @@ def round_seconds(seconds: PassSeconds, served: int) -> float:
     return max(served * seconds.forward, seconds.backward, served * seconds.ship)
 
 
-def cost(seconds: PassSeconds, served: int) -> float:
-    """Return the time of ranks that a microbatch takes on a stage, both roles together."""
-    return round_seconds(seconds, served) * (served + 1) / served
+def cost(seconds: PassSeconds, served: int, *, forward_on_cpu: bool = False) -> float:
+    """Return the time of ranks that a microbatch takes on a stage, both roles together; with forward ranks on the CPU
+    the time of GPUs.
+    """
+    ranks = 1.0 if forward_on_cpu else (served + 1) / served
+    return round_seconds(seconds, served) * ranks
 
 
 def advise(seconds: PassSeconds, roles: Roles) -> Advice:
@@ -60,25 +71,25 @@ def advise(seconds: PassSeconds, roles: Roles) -> Advice:
     if roles.merged > 1:
         return Advice(None, _merged_sentence(seconds, roles))
     divisors = [served for served in range(1, roles.replicas + 1) if roles.replicas % served == 0]
-    best = min(divisors, key=lambda served: cost(seconds, served))
-    if not _saves(seconds, best, over=roles.served):
+    on_cpu = roles.forward_on_cpu
+    best = min(divisors, key=lambda served: cost(seconds, served, forward_on_cpu=on_cpu))
+    if _saving(seconds, roles, roles.served, best) <= WORTHWHILE:
         best = roles.served
     sentence = _fitting_sentence(seconds, roles) if best == roles.served else _changed_sentence(seconds, roles, best)
-    ideal = min(range(1, MOST_SERVED + 1), key=lambda served: cost(seconds, served))
-    if ideal not in divisors and _saves(seconds, ideal, over=best):
+    ideal = min(range(1, MOST_SERVED + 1), key=lambda served: cost(seconds, served, forward_on_cpu=on_cpu))
+    if ideal not in divisors and _saving(seconds, roles, best, ideal) > WORTHWHILE:
         sentence += (
-            f"; --fbd-backward-per-forward {ideal} would take {_saving(seconds, best, ideal)} less time of ranks, but "
-            f"does not divide the {roles.replicas} replica{'s' if roles.replicas > 1 else ''}"
+            f"; --fbd-backward-per-forward {ideal} would take {_saving(seconds, roles, best, ideal):.0%} less time of "
+            f"{roles.costly}, but does not divide the {roles.replicas} replica{'s' if roles.replicas > 1 else ''}"
         )
     return Advice(best, sentence)
 
 
-def _saves(seconds: PassSeconds, served: int, *, over: int) -> bool:
-    return cost(seconds, served) < (1 - WORTHWHILE) * cost(seconds, over)
-
-
-def _saving(seconds: PassSeconds, served: int, better: int) -> str:
-    return f"{1 - cost(seconds, better) / cost(seconds, served):.0%}"
+def _saving(seconds: PassSeconds, roles: Roles, served: int, better: int) -> float:
+    """Return the share of a microbatch's cost that another number of replicas saves."""
+    on_cpu = roles.forward_on_cpu
+    whole = cost(seconds, served, forward_on_cpu=on_cpu)
+    return 1 - cost(seconds, better, forward_on_cpu=on_cpu) / whole if whole else 0.0
 
 
 def _changed_sentence(seconds: PassSeconds, roles: Roles, best: int) -> str:
@@ -86,14 +97,22 @@ def _changed_sentence(seconds: PassSeconds, roles: Roles, best: int) -> str:
     return (
         f"--fbd-backward-per-forward {best} fits better: {roles.replicas} replicas on {roles.ranks(best)} ranks, not "
         f"{roles.ranks(roles.served)}, with {then} a microbatch{f', not {now},' if now != then else ' as now'} take "
-        f"{_saving(seconds, roles.served, best)} less time of ranks"
+        f"{_saving(seconds, roles, roles.served, best):.0%} less time of {roles.costly}"
     )
 
 
 def _fitting_sentence(seconds: PassSeconds, roles: Roles) -> str:
+    ship = "copies of shipments are the limit, which --fbd-ship selective or full makes less"
+    forward = "forward ranks are the limit"
+    if roles.forward_on_cpu:
+        ship = "copies of shipments are the limit"
+        forward = (
+            "forward ranks, which run on the CPU, are the limit, and the GPUs of backward ranks wait "
+            f"{_idle_backward(seconds, roles)} of the time"
+        )
     limit = {
-        roles.served * seconds.ship: "copies of shipments are the limit, which --fbd-ship selective or full makes less",
-        roles.served * seconds.forward: "forward ranks are the limit",
+        roles.served * seconds.ship: ship,
+        roles.served * seconds.forward: forward,
         seconds.backward: f"backward ranks are the limit, and forward ranks wait {_idle(seconds, roles)} of the time",
     }[round_seconds(seconds, roles.served)]
     return f"--fbd-backward-per-forward {roles.served} fits: {limit}"
@@ -116,6 +135,12 @@ def _idle(seconds: PassSeconds, roles: Roles) -> str:
     """Return the share of a round in which a forward rank runs no pass."""
     length = round_seconds(seconds, roles.served)
     return f"{1 - roles.served * seconds.forward / length if length else 0:.0%}"
+
+
+def _idle_backward(seconds: PassSeconds, roles: Roles) -> str:
+    """Return the share of a round in which a backward rank runs no pass."""
+    length = round_seconds(seconds, roles.served)
+    return f"{1 - seconds.backward / length if length else 0:.0%}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -43,7 +43,13 @@ class ShipTuner:
     """
 
     def __init__(
-        self, ship_bytes: Mapping[ShipMode, int], world: FbdWorld, clock: TaskClock, publishing: Publishing
+        self,
+        ship_bytes: Mapping[ShipMode, int],
+        world: FbdWorld,
+        clock: TaskClock,
+        publishing: Publishing,
+        *,
+        forward_on_cpu: bool,
     ) -> None:
         """Begin to measure; collective over the backward ranks.
 
@@ -52,8 +58,10 @@ class ShipTuner:
             world: ranks of both roles.
             clock: of this rank's passes.
             publishing: where results go.
+            forward_on_cpu: whether backward ranks alone have GPUs.
         """
         self._world = world
+        self._forward_on_cpu = forward_on_cpu
         self._clock = clock
         self._publishing = publishing
         self._steps: MeasuredSteps | None = MeasuredSteps(tuple(ship_bytes))
@@ -134,6 +142,7 @@ class ShipTuner:
                 served=world.backward_per_forward,
                 stages=stages,
                 merged=world.trained.tensor if world.merged else 1,
+                forward_on_cpu=self._forward_on_cpu,
             ),
         )
         self._report = dataclasses.replace(
