@@ -2,6 +2,7 @@
 
     . bench/gpu_setup.sh; python3 bench/gpu_fbd.py --out gpu_fbd.json                  # all that the GPUs allow
     python3 bench/gpu_fbd.py --only pair,equal --out pair.json                         # most important first
+    python3 bench/gpu_fbd.py --only cpu --layers 4 ... --out cpu.json                  # see below
     python bench/gpu_fbd.py --cpu --tiny --gpus 4                                      # whether it runs, on CPU ranks
 
 Experiments, in this order; each starts its gangs (processes that stay, and wait while another gang has its turn),
@@ -18,6 +19,9 @@ prints its rows as JSON as soon as it has them, and ends the gangs. One that fai
               against the model, in which the shared GPU runs both backward passes in turns (and so takes 2 B for two
               microbatches, of which forward takes 2 F)
     halved    the pair and plain data parallelism while a process on the forward GPU computes all the time
+    cpu       (1 GPU; only if named) forward passes on the CPU, with all its cores but two, and backward passes on the
+              GPU, next to plain training with full recomputation: passes, memory, and the advice of the run. A CPU is
+              slow: --layers 4 --hidden 1024 --sequence 512 --micro-batch 1 --batch 8 --counts 4,8 --blocks 5 --warm 4
     merged    (3 GPUs) one forward rank for a tensor group of two, next to plain TP2 with its three recomputations
     replicas  (3 GPUs) one forward rank for two replicas, next to plain DP3 with its three recomputations
     stages    (4 GPUs) two pairs as PP2, next to plain DP2 x PP2 with its three recomputations
@@ -232,6 +236,21 @@ def occupancy_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Fi
     return rows
 
 
+def cpu_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Figures]:
+    """Return the passes of each gang, and what the pair says of itself."""
+    counts = bench.options.counts
+    found = bench.alternate(passes_of(running, counts))
+    rows = []
+    for name, gang in running.items():
+        blocks = found[f"{name} {max(counts)}"]
+        figures = medians(blocks)
+        row = {"gang": name, "microbatch_ms": round(microbatch_ms(found, name, counts), 3)}
+        row |= {key: round(figures[key], 3) for key in ("forward_ms", "backward_ms")}
+        row |= {"peak_MiB": mib(figures["peak_bytes"]), "ring_MiB": mib(ring_of(gang)), "blocks": len(blocks)}
+        rows.append(row | ({"log": log} if (log := blocks[-1]["log"]) else {}))
+    return rows
+
+
 def halved_rows(bench: GangBench, running: dict[str, RunningGang]) -> list[Figures]:
     competitor = running["competitor"]
     rows = [{**row, "competitor": False} for row in step_rows(bench, running)]
@@ -282,10 +301,20 @@ EXPERIMENTS = {
         ],
         halved_rows,
     ),
+    "cpu": Experiment(
+        1,
+        [
+            Gang("plain", 1, RECOMPUTE["full"], 1),
+            Gang("forward on the CPU", 2, f"{SWITCH} --fbd-ship full --fbd-forward-on-cpu", 1),
+        ],
+        cpu_rows,
+    ),
     **wide("merged", f"{TP2} --ignore-forward-tensor-parallel", TP2, 3),
     **wide("replicas", f"{SHARDED} {PER_FORWARD}", SHARDED, 3),
     **wide("stages", PP2, f"{PP2} {SHARDED}", 4),
 }
+ONLY_NAMED = {"cpu"}
+"""Experiments that need sizes of their own: a CPU is slow."""
 TINY: dict[str, Any] = {
     "layers": 2,
     "hidden": 64,
@@ -327,10 +356,11 @@ def main() -> int:
         import torch
 
         options.gpus = torch.cuda.device_count()
-    if options.gpus < 2:
-        print(f"skipped: {options.gpus} GPUs; two are needed, or --cpu --gpus 2")
+    given = options.only.split(",") if options.only else {name.split(",")[0] for name in EXPERIMENTS} - ONLY_NAMED
+    names = [name for name in EXPERIMENTS if name.split(",")[0] in given]
+    if all(EXPERIMENTS[name].gpus > options.gpus for name in names):
+        print(f"skipped: {options.gpus} GPUs are too few; two are needed for most, or --cpu --gpus 2")
         return 0
-    names = [name for name in EXPERIMENTS if name.split(",")[0] in options.only.split(",") or not options.only]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         bench = GangBench(options, pathlib.Path(directory))
         try:

@@ -66,6 +66,7 @@ class GangRank:
     """A rank of plain training or of MegaFBD."""
 
     def __init__(self, connection: "Connection[Any, Any]", flags: str) -> None:
+        import torch
         from bench_device import BenchDevice
 
         from megatronapp_common.topology import RankRole
@@ -81,7 +82,9 @@ class GangRank:
         layout = layout_of(config)
         os.environ[CONNECTIONS] = device_connections(flags.split(), layout.role)
         apply_deterministic_mode(config)
-        device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
+        device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
+        if layout.gpu_place(config.fbd) is None:
+            torch.set_num_threads(max(len(os.sched_getaffinity(0)) - 2, 1))  # the backward rank has the others
         initialize_groups(config, layout, device)
         self._is_forward = layout.role is RankRole.FORWARD
         config = config.of_role(layout.role) if self._is_forward else config

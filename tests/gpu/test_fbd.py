@@ -3,6 +3,7 @@
 On two GPUs each role has one, and tensors travel between them; on one GPU both roles share it.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,23 @@ CASES = {
     "selective": f"{STILL} --recompute-granularity selective",
 }
 SHIPS = ("saved", "selective", "full")
+ON_CPU = f"{SWITCH} --fbd-ship full --fbd-forward-on-cpu"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+EVALUATED = "--eval-iters 1 --eval-interval 3"
+SHARED = "--ranks-per-gpu 2 --distributed-backend gloo"
+CLOSE = {
+    "fp32": (1, STILL, "", 1e-4, 1e-3),
+    "bf16": (1, f"{STILL} --bf16 {EVALUATED}", "", 2e-3, 2e-2),
+    "llama-bf16": (1, f"{STILL} --bf16 {LLAMA}", "", 2e-3, 2e-2),
+    "one-for-two": (2, f"{STILL} {SHARED}", "--fbd-backward-per-forward 2", 1e-4, 1e-3),
+}
+"""Ranks of plain training, flags, those of MegaFBD alone, and tolerances of losses and gradient norms.
+
+Kernels of a CPU and of a GPU sum in different orders, and in bf16 they round to different neighbours.
+"""
 PATIENCE_S = 120.0
 """Limit of a run, so that one that hangs is named."""
 
@@ -78,15 +96,37 @@ def test_each_mode_of_shipping_is_bit_equal(run_ranks: RunRanks, plain: Callable
 def test_a_pair_on_a_shared_gpu_is_bit_equal_to_plain_training(
     run_ranks: RunRanks, plain: Callable[[str], Record], case: str
 ) -> None:
-    shared = "--ranks-per-gpu 2 --distributed-backend gloo"
-    assert record(run_ranks, 2, f"{CASES[case]} {SWITCH} {shared}") == plain(CASES[case])
+    assert record(run_ranks, 2, f"{CASES[case]} {SWITCH} {SHARED}") == plain(CASES[case])
 
 
 @pytest.mark.gpus(2)
 def test_a_forward_gpu_serves_two_backward_ranks_of_another(run_ranks: RunRanks) -> None:
-    shared = f"{CASES['fp32']} --ranks-per-gpu 2 --distributed-backend gloo"
+    shared = f"{CASES['fp32']} {SHARED}"
     together = record(run_ranks, 3, f"{shared} {SWITCH} --fbd-backward-per-forward 2")
     assert together == record(run_ranks, 2, shared)
+
+
+@pytest.mark.parametrize("case", CLOSE)
+def test_forward_ranks_on_the_cpu_train_alike(run_ranks: RunRanks, case: str) -> None:
+    """One GPU is enough: the backward ranks' one, or both of theirs."""
+    ranks, flags, of_fbd, of_losses, of_norms = CLOSE[case]
+    losses, norms = record(run_ranks, ranks, flags)
+    found_losses, found_norms = record(run_ranks, ranks + 1, f"{flags} {of_fbd} {ON_CPU}")
+    assert losses[0] - losses[-1] > 100 * of_losses, "training changes the loss by more than what is allowed"
+    assert found_losses == pytest.approx(losses, rel=of_losses)
+    assert found_norms == pytest.approx(norms, rel=of_norms)
+
+
+def test_a_forward_rank_without_a_gpu_needs_a_flag(run_ranks: RunRanks) -> None:
+    with pytest.raises(Exception, match="forward rank 1 has no GPU, and its backward rank 0 has one; write"):
+        flags = f"{MODEL} {STILL} {SWITCH} --distributed-timeout-minutes 0.5"  # rank 0 waits for rank 1 until then
+        run_ranks(2, train_without_gpu_of_forward, flags, timeout_s=PATIENCE_S)
+
+
+def train_without_gpu_of_forward(flags: str) -> object:
+    if os.environ["RANK"] == "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return train(flags)
 
 
 def test_the_flags_that_two_ranks_on_a_gpu_need_are_named(run_ranks: RunRanks) -> None:
