@@ -56,8 +56,8 @@ from megatronapp_trainer.training.build import TrainingRun, build_run, build_sch
 
 DISTURBANCES = ("none", "slow", "late")
 WARM = 2
-CHOOSING = 6
-"""Steps until `auto` has chosen: two of warm-up, three measured, and one that begins with the choice."""
+MEASURING, CHOOSING = 5, 9
+"""Steps before `auto` chooses a plan, and until it has measured it against the order that is never left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,9 @@ def warm_up(options: argparse.Namespace, subjects: list[Subject], samples: Sampl
     for subject in subjects:
         if subject.variant.disturbance is None:
             continue
-        for count in (most, *options.microbatches):
+        for step in range(MEASURING):
+            subject.step(samples, most, subject.variant.disturbance, f"measure {step} {dist.get_rank()}")
+        for count in options.microbatches:
             for step in range(CHOOSING):
                 subject.step(samples, count, subject.variant.disturbance, f"choose {step} {dist.get_rank()}")
 

@@ -74,6 +74,8 @@ class PlanTuner:
         """Choices by the number of microbatches."""
         self.measured_seconds: dict[int, float] = {}
         """Measured length of the passes of a step under it."""
+        self._guided: tuple[PlanChoice, float] | None = None
+        """A choice that is left, and its measured length, while the order that is never left is measured."""
 
     def begin_step(self, num_microbatches: int) -> None:
         """Choose the plan for steps of this size, once the times are known."""
@@ -87,9 +89,8 @@ class PlanTuner:
             reaction=self._reaction,
             memory=self._plan.memory,
         )
-        self._plan.candidates[num_microbatches] = choice.candidate
-        self.choices[num_microbatches] = choice
-        self._compared, self._compared_size, self._warm_up, self._steps = choice, num_microbatches, 1, []
+        self._guided = None
+        self._try(choice, num_microbatches)
         if self._report is not None:
             self._report(
                 f" dpp: {num_microbatches} microbatches: {choice.candidate.describe(self._plan.placement)}; the passes "
@@ -144,15 +145,47 @@ class PlanTuner:
             self._times = self._gathered_times()
             self.usual = self._times.usual
         else:
-            self._compare(self._compared)
-            self._compared = None
+            self._end_trial(self._compared)
         self._steps = []
+
+    def _try(self, choice: PlanChoice, num_microbatches: int) -> None:
+        """Let the next steps run under a choice, and compare them with what it promises."""
+        self._plan.candidates[num_microbatches] = choice.candidate
+        self.choices[num_microbatches] = choice
+        self.measured_seconds.pop(num_microbatches, None)
+        self._compared, self._compared_size, self._warm_up, self._steps = choice, num_microbatches, 1, []
+
+    def _end_trial(self, choice: PlanChoice) -> None:
+        """Report the length of the steps under a choice; of a plan that is left and the order keep the faster one.
+
+        The simulation knows the time that hosts need for their decisions by a constant alone, and an order that is
+        never left needs none. Both are measured, so that no user pays for that.
+        """
+        size, seconds = self._compared_size, self._compare(choice)
+        if choice.never_left is not None:
+            self._guided = choice, seconds
+            self._try(choice.never_left, size)
+            return
+        self._compared = None
+        if self._guided is None:
+            return
+        guided, guided_seconds = self._guided
+        self._guided = None
+        stays = "the first one" if guided_seconds <= seconds else "the order that is never left"
+        if guided_seconds <= seconds:
+            self._plan.candidates[size], self.choices[size] = guided.candidate, guided
+            self.measured_seconds[size] = guided_seconds
+        if self._report is not None:
+            self._report(
+                f" dpp: {size} microbatches: of {1e3 * guided_seconds:.1f} ms with the plan that is left while inputs "
+                f"are late and {1e3 * seconds:.1f} ms with the order that is never left, {stays} is kept"
+            )
 
     def _gathered_times(self) -> MeasuredTimes:
         return measured_times(self._plan.placement, self._gather(self._steps))
 
-    def _compare(self, choice: PlanChoice) -> None:
-        """Report the time from the first rank's beginning to the last rank's end, as simulations count it.
+    def _compare(self, choice: PlanChoice) -> float:
+        """Return the time from the first rank's beginning to the last rank's end, as simulations count it; report it.
 
         Clocks of several machines have nothing in common: there it is the longest time of a rank.
         """
@@ -163,12 +196,14 @@ class PlanTuner:
             lengths = [max(ended for _, ended in step) - min(begun for begun, _ in step) for step in steps]
         else:
             lengths = [max(ended - begun for begun, ended in step) for step in steps]
-        seconds = statistics.median(lengths)
+        seconds: float = statistics.median(lengths)
         self.measured_seconds[self._compared_size] = seconds
-        if self._report is None:
-            return
-        ratio = seconds / choice.seconds
-        self._report(f" dpp: the passes of a step take {1e3 * seconds:.1f} ms, {ratio:.2f} times the simulated time")
+        if self._report is not None:
+            ratio = seconds / choice.seconds
+            self._report(
+                f" dpp: the passes of a step take {1e3 * seconds:.1f} ms, {ratio:.2f} times the simulated time"
+            )
+        return seconds
 
     def _gather(self, own: T) -> list[T]:
         """Return what each rank of the pipeline has."""

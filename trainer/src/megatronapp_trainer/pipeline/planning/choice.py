@@ -110,6 +110,8 @@ class PlanChoice:
     """Share of that in which a rank runs no task."""
     bubble: float
     """Expected share of the step in which a rank runs no task; mean over the ranks."""
+    never_left: "PlanChoice | None" = None
+    """Choice of the order that is never left, where this one is left and memory allows that order."""
 
 
 def choose_candidate(
@@ -146,7 +148,8 @@ def choose_candidate(
     ]
     followed = Candidate(plans_weights=True, spare_chunks=0, tolerance_seconds=tolerances[0], is_left=False)
     orders = [followed.order(placement, num_microbatches, rank) for rank in range(placement.ranks)]
-    if not memory or all(map(MemoryLimit.allows_order, memory, orders)):
+    allows_followed = not memory or all(map(MemoryLimit.allows_order, memory, orders))
+    if allows_followed:
         candidates.insert(0, followed)
     simulated = _Simulated(placement, num_microbatches, times, reaction, memory)
     histories = [f"{seed} {history}" for history in range(min(_histories(placement, num_microbatches), most_histories))]
@@ -155,13 +158,18 @@ def choose_candidate(
         larger = dataclasses.replace(candidate, tolerance_seconds=min(times.usual.task_seconds.values()) / 4)
         candidate, seconds, bubble = _best(simulated, histories, [candidate, larger])
     static = [simulated.static(history) for history in histories]
-    return PlanChoice(
+    choice = PlanChoice(
         candidate=candidate,
         seconds=seconds,
         static_seconds=statistics.mean(run.seconds for run in static),
         static_bubble=statistics.mean(run.mean_bubble for run in static),
         bubble=bubble,
     )
+    if not candidate.is_left or not allows_followed:
+        return choice
+    _, seconds, bubble = _best(simulated, histories, [followed])
+    never_left = dataclasses.replace(choice, candidate=followed, seconds=seconds, bubble=bubble)
+    return dataclasses.replace(choice, never_left=never_left)
 
 
 def _histories(placement: Placement, num_microbatches: int) -> int:

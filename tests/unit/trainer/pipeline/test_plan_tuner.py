@@ -1,14 +1,19 @@
-"""Advice on the number of chunks, from the times of another placement."""
+"""The choice of the plan by times: plans against the order that is never left, and advice on other placements."""
 
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.config.dpp import DppConfig
+from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.planning.choice import MeasuredTimes
+from megatronapp_trainer.pipeline.planning.orders import zero_bubble
 from megatronapp_trainer.pipeline.planning.other_placements import MOST_CHUNKS, other_placements, times_in
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, TaskKind
+from megatronapp_trainer.pipeline.task_clocks import StepTimes, TaskTime
 
 
 def placements() -> st.SearchStrategy[Placement]:
@@ -65,3 +70,41 @@ def test_medians_and_lateness_of_tasks_stay() -> None:
     late = found.task_seconds[0, TaskKind.FORWARD, 1]
     assert max(late) / statistics.median(late) == pytest.approx(1.5)
     assert found.transfer_seconds == times.transfer_seconds
+
+
+MICROBATCHES = 16
+VEE = Placement(2, 2, Shape.VEE)
+
+
+def step_of(length: float) -> StepTimes:
+    """A step of a rank, with a late transfer in twenty; only its length depends on `length`."""
+    tasks = [TaskTime(task, 1.0, 0.0) for task in zero_bubble(VEE, MICROBATCHES, 0)]
+    tasks[-1] = TaskTime(tasks[-1].task, 1.0, length)
+    return StepTimes(tasks=tasks, transfers=[0.05] * 19 + [3.0])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("guided", "never_left"), [(100.0, 101.0), (101.0, 100.0)])
+def test_the_plan_that_is_faster_when_measured_is_kept(
+    guided: float, never_left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatronapp_trainer.pipeline.plan_tuner import MEASURED_STEPS, WARM_UP_STEPS, PlanTuner
+
+    monkeypatch.setattr(PlanTuner, "_gather", lambda _self, own: [own] * VEE.ranks)  # both ranks have the same times
+    lines: list[str] = []
+    plan = DppPlan(DppConfig(use_dpp=True, dpp_placement="vee"), VEE)
+    tuner = PlanTuner(plan, Any, lines.append)
+    candidates = []
+    for step in range(WARM_UP_STEPS + MEASURED_STEPS + 2 * (1 + MEASURED_STEPS) + 1):
+        tuner.begin_step(MICROBATCHES)
+        candidate = plan.candidates.get(MICROBATCHES)
+        candidates.append(None if candidate is None else candidate.is_left)
+        is_warm_up = step > WARM_UP_STEPS and candidates[-1] != candidates[-2]
+        tuner.end_step(step_of(1e6 if is_warm_up else guided if candidates[-1] else never_left))
+    known = [None] * (WARM_UP_STEPS + MEASURED_STEPS)
+    tried = [is_left for is_left in (True, False) for _ in range(1 + MEASURED_STEPS)]
+    assert candidates == [*known, *tried, guided < never_left]
+    assert plan.candidates[MICROBATCHES] == tuner.choices[MICROBATCHES].candidate
+    assert tuner.measured_seconds == {MICROBATCHES: 100.0}
+    kept = "the first one" if guided < never_left else "the order that is never left"
+    assert lines[-1].endswith(f"with the order that is never left, {kept} is kept")
