@@ -194,9 +194,9 @@ def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(
         return
     assert measured.plan.endswith("never left"), "the next trial begins as soon as the first one has ended"
     assert measured.measured_seconds is None
-    kept = plans[-1]
-    assert kept.plan == (chosen.plan if last[3].endswith("the first one is kept") else measured.plan)
-    assert f"{1e3 * kept.measured_seconds:.1f} ms with the " in last[3]
+    final = plans[-1]
+    assert final.plan == (chosen.plan if last[3].endswith("the first one is kept") else measured.plan)
+    assert f"{1e3 * final.measured_seconds:.1f} ms with the " in last[3]
 
 
 @pytest.mark.full("a second choice of the plan")

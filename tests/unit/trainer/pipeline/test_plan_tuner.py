@@ -85,7 +85,7 @@ def step_of(length: float) -> StepTimes:
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("guided", "never_left"), [(100.0, 101.0), (101.0, 100.0)])
-def test_the_plan_that_is_faster_when_measured_is_kept(
+def test_the_plan_that_is_faster_when_measured_stays(
     guided: float, never_left: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatronapp_trainer.pipeline.plan_tuner import MEASURED_STEPS, WARM_UP_STEPS, PlanTuner
@@ -106,5 +106,5 @@ def test_the_plan_that_is_faster_when_measured_is_kept(
     assert candidates == [*known, *tried, guided < never_left]
     assert plan.candidates[MICROBATCHES] == tuner.choices[MICROBATCHES].candidate
     assert tuner.measured_seconds == {MICROBATCHES: 100.0}
-    kept = "the first one" if guided < never_left else "the order that is never left"
-    assert lines[-1].endswith(f"with the order that is never left, {kept} is kept")
+    winner = "the first one" if guided < never_left else "the order that is never left"
+    assert lines[-1].endswith(f"with the order that is never left, {winner} is kept")
