@@ -6,7 +6,8 @@ Each row is a layout, each column a schedule of MegaDPP or what MegaFBD ships. "
 losses and the gradient norms of all steps, to plain training in the same layout (megatron-core's static schedule);
 otherwise the largest relative difference is given. Asked is "equal"; of placements of ZB-V and of merged forward ranks,
 where the order of sums differs, at most 1e-5. In "delayed" columns ranks pause at random before they send, and inputs
-are withheld and arrive in another order (MegaDPP), or ranks pause before and after messages (MegaFBD). The last column
+are withheld and arrive in another order (MegaDPP), or ranks pause before and after messages (MegaFBD; ranks that choose
+their passes find messages late, in another order). "policy auto" of MegaFBD is that of --use-dpp. The last column
 is the largest relative difference of plain training in that layout to one process, at most 1e-5. Ends with 1 where
 something is not as asked.
 """
@@ -101,6 +102,15 @@ class Column:
     flags: str
     delayed: bool = False
 
+    def runs(self, case: LayoutCase) -> bool:
+        """Return whether the layout can run the variant with the masks of plain training."""
+        chunks = 3 if "rank 3" in case.layout else 1
+        if "zero-bubble" in self.flags:
+            return chunks <= 2
+        if SWITCH in self.flags and "--use-dpp" in self.flags:
+            return PP2 in case.layout and TP2 not in case.layout and STILL in case.model
+        return True
+
 
 class DelayedSends:
     """A transport of MegaDPP that pauses at random before it sends."""
@@ -130,6 +140,8 @@ def delay_messages(seed: int) -> None:
     """Let messages between ranks of MegaFBD leave and be taken late."""
     import random
 
+    import late_messages
+
     from megatronapp_trainer.fbd.channels.channel import Channel
 
     draw = random.Random(seed)
@@ -148,6 +160,7 @@ def delay_messages(seed: int) -> None:
         pause()
         return tensor
 
+    late_messages.install(seed)
     Channel.send, Channel.receive = delayed_send, delayed_receive  # type: ignore[method-assign, assignment]
 
 
@@ -192,7 +205,7 @@ class Comparison:
         """Return "equal", or how much losses and norms of a variant differ from those of plain training."""
         chunks = 3 if "rank 3" in case.layout else 2 if "virtual" in case.layout else 1
         is_zero_bubble = "zero-bubble" in column.flags
-        if is_zero_bubble and chunks > 2:
+        if not column.runs(case):
             return "-"
         flags = f"{case.model} {case.layout} {case.own if SWITCH in column.flags else ''} {column.flags}"
         try:
@@ -240,7 +253,9 @@ def columns_of_dpp() -> list[Column]:
 
 def columns_of_fbd(ships: list[str]) -> list[Column]:
     columns = [Column(ship, f"{SWITCH} --fbd-ship {ship}") for ship in ships]
-    return [*columns, Column(f"{ships[0]}, delayed", columns[0].flags, delayed=True)]
+    columns.append(Column(f"{ships[0]}, delayed", columns[0].flags, delayed=True))
+    policy = f"{SWITCH} --fbd-ship {ships[0]} --use-dpp"
+    return [*columns, Column("policy auto", policy), Column("policy auto, delayed", policy, delayed=True)]
 
 
 def chosen(cases: dict[str, LayoutCase], names: list[str]) -> dict[str, LayoutCase]:

@@ -35,6 +35,11 @@ def dpp(**fields: Any) -> Changes:
     return {"spec.dpp": {"enabled": True, **fields}}
 
 
+def both(**fields: Any) -> Changes:
+    """2 replicas of 2 stages, and as many forward ranks, whose roles follow policies of MegaDPP."""
+    return dpp(**fields) | fbd() | {"spec.parallelism.tensor": 1, "spec.procPerNode": 4}
+
+
 _SLICED: Changes = {"spec.parallelism.sequenceParallel": True}
 _RECOMPUTED: Changes = {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}
 _THREE: Changes = {"spec.model.numLayers": 6}
@@ -46,11 +51,22 @@ _RUNTIMES = [
         "spec.dpp.enabled",
         ({"spec.dpp.enabled": True, "spec.parallelism.pipeline": 1}, "needs parallelism.pipeline above 1"),
     ),
-    *good("dpp-or-fbd", {"spec.fbd.enabled": True, "spec.parallelism.pipeline": 1}),
+    *good(
+        "dpp-of-roles",
+        both(),
+        both(schedule="static"),
+        both(schedule="dfc", placement="loop", chunks=2),
+        dpp(memoryCap=4),
+        fbd() | {"spec.parallelism.pipeline": 1},
+    ),
     *bad(
-        "dpp-or-fbd",
-        "spec.fbd.enabled",
-        ({"spec.dpp.enabled": True, "spec.fbd.enabled": True}, "dpp is enabled too, and each of them runs"),
+        "dpp-of-roles",
+        "spec.dpp.enabled",
+        (dpp() | fbd(), "with fbd.enabled needs parallelism.tensor: 1"),
+        (both(schedule="zero-bubble"), "or schedule zero-bubble"),
+        (both(placement="vee", chunks=2), "placement vee"),
+        (both(memoryCap=4), "no memoryCap"),
+        (both(memoryCap="8Gi"), "no memoryCap"),
     ),
     *(
         example

@@ -65,9 +65,24 @@ def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
             "--recompute-granularity full: ",
         ),
         (
-            "--use-dpp --pipeline-model-parallel-size 2",
+            "--use-dpp --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
             {},
-            "--use-dpp and --forward-backward-disaggregating cannot be combined yet",
+            "--use-dpp and --forward-backward-disaggregating need --tensor-model-parallel-size 1, not 2",
+        ),
+        (
+            "--use-dpp --pipeline-model-parallel-size 2 --dpp-schedule zero-bubble",
+            {},
+            "--dpp-schedule zero-bubble cannot be combined with --forward-backward-disaggregating",
+        ),
+        (
+            "--use-dpp --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --dpp-placement vee",
+            {},
+            "--dpp-placement vee cannot be combined with --forward-backward-disaggregating",
+        ),
+        (
+            "--use-dpp --pipeline-model-parallel-size 2 --dpp-memory-cap 4",
+            {},
+            "--dpp-memory-cap means nothing with --forward-backward-disaggregating",
         ),
         (
             "--transport native --pipeline-model-parallel-size 2",
@@ -120,6 +135,9 @@ def test_combinations_that_cannot_run_are_refused_by_name(more: str, fbd: dict[s
 
 def test_accepted_combinations_have_no_problem() -> None:
     assert not list(fbd_problems(config_of("--attention-dropout 0.1", fbd_backward_per_forward=2)))
+    for schedule in ("auto", "dfc", "bfc", "static"):
+        roles = f"--use-dpp --pipeline-model-parallel-size 2 --dpp-placement loop --dpp-schedule {schedule}"
+        assert not list(fbd_problems(config_of(roles)))
     assert not list(fbd_problems(config_of(ignore_forward_tensor_parallel=True, fbd_forward_ranks_apart=True)))
     for ship in ("saved", "selective"):
         recomputed = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -62,7 +62,7 @@ def pretrain(config: TrainerConfig) -> ExitCode:
         apply_deterministic_mode(config)
         device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
         initialize_groups(config, layout, device)
-        if config.dpp.use_dpp:
+        if config.dpp.use_dpp and not config.fbd.enabled:  # MegaFBD compares the memory of its own messages
             from megatronapp_trainer.pipeline.dynamic import check_memory
 
             check_memory(config, layout)

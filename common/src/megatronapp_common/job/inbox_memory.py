@@ -4,6 +4,7 @@
 """
 
 from megatronapp_common.job.api.runtimes import Dpp
+from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.megatron_job import MegatronJob
 
 FILE_BYTES = 64 << 10
@@ -19,16 +20,18 @@ MAX_SLOTS = 4096
 
 
 def inbox_bytes(job: MegatronJob) -> int:
-    """Return an upper bound of the shared memory for messages on a worker; 0 without MegaDPP.
+    """Return an upper bound of the shared memory for messages on a worker; 0 without MegaDPP, and with MegaFBD.
+
+    The messages of MegaFBD are those of `shipment_memory`.
 
     On the CPU it is the trainer's own number; ranks with GPUs need as much only where their devices do not reach each
     other. Flags in spec.args are not read. `rules.messages` has the same arithmetic.
     """
     dpp, layout, world = job.spec.dpp, job.spec.parallelism, job.world
     model, training = job.spec.model, job.spec.training
-    if not dpp.enabled or layout.pipeline < 2 or model is None or training is None:
+    if not dpp.enabled or job.world.fbd is not None or layout.pipeline < 2 or model is None or training is None:
         return 0
-    stages, chunks = layout.pipeline, _chunks(job)
+    stages, chunks = layout.pipeline, chunks_of(job.spec)
     is_ring = chunks > 1 and not _is_vee(dpp, chunks)
     ranks = max(world.proc_per_node)
     stride = world.world_size // stages
@@ -45,8 +48,9 @@ def inbox_bytes(job: MegatronJob) -> int:
     return neighbours * slots * (message_bytes + SLOT_BYTES) + files * FILE_BYTES
 
 
-def _chunks(job: MegatronJob) -> int:
-    return job.spec.parallelism.virtual_pipeline or job.spec.dpp.chunks or 1
+def chunks_of(spec: Spec) -> int:
+    """Return the model chunks of each rank."""
+    return spec.parallelism.virtual_pipeline or spec.dpp.chunks or 1
 
 
 def _is_vee(dpp: Dpp, chunks: int) -> bool:
@@ -55,7 +59,7 @@ def _is_vee(dpp: Dpp, chunks: int) -> bool:
 
 def _peak_chunks(job: MegatronJob, microbatches: int) -> int:
     """Return the most chunks whose activations a rank keeps at a time."""
-    dpp, stages, chunks = job.spec.dpp, job.spec.parallelism.pipeline, _chunks(job)
+    dpp, stages, chunks = job.spec.dpp, job.spec.parallelism.pipeline, chunks_of(job.spec)
     schedule = dpp.schedule or "auto"
     cap = None if dpp.memory_cap is None else str(dpp.memory_cap)
     capped = int(cap) if cap is not None and cap.isdecimal() else None

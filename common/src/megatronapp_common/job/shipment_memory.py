@@ -8,7 +8,7 @@ import math
 
 from megatronapp_common.job.api.model import Model
 from megatronapp_common.job.api.spec import Spec
-from megatronapp_common.job.inbox_memory import FILE_BYTES, SLOT_BYTES
+from megatronapp_common.job.inbox_memory import FILE_BYTES, SLOT_BYTES, chunks_of
 from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.world import WorkerGroup
 from megatronapp_common.topology import RankRole
@@ -33,7 +33,7 @@ def shipment_bytes(job: MegatronJob, group: WorkerGroup) -> int:
     spec, fbd = job.spec, job.world.fbd
     if fbd is None or spec.model is None or spec.training is None or group.gpus_per_node:
         return 0
-    control = CONTROL_SLOTS * (max(_hidden_bytes(spec), WEIGHT_PART_BYTES) + SLOT_BYTES) + FILE_BYTES
+    control = _control_slots(job) * (max(_hidden_bytes(spec), WEIGHT_PART_BYTES) + SLOT_BYTES) + FILE_BYTES
     saved = _places(job) * (pass_bytes(spec) + (_layers(spec) + 2) * SLOT_BYTES) + FILE_BYTES
     neighbours = 2 * control if spec.parallelism.pipeline > 1 else 0
     each = neighbours + 2 * FILE_BYTES
@@ -73,13 +73,23 @@ def _layer_bytes(spec: Spec, model: Model) -> int:
     return 4 * in_fp32 + -(-divided // tensor) * _number_bytes(spec) + 16 * heads
 
 
+def _control_slots(job: MegatronJob) -> int:
+    """Return the messages of a peer, but shipments, for which a rank has room; more where ranks choose their order."""
+    fbd = job.world.fbd
+    if fbd is None or not job.spec.dpp.enabled or job.spec.dpp.schedule == "static":
+        return CONTROL_SLOTS
+    return max(CONTROL_SLOTS, fbd.backward_per_forward * _places(job) + 1)
+
+
 def _places(job: MegatronJob) -> int:
     """Return the most passes that a backward rank has room for."""
     layout, training = job.spec.parallelism, job.spec.training
     assert training is not None
-    chunks, stages, replicas = layout.virtual_pipeline or 1, layout.pipeline, job.world.data_parallel_size
+    chunks, stages, replicas = chunks_of(job.spec), layout.pipeline, job.world.data_parallel_size
     samples = training.global_batch_size or training.micro_batch_size * replicas
     passes = samples // training.micro_batch_size // replicas * chunks
+    if job.spec.dpp.schedule in {"dfc", "bfc"}:
+        return min((stages + -(-SPARE_PLACES // chunks)) * chunks, passes)
     warm_up = stages - 1 if chunks == 1 else 2 * (stages - 1) + (chunks - 1) * stages
     return max(FEWEST_PLACES, min(warm_up + 1 + SPARE_PLACES, passes))
 
@@ -88,7 +98,7 @@ def _layers(spec: Spec) -> int:
     """Return the most layers of a chunk."""
     layout = spec.parallelism
     assert spec.model is not None
-    even = -(-spec.model.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1)))
+    even = -(-spec.model.num_layers // (layout.pipeline * chunks_of(spec)))
     return max(even, layout.first_stage_layers or 0, layout.last_stage_layers or 0)
 
 

@@ -18,6 +18,7 @@ RunRanks = Callable[..., list[Any]]
 FROM_STEP, STEPS = 25, 50
 MODEL = f"--train-iters {STEPS} --hidden-size 64 --seq-length 64 --global-batch-size 8"
 PP2 = "--pipeline-model-parallel-size 2"
+VPP2_AUTO = f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --use-dpp"
 
 
 def verdicts(run_ranks: RunRanks, world: int, flags: str, folder: pathlib.Path, fault: dict[str, Any]) -> list[Verdict]:
@@ -35,8 +36,10 @@ def verdicts(run_ranks: RunRanks, world: int, flags: str, folder: pathlib.Path, 
         ("", 0, "Backward rank 0 (stage 0"),
         (PP2, 3, "Forward rank 3 (stage 1"),
         (PP2, 0, "Backward rank 0 (stage 0"),
+        (VPP2_AUTO, 3, "Forward rank 3 (stage 1"),
+        (VPP2_AUTO, 0, "Backward rank 0 (stage 0"),
     ],
-    ids=["forward", "backward", "PP2-forward", "PP2-backward"],
+    ids=["forward", "backward", "PP2-forward", "PP2-backward", "VPP2-auto-forward", "VPP2-auto-backward"],
 )
 def test_a_slow_rank_of_each_role_is_named(
     run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str, rank: int, name: str

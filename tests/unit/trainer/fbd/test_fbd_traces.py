@@ -21,12 +21,20 @@ pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
 PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+EIGHT = "--global-batch-size 8"
 
 
+@pytest.mark.full("all layouts again with MegaDPP", but=("pair", "VPP2", "VPP2-auto", "one-forward-for-two"))
 @pytest.mark.parametrize(
     ("world", "flags", "replicas"),
-    [(2, "", 1), (4, PP2, 1), (3, "--global-batch-size 8 --fbd-backward-per-forward 2", 2)],
-    ids=["pair", "VPP2", "one-forward-for-two"],
+    [
+        (2, "", 1),
+        (4, PP2, 1),
+        (4, f"{PP2} --use-dpp", 1),
+        (3, f"{EIGHT} --fbd-backward-per-forward 2", 2),
+        (6, f"{PP2} {EIGHT} --fbd-backward-per-forward 2 --use-dpp", 2),
+    ],
+    ids=["pair", "VPP2", "VPP2-auto", "one-forward-for-two", "one-forward-for-two-auto"],
 )
 def test_passes_and_messages_are_recorded_once(
     run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str, replicas: int

@@ -75,6 +75,61 @@ def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int
     assert record_of(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH}") == plain
 
 
+BY_POLICY = {
+    "VPP2-auto": (2, f"{VPP2} --use-dpp"),
+    "VPP2-full-dfc": (2, f"{VPP2} --use-dpp --dpp-schedule dfc --fbd-ship full"),
+    "VPP2-bfc": (2, f"{VPP2} --use-dpp --dpp-schedule bfc --bf16"),
+    "VPP2-static": (2, f"{VPP2} --use-dpp --dpp-schedule static"),
+    "one-forward-for-two-VPP2-auto": (
+        4,
+        f"{VPP2} {SHARDED} --use-dpp --fbd-backward-per-forward 2 --fbd-ship selective",
+    ),
+    "PP2-recomputed-auto": (2, f"{PP2} {FULL_RECOMPUTE} --use-dpp --calculate-per-token-loss --clip-grad 0.5"),
+    "VPP2-ramp-up-bfc": (2, f"{VPP2} --use-dpp --dpp-schedule bfc --rampup-batch-size 4 4 8"),
+}
+
+
+def train_with_late_messages(flags: str) -> tuple[int, Record | None, int]:
+    """Train with messages that a rank finds late; returns the passes that ran before their turn as well."""
+    import late_messages
+
+    from megatronapp_trainer.fbd.choice import BackwardChoice, ForwardChoice
+
+    late_messages.install()
+    early = 0
+    forward, backward = ForwardChoice.choose, BackwardChoice.choose
+
+    def counting_forward(choice: Any) -> Any:
+        nonlocal early
+        chosen = forward(choice)
+        early += chosen is not None and chosen.early
+        return chosen
+
+    def counting_backward(choice: Any) -> Any:
+        nonlocal early
+        task = backward(choice)
+        early += task is not None and choice.early
+        return task
+
+    setattr(ForwardChoice, "choose", counting_forward)  # noqa: B010 - a method of one process's class
+    setattr(BackwardChoice, "choose", counting_backward)  # noqa: B010
+    return *train(flags), early
+
+
+@pytest.mark.full("a sweep of policies", but=("VPP2-auto",))
+@pytest.mark.parametrize(("world", "flags"), BY_POLICY.values(), ids=list(BY_POLICY))
+def test_each_role_follows_the_policy_of_the_schedule(run_ranks: RunRanks, world: int, flags: str) -> None:
+    """Bit-equal to MegaDPP, whose dropout masks do not depend on the order of passes, with late messages too."""
+    plain = record_of(run_ranks, world, without_fbd(flags))
+    environment = {"MEGATRONAPP_JOB_UID": f"fbd-{os.getpid()}-{world}"}
+    ranks = ranks_with_roles(world, flags)
+    results = run_ranks(ranks, train_with_late_messages, f"{flags} {SWITCH}", environment=environment)
+    assert [code for code, *_ in results] == [ExitCode.OK] * ranks
+    assert [tuple(record) for _, record, _ in results if record is not None] == [plain]
+    early = sum(early for *_, early in results)
+    assert (early > 0) == ("virtual" in flags and "dpp-schedule" not in flags), "passes of several chunks change places"
+
+
 MEASURING = f"--train-iters {STEPS_TO_CHOICE + 4} --eval-iters 0"
 AUTO = {
     "one-forward-for-two": (2, f"{MEASURING} {SHARDED} --fbd-backward-per-forward 2", 0),

@@ -58,6 +58,11 @@ class DppConfig:
         return self.use_dpp and chunks == 2 and (self.dpp_placement == "vee" or self.dpp_schedule == "zero-bubble")
 
     @property
+    def schedule(self) -> str | None:
+        """Return the schedule; None without MegaDPP."""
+        return self.dpp_schedule if self.use_dpp else None
+
+    @property
     def replaces_transfers(self) -> bool:
         """Return whether megatron-core's own schedules send through the native transport."""
         return self.transport == "native" and not self.use_dpp

@@ -73,6 +73,11 @@ class ModelConfig:
         return -(-vocab_size // multiple) * multiple
 
     @property
+    def has_dropout(self) -> bool:
+        """Return whether passes of training draw dropout masks."""
+        return self.hidden_dropout > 0 or self.attention_dropout > 0
+
+    @property
     def heads_of_keys(self) -> int:
         """Return the number of key and value heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads

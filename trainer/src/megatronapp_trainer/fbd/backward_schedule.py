@@ -3,7 +3,7 @@
 import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,13 +13,15 @@ from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.errors import TransferError, WeightVersionError
+from megatronapp_trainer.fbd.channels.arrivals import Arrivals, AwaitedMessage
 from megatronapp_trainer.fbd.channels.channel import Channel
-from megatronapp_trainer.fbd.channels.commands import CREDIT, VERSIONS, Command, Order
+from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import receive_summary
+from megatronapp_trainer.fbd.choice import BackwardChoice
 from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver, shipped_pass
-from megatronapp_trainer.fbd.orders import MOST_PENDING_WEIGHTS, Pass, backward_order
+from megatronapp_trainer.fbd.orders import MOST_PENDING_WEIGHTS, Pass, PassOrders, backward_order
 from megatronapp_trainer.fbd.remote_data import split_of
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
@@ -28,12 +30,25 @@ from megatronapp_trainer.fbd.weights import send_weights
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
-from megatronapp_trainer.pipeline.planning.tasks import Task
+from megatronapp_trainer.pipeline.planning.tasks import Task, TaskKind
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
 
 _REPORT = TensorSpec((2,), torch.float32)
+
+
+class _PassInputs(NamedTuple):
+    """Messages that a backward pass needs, in the order in which they are taken."""
+
+    shipments: list[AwaitedMessage]
+    output: AwaitedMessage
+    """Message with the gradient of the chunk's output, or on the last stage with the loss."""
+
+    @property
+    def targets(self) -> list[PassKey]:
+        """Return the passes that the messages are of, for traces."""
+        return [message.target for message in (*self.shipments, self.output) if message.target is not None]
 
 
 class BackwardSchedule:
@@ -46,6 +61,7 @@ class BackwardSchedule:
         channel: Channel,
         receivers: dict[ShipMode, list[ShipmentReceiver]],
         *,
+        orders: PassOrders,
         stores: list[WeightGradientStore],
         tuner: ShipTuner,
         manifest: TrafficManifest,
@@ -53,6 +69,8 @@ class BackwardSchedule:
         request_stop: Callable[[], None],
     ) -> None:
         """Take a channel that is connected, and by mode a receiver of saved tensors for each chunk.
+
+        `orders`: of the passes;
 
         `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use;
         `tuner`: gives the mode of each step;
@@ -67,11 +85,13 @@ class BackwardSchedule:
         self._optimizer = context.optimizer
         self._groups = schedule_groups()
         connect_gradients(context)
+        self._orders = orders
         self._stores = stores
         self._stage = stage
         # Weight gradients communicate under sequence parallelism, and when they fill a wait depends on the rank: the
         # ranks of a tensor group would run them in different orders.
-        self._split = stage.placement.ranks > 1 and context.layout.tensor_size == 1
+        may_split = stage.placement.ranks > 1 and context.layout.tensor_size == 1
+        self._split = may_split and orders.split_weights
         self._channel = channel
         self._forward_rank = channel.partners[0]
         self._receivers = receivers
@@ -102,10 +122,10 @@ class BackwardSchedule:
             self._command(Order(Command.TRAIN, num_microbatches, ship=self._mode))
             for store in self._stores:
                 store.begin_step(num_microbatches)
-            for backward_pass in backward_order(self._stage.placement, num_microbatches, self._stage.rank):
-                self._run(backward_pass, num_microbatches)
-            while self._pending_weights:
-                self._run_weight()
+            if self._orders.are_dynamic:
+                self._run_as_ready(num_microbatches)
+            else:
+                self._run_in_order(num_microbatches)
             forward_seconds = self._end_of_forward()
             copies = self._channel.received.copies(MessageKind.SAVED)
             self._tuner.end_step(num_microbatches, forward_seconds=forward_seconds, copies=copies)
@@ -117,7 +137,9 @@ class BackwardSchedule:
             self._command(Order(Command.EVALUATE, num_microbatches, split_of(feed.iterator)))
             reports = []
             if self._stage.is_last(len(self._chunks) - 1):
-                reports = [self._report(microbatch).clone() for microbatch in range(num_microbatches)]
+                reports = [
+                    self._await(self._report_message(microbatch)).clone() for microbatch in range(num_microbatches)
+                ]
             self._refuse_other_traffic()
             return reports
 
@@ -150,19 +172,70 @@ class BackwardSchedule:
             send_weights(self._channel, self._chunks, self._step, version)
         self._sent_version = version
 
-    def _run(self, backward_pass: Pass, num_microbatches: int) -> None:
+    def _run_in_order(self, num_microbatches: int) -> None:
+        """Run the static order, and compute weight gradients while the next pass has no input."""
+        for own in backward_order(self._stage.placement, num_microbatches, self._stage.rank):
+            inputs = self._inputs_of(own)
+            for message in inputs.shipments:
+                self._receivers[self._mode][own.chunk].take(self._await(message))
+            self._run_backward(own, self._gradient(own, self._await(inputs.output), num_microbatches))
+            if not self._split:
+                continue
+            self._pending_weights.append(own)
+            while len(self._pending_weights) > MOST_PENDING_WEIGHTS:
+                self._run_weight(self._pending_weights.popleft())
+        while self._pending_weights:
+            self._run_weight(self._pending_weights.popleft())
+
+    def _run_as_ready(self, num_microbatches: int) -> None:
+        """Run the passes that the policy names, as their inputs arrive."""
+        choice = BackwardChoice(self._orders, self._stage.rank, num_microbatches)
+        arrivals = Arrivals(self._channel, self._step)
+        lacking: dict[Pass, list[AwaitedMessage]] = {}
+        outputs: dict[Pass, torch.Tensor] = {}
+        while choice.are_left:
+            arrivals.begin_poll()
+            for own in choice.awaited():
+                output = self._poll(own, arrivals, lacking)
+                if output is not None:
+                    outputs[own] = output
+                    choice.receive(own)
+            task = choice.choose()
+            if task is None:
+                passes = [f"what microbatch {own.microbatch}, chunk {own.chunk} needs" for own in choice.awaited()]
+                arrivals.wait(", or ".join(passes))
+                continue
+            own = Pass(task.microbatch, task.chunk)
+            if task.kind is TaskKind.WEIGHT:
+                self._run_weight(own)
+                continue
+            gradient = self._gradient(own, outputs.pop(own), num_microbatches)
+            arrivals.take(*self._inputs_of(own).targets)
+            self._run_backward(own, gradient, early=choice.early)
+            del gradient  # it is in a slot, which the next wait must not hold
+
+    def _poll(self, own: Pass, arrivals: Arrivals, lacking: dict[Pass, list[AwaitedMessage]]) -> torch.Tensor | None:
+        """Take what has arrived for a pass; returns the last of its messages, which is no shipment."""
+        if own not in lacking:
+            inputs = self._inputs_of(own)
+            lacking[own] = [*inputs.shipments, inputs.output]
+        while (found := arrivals.poll(lacking[own][0])) is not None:
+            if len(lacking[own]) == 1:
+                del lacking[own]
+                return found
+            self._receivers[self._mode][own.chunk].take(found)
+            del lacking[own][0]
+        return None
+
+    def _run_backward(self, own: Pass, gradient: torch.Tensor, *, early: bool = False) -> None:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
-        microbatch, chunk = backward_pass
-        receiver = self._receivers[self._mode][chunk]
-        for key, spec, shipped in receiver.messages(self._step, microbatch):
-            receiver.take(self._await(self._forward_rank, key, spec, shipped))
-        gradient = self._gradient(backward_pass, num_microbatches)
+        microbatch, chunk = own
         with (
-            self._span(RecordKind.BACKWARD, backward_pass),
+            self._span(RecordKind.BACKWARD, own, early=early),
             self._tuner.timing(Task.backward(microbatch, chunk)),
             self._stores[chunk].backward(microbatch, split=self._split),
         ):
-            input_gradient = receiver.backward(gradient)
+            input_gradient = self._receivers[self._mode][chunk].backward(gradient)
         if input_gradient is not None:
             stage = self._stage.placement.stage(self._stage.rank, chunk)
             key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage - 1)
@@ -170,59 +243,65 @@ class BackwardSchedule:
             target_pass = PassKey(RecordKind.BACKWARD, target, microbatch)
             self._channel.send(self._stage.previous, key, input_gradient, target_pass)
         if not self._split:
-            self._credit(backward_pass)
-            return
-        self._pending_weights.append(backward_pass)
-        while len(self._pending_weights) > MOST_PENDING_WEIGHTS:
-            self._run_weight()
+            self._credit(own)
 
     def _credit(self, ended: Pass) -> None:
         """Let the forward rank run one pass more, as the memory of this one is free."""
-        self._channel.append(CREDIT, PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch))
+        target = PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch)
+        self._channel.append(Order.credit(*ended).pack(), target)
 
-    def _gradient(self, backward_pass: Pass, num_microbatches: int) -> torch.Tensor:
-        """Return the gradient of a chunk's output: of the next stage, or of the sum of the losses.
+    def _inputs_of(self, own: Pass) -> _PassInputs:
+        """Return the messages that a backward pass needs."""
+        microbatch, chunk = own
+        receiver = self._receivers[self._mode][chunk]
+        shipments = [
+            AwaitedMessage(self._forward_rank, *message) for message in receiver.messages(self._step, microbatch)
+        ]
+        if self._stage.is_last(chunk):
+            return _PassInputs(shipments, self._report_message(microbatch))
+        stage = self._stage.placement.stage(self._stage.rank, chunk)
+        key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage)
+        target = PassKey(RecordKind.BACKWARD, chunk, microbatch)
+        return _PassInputs(shipments, AwaitedMessage(self._stage.following, key, self._channel.activation, target))
+
+    def _gradient(self, own: Pass, output: torch.Tensor, num_microbatches: int) -> torch.Tensor:
+        """Return the gradient of a chunk's output: `output` of the next stage, or that of the sum of the losses.
 
         The latter is computed as autograd does it from megatron-core's loss, in the same order: the sum divided by the
-        tokens, then by the microbatches, then scaled.
+        tokens, then by the microbatches, then scaled. `output` is the report of the loss then.
         """
-        microbatch, chunk = backward_pass
-        if not self._stage.is_last(chunk):
-            stage = self._stage.placement.stage(self._stage.rank, chunk)
-            key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage)
-            target = PassKey(RecordKind.BACKWARD, chunk, microbatch)
-            return self._await(self._stage.following, key, self._channel.activation, target)
-        report = self._reports[microbatch] = self._report(microbatch).clone()
+        if not self._stage.is_last(own.chunk):
+            return output
+        report = self._reports[own.microbatch] = output.clone()
         gradient: torch.Tensor = self._optimizer.scale_loss(self._scale).reshape(())
         if self._core_config.calculate_per_token_loss:
             return gradient
         return gradient / num_microbatches / torch.clamp(report[1].to(torch.int), min=1)
 
-    def _report(self, microbatch: int) -> torch.Tensor:
+    def _report_message(self, microbatch: int) -> AwaitedMessage:
         key = MessageKey(MessageKind.REPORT, self._step, microbatch)
-        return self._await(self._forward_rank, key, _REPORT, shipped_pass(microbatch, len(self._chunks) - 1))
+        return AwaitedMessage(self._forward_rank, key, _REPORT, shipped_pass(microbatch, len(self._chunks) - 1))
 
-    def _await(self, peer: int, key: MessageKey, spec: TensorSpec, target: PassKey | None = None) -> torch.Tensor:
+    def _await(self, message: AwaitedMessage) -> torch.Tensor:
         """Wait for a message, and compute weight gradients meanwhile."""
         while self._pending_weights:
-            found = self._channel.poll(peer, key, spec, target)
+            found = self._channel.poll(*message)
             if found is not None:
                 return found
-            self._run_weight()
-        return self._channel.receive(peer, key, spec, target)
+            self._run_weight(self._pending_weights.popleft())
+        return self._channel.receive(*message)
 
-    def _run_weight(self) -> None:
-        weight_pass = self._pending_weights.popleft()
+    def _run_weight(self, weight_pass: Pass) -> None:
         timing = self._tuner.timing(Task.weight(weight_pass.microbatch, weight_pass.chunk))
         with self._span(RecordKind.WEIGHT, weight_pass), timing:
             self._stores[weight_pass.chunk].run(weight_pass.microbatch)
         self._credit(weight_pass)
 
     @contextlib.contextmanager
-    def _span(self, kind: RecordKind, own: Pass) -> Iterator[None]:
-        """Announce a pass to the observer."""
+    def _span(self, kind: RecordKind, own: Pass, *, early: bool = False) -> Iterator[None]:
+        """Announce a pass to the observer; `early`: before its turn in the static order."""
         if self._observer is not None:
-            self._observer.begin(kind, own.chunk, own.microbatch)
+            self._observer.begin(kind, own.chunk, own.microbatch, early=early)
         yield
         if self._observer is not None:
             self._observer.end(kind)

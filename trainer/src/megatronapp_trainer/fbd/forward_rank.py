@@ -19,9 +19,10 @@ from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order, 
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
+from megatronapp_trainer.fbd.forward_order import ForwardRankStep, NextForward, forward_order_of, receive_input
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
 from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
-from megatronapp_trainer.fbd.orders import Pass, backward_order, forward_order, places
+from megatronapp_trainer.fbd.orders import PassOrders, forward_order
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
@@ -31,6 +32,7 @@ from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.executor import POLL_S
 from megatronapp_trainer.pipeline.planning.tasks import Task
 from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, TaskClock
+from megatronapp_trainer.pipeline.task_random import TaskRandom
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import untouched_training
 
@@ -46,12 +48,11 @@ class Replica:
     """Backward ranks of the replica, which command and give credits: one, or a tensor group with a merged forward."""
     iterators: DataIterators
     states: dict[str, object]
-    """Random states with which its next forward pass begins."""
-    credits: int = 0
+    """Random states with which its next forward pass begins, or with `random` the next step."""
     versions: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Passes of the step by the version of the weights that they used."""
-    credited: Iterator[Pass] = dataclasses.field(default_factory=lambda: iter(()))
-    """Backward passes of the step, in the order of their credits, for which none has arrived."""
+    random: TaskRandom | None = None
+    """Seeds each pass, so that masks do not depend on the order of passes; None without MegaDPP or dropout."""
 
 
 class ForwardRank:
@@ -65,6 +66,7 @@ class ForwardRank:
         replicas: list[Replica],
         senders: dict[ShipMode, list[ShipmentSender]],
         *,
+        orders: PassOrders,
         manifest: TrafficManifest,
         iteration: int,
         observer: StepObserver | None,
@@ -72,7 +74,7 @@ class ForwardRank:
     ) -> None:
         """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
 
-        `manifest`: of its channels.
+        `orders`: of its passes; `manifest`: of its channels.
         """
         self._run = run
         self._family = model_family(run.config)
@@ -83,6 +85,7 @@ class ForwardRank:
         self._senders: list[ShipmentSender] = []
         """Senders of the step's mode."""
         self._switch = ShipSwitch(run.config, run.state.chunks)
+        self._orders = orders
         self._manifest = manifest
         self._iteration = iteration
         self._observer = observer
@@ -164,26 +167,33 @@ class ForwardRank:
 
     def _train(self, num_microbatches: int) -> None:
         self._clock.begin_step({})
-        placement, rank = self._stage.placement, self._stage.rank
         feeds = [
             StepFeed(self._source, replica.iterators.train, num_microbatches, observer=self._observer)
             for replica in self._replicas
         ]
         for replica in self._replicas:
             replica.versions.clear()
-            replica.credits = places(placement, num_microbatches, rank)
-            replica.credited = iter(backward_order(placement, num_microbatches, rank))
-        passes = forward_order(placement, num_microbatches, rank)
-        for forward_pass in passes:
-            for index, replica in enumerate(self._replicas):
-                self._await_credit(replica)
-                self._await_device()
-                self._run_and_ship(forward_pass, index, feeds[index])
+            if replica.random is not None:
+                with self._states_of(replica):
+                    replica.random.begin_step()
+        partners = [replica.partners for replica in self._replicas]
+        order = forward_order_of(
+            ForwardRankStep(
+                channel=self._channel,
+                stage=self._stage,
+                orders=self._orders,
+                partners=partners,
+                number=self._step,
+                num_microbatches=num_microbatches,
+            )
+        )
+        for own in order.passes(self._await_device):
+            self._run_and_ship(own, feeds[own.replica])
+            del own  # its input is in a slot, which the next wait must not hold
         seconds = self._forward_seconds(num_microbatches)
         self._refuse_other_sent(without={MessageKind.SUMMARY})  # before a wait for credits that a lost message delays
-        for replica in self._replicas:
-            for _ in range(min(places(placement, num_microbatches, rank), len(passes))):
-                self._take_credit(replica)
+        for index, replica in enumerate(self._replicas):
+            order.take_credits(index)
             self._send_summaries(replica, seconds)
         self._refuse_other_sent()
         self._refuse_other_received()
@@ -220,20 +230,24 @@ class ForwardRank:
             )
             send_summary(self._channel, partner, self._step, summary)
 
-    def _run_and_ship(self, forward_pass: Pass, index: int, feed: StepFeed) -> None:
+    def _run_and_ship(self, own: NextForward, feed: StepFeed) -> None:
         """Run a pass of a replica, ship what it saves, and pass on its output."""
-        microbatch, chunk = forward_pass
+        index, (microbatch, chunk), received, early = own
         replica = self._replicas[index]
         item = microbatch * len(self._replicas) + index
-        received = self._received(item, chunk)
         if received is not None:
             received.requires_grad_()
         batch = feed.take(chunk, microbatch)
         sender = self._senders[chunk]
         if self._observer is not None:
-            self._observer.begin(RecordKind.FORWARD, chunk, item)
+            self._observer.begin(RecordKind.FORWARD, chunk, item, early=early)
         self._clock.begin(Task.forward(item, chunk))
-        with self._states_of(replica), sender.shipping(replica.partners, self._step, microbatch):
+        states: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if replica.random is None:
+            states = self._states_of(replica)
+        else:
+            replica.random.seed(Task.forward(microbatch, chunk))
+        with states, sender.shipping(replica.partners, self._step, microbatch):
             result = run_forward(
                 self._family, self._run.state.chunks[chunk], batch, received, is_last_stage=self._stage.is_last(chunk)
             )
@@ -264,20 +278,12 @@ class ForwardRank:
                         self._family,
                         self._run.state.chunks[chunk],
                         feeds[index].take(chunk, microbatch),
-                        self._received(item, chunk),
+                        receive_input(self._channel, self._stage, self._step, item, chunk),
                         is_last_stage=self._stage.is_last(chunk),
                     )
                     self._pass_on(result, replica, item, chunk)
         self._refuse_other_sent()
         self._refuse_other_received()
-
-    def _received(self, item: int, chunk: int) -> torch.Tensor | None:
-        """Wait for the input of a chunk; None on the first stage."""
-        if self._stage.is_first(chunk):
-            return None
-        key = MessageKey(MessageKind.ACTIVATION, self._step, item, self._stage.placement.stage(self._stage.rank, chunk))
-        target = PassKey(RecordKind.FORWARD, chunk, item)
-        return self._channel.receive(self._stage.previous, key, self._channel.activation, target)
 
     def _pass_on(self, result: ForwardOutput, replica: Replica, item: int, chunk: int) -> None:
         if result.report is not None:
@@ -290,11 +296,6 @@ class ForwardRank:
         key = MessageKey(MessageKind.ACTIVATION, self._step, item, stage + 1)
         _, target = self._stage.placement.holder(stage + 1)
         self._channel.send(self._stage.following, key, result.output, PassKey(RecordKind.FORWARD, target, item))
-
-    def _await_credit(self, replica: Replica) -> None:
-        while not replica.credits:
-            self._take_credit(replica)
-        replica.credits -= 1
 
     def _await_device(self) -> None:
         """Wait while the device has as many passes as may be launched: each has memory from its launch.
@@ -313,18 +314,6 @@ class ForwardRank:
                         "pass within --distributed-timeout-minutes"
                     )
                 time.sleep(POLL_S)
-
-    def _take_credit(self, replica: Replica) -> None:
-        ended = next(replica.credited)
-        target = PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch)
-        for partner in replica.partners:
-            order = Order.unpack(self._channel.next_number(partner, target))
-            if order.command is not Command.CREDIT:
-                raise TransferError(
-                    f"step {self._step}: rank {partner} commands {order} before the step has ended; it must give a "
-                    "credit for each backward pass first"
-                )
-        replica.credits += 1
 
     @contextlib.contextmanager
     def _states_of(self, replica: Replica) -> Iterator[None]:

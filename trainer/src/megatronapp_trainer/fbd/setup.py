@@ -37,7 +37,7 @@ from megatronapp_trainer.fbd.graph.shipments import (
     shipment_layout,
 )
 from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices, weight_part
-from megatronapp_trainer.fbd.orders import places
+from megatronapp_trainer.fbd.orders import PassOrders
 from megatronapp_trainer.fbd.remote_data import remote_iterators
 from megatronapp_trainer.fbd.ship_modes import recompute_final_norms
 from megatronapp_trainer.fbd.stage import Stage, stage_of
@@ -50,6 +50,7 @@ from megatronapp_trainer.parallel.worlds import shared_store
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
 from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, TaskClock
+from megatronapp_trainer.pipeline.task_random import TaskRandom
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, observe_megatron
 
 
@@ -151,6 +152,7 @@ def build_backward_schedule(
         stage,
         channel,
         receivers,
+        orders=_orders(run, stage),
         stores=stores,
         tuner=ShipTuner(ship_bytes, _world(layout), clock, publishing, forward_on_cpu=forward_on_cpu),
         manifest=_backward_manifest(run, stage, channel, receivers),
@@ -210,6 +212,7 @@ def build_forward_rank(
         channel,
         replicas,
         senders,
+        orders=_orders(run, stage),
         manifest=_forward_manifest(run, stage, channel, destinations),
         iteration=starts[0].iteration,
         observer=observer,
@@ -222,7 +225,12 @@ def _replicas(run: TrainingRun, partners: tuple[int, ...], starts: list[Start]) 
     config, layout = run.config, run.layout
     groups = [partners] if _world(layout).merged else [(partner,) for partner in partners]
     return [
-        Replica(partners=group, iterators=_iterators(config, layout, group[0], start), states=_states(config, start))
+        Replica(
+            partners=group,
+            iterators=_iterators(config, layout, group[0], start),
+            states=_states(config, start),
+            random=TaskRandom() if config.dpp.use_dpp and config.model.has_dropout else None,
+        )
         for group, start in zip(groups, starts, strict=False)
     ]
 
@@ -342,7 +350,7 @@ def _destination(
 def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], observer: StepObserver | None) -> Channel:
     """Connect this rank; collective over both roles. Raises UsageError for too little memory, or no path to a peer."""
     config, exchange = run.config, _exchange(run.layout)
-    most = places(stage.placement, config.most_microbatches(run.layout.trained_data_size), stage.rank)
+    most = _orders(run, stage).places(config.most_microbatches(run.layout.trained_data_size), stage.rank)
     plan = channel_plan(
         config,
         run.layout,
@@ -365,6 +373,10 @@ def _iterators(config: TrainerConfig, layout: Layout, partner: int, start: Start
         role=RankRole.BACKWARD,
     )
     return build_iterators(config, replica, start.consumed_samples, order_samples=start.order_samples)
+
+
+def _orders(run: TrainingRun, stage: Stage) -> PassOrders:
+    return PassOrders(stage.placement, run.config.dpp.schedule)
 
 
 def _world(layout: Layout) -> FbdWorld:

@@ -51,8 +51,7 @@ class TaskPasses:
         self._core_config.deallocate_pipeline_outputs = True
         self._split = split
         self._stores = install_split_backward(context.chunks)
-        model = context.config.model
-        self._random = TaskRandom() if model.hidden_dropout or model.attention_dropout else None
+        self._random = TaskRandom() if context.config.model.has_dropout else None
         self._device = next(context.chunks[0].parameters()).device
 
     def begin_step(self, feed: StepFeed, num_microbatches: int) -> None:

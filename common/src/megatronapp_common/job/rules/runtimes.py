@@ -23,12 +23,6 @@ _SWITCHES = (
         rule="!self.dpp.enabled || self.parallelism.pipeline > 1",
         message="needs parallelism.pipeline above 1: there is nothing to schedule in one stage; leave it out",
     ),
-    Rule(
-        id="dpp-or-fbd",
-        field=".fbd.enabled",
-        rule="!self.dpp.enabled || !self.fbd.enabled",
-        message="dpp is enabled too, and each of them runs the pipeline its own way; choose one",
-    ),
     *(
         Rule(
             id=f"{name}-needs-dpp",
@@ -113,6 +107,13 @@ _ATTENTION, _HIDDEN = "self.model.attentionDropout", "self.model.hiddenDropout"
 _SHIP, _RECOMPUTE = "self.fbd.ship", "self.training.recompute"
 _FULL = f"(has({_SHIP}) ? {_SHIP} in ['full', 'auto'] : has({_RECOMPUTE}) && {_RECOMPUTE}.granularity == 'full')"
 _OF_FBD = (
+    Rule(  # one for all: each more would take of the bytes that a client-side apply has for the definition
+        id="dpp-of-roles",
+        field=".dpp.enabled",
+        rule="!self.dpp.enabled || !self.fbd.enabled || (self.parallelism.tensor == 1 && !has(self.dpp.memoryCap) && "
+        f"!{IN_VEE} && (!has({_SCHEDULE}) || {_SCHEDULE} != 'zero-bubble'))",
+        message="with fbd.enabled needs parallelism.tensor: 1, and no memoryCap, placement vee or schedule zero-bubble",
+    ),
     Rule(
         id="fbd-without-gather",
         field=".training.overlapParamGather",

@@ -29,11 +29,11 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         "other: a forward rank serves the ranks of a tensor group or those of several replicas; leave one of them out",
     )
     for flag, on in (
-        ("--use-dpp", dpp.use_dpp),
         ("--transport native", dpp.replaces_transfers),
         ("--overlap-param-gather", config.parallel.overlap_param_gather),
     ):
         yield from require(not on, f"{flag} and {_SWITCH} cannot be combined yet; leave one of them out")
+    yield from _dpp_problems(config)
     yield from require(
         not (fbd.merged and config.model.attention_dropout > 0),
         f"--attention-dropout {config.model.attention_dropout:g} cannot be combined with "
@@ -77,4 +77,30 @@ def _problems_with_forward_on_cpu(config: TrainerConfig) -> Iterator[str]:
         model.transformer_impl != "transformer_engine",
         f"--transformer-impl transformer_engine cannot be combined with {flag}, as it needs a GPU; write "
         "--transformer-impl torch or local",
+    )
+
+
+def _dpp_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield a sentence for each flag of MegaDPP that ranks of one role cannot follow."""
+    dpp, tensor = config.dpp, config.parallel.tensor_model_parallel_size
+    if not dpp.use_dpp:
+        return
+    yield from require(
+        tensor == 1,
+        f"--use-dpp and {_SWITCH} need --tensor-model-parallel-size 1, not {tensor}: the ranks of a tensor group would "
+        "have to choose the same order in each role, which they cannot yet; leave --use-dpp out",
+    )
+    yield from require(
+        dpp.dpp_schedule != "zero-bubble",
+        f"--dpp-schedule zero-bubble cannot be combined with {_SWITCH}: its places for weight gradients are between "
+        "forward passes, which other ranks run; take --dpp-schedule auto, which computes them in waits",
+    )
+    yield from require(
+        dpp.dpp_placement != "vee",
+        f"--dpp-placement vee cannot be combined with {_SWITCH}: the stages of both roles are in a loop; leave it out",
+    )
+    yield from require(
+        dpp.dpp_memory_cap is None,
+        f"--dpp-memory-cap means nothing with {_SWITCH}: the number of passes for which a backward rank has room is "
+        "fixed at the start; leave it out",
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, ChannelPlan
+from megatronapp_trainer.fbd.channels.plan import ChannelPlan
 from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.pipeline.transport.inboxes import MAX_SLOTS
 from megatronapp_trainer.pipeline.transport.shared_memory import (
@@ -75,16 +75,16 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
         raise UsageError(
             f"{_FLAG}: {shared_memory_directory()} has {memory.free >> 20} MiB free, and messages between its "
             f"{len(sharing)} ranks need {mebibytes(sum(sharing))} MiB (rank {plan.rank}: {plan.shipments} of "
-            f"{plan.shipment_bytes} bytes with saved tensors for each partner, {CONTROL_SLOTS} of {plan.control_bytes} "
-            f"bytes for each peer); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with {Env.SHM_DIR}, or give a "
-            "smaller --micro-batch-size or --recompute-granularity full"
+            f"{plan.shipment_bytes} bytes with saved tensors for each partner, {plan.control_slots} of "
+            f"{plan.control_bytes} bytes for each peer); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with "
+            f"{Env.SHM_DIR}, or give a smaller --micro-batch-size or --recompute-granularity full"
         )
     return ChannelPaths(proposals[0].job, apart[plan.rank], any(apart))
 
 
 def _inboxes(plan: ChannelPlan, *, on_device: bool) -> dict[int, int]:
     """Return the bytes of shared memory for messages of each peer."""
-    control = inbox_bytes(CONTROL_SLOTS, plan.control_bytes, on_device=on_device)
+    control = inbox_bytes(plan.control_slots, plan.control_bytes, on_device=on_device)
     saved = inbox_bytes(plan.shipments, plan.shipment_bytes, on_device=on_device)
     return {peer: control + (saved if peer in plan.partners else 0) for peer in plan.peers}
 

@@ -1,7 +1,7 @@
 """Connections of a rank to its partners of the other role and to its neighbours in the pipeline.
 
-Everything but collectives within a role passes here, over the native transport. All channels are ordered statically:
-each end knows which message is next, and how many of a kind a step has.
+Everything but collectives within a role passes here, over the native transport. Each end knows how many messages of a
+kind a step has; in which order they are taken is the receiver's choice.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from megatronapp_common.trace import RecordKind, TransferPath
 from megatronapp_trainer.errors import TransferError, TransferTimeoutError
 from megatronapp_trainer.fbd.channels.agreement import ChannelPaths
 from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind
-from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, NUMBER_BYTES, ChannelPlan
+from megatronapp_trainer.fbd.channels.plan import NUMBER_BYTES, ChannelPlan
 from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
 from megatronapp_trainer.pipeline.transport.network import UcxPeers
@@ -33,6 +33,8 @@ from megatronapp_trainer.pipeline.transport.tensor_transport import (
 )
 
 _log = logging.getLogger(__name__)
+_SLICE_S = 2e-4
+"""Wait for one transport until the other one is asked: short against a pass."""
 
 
 class Channel:
@@ -53,12 +55,15 @@ class Channel:
             UsageError: a rank cannot use UCX and has peers on other nodes.
             PeerLostError: a rank did not connect.
         """
-        self._observer = observer
+        self.observer = observer
+        """Observer of messages; None where they are not observed."""
+        self.deadline_s = plan.deadline_s
+        self._leads = plan.leads
         self.partners = plan.partners
         self.activation = plan.activation
         self.device = torch.device("cpu") if plan.device is None else torch.device("cuda", plan.device)
         """Memory that messages are sent from and received in."""
-        control = _options(plan, paths, "control", plan.control_bytes, slots=CONTROL_SLOTS)
+        control = _options(plan, paths, "control", plan.control_bytes, slots=plan.control_slots)
         bulk = _options(plan, paths, f"saved-{plan.unit}", plan.shipment_bytes, slots=plan.shipments)
         self._control, round_trips = _connected(
             control, plan.peers, plan, paths, functools.partial(exchange.gather, "control")
@@ -109,7 +114,7 @@ class Channel:
 
         `target`: the pass that takes it.
         """
-        with contextlib.nullcontext() if self._observer is None else self._observer.waiting(), _named(peer, key):
+        with contextlib.nullcontext() if self.observer is None else self.observer.waiting(), _named(peer, key):
             message = self._of(key.kind).receive(peer, key.pack(), spec)
         return self._handed_out(message, key, spec, target)
 
@@ -118,6 +123,14 @@ class Channel:
         with _named(peer, key):
             message = self._of(key.kind).poll(peer, key.pack(), spec)
         return None if message is None else self._handed_out(message, key, spec, target)
+
+    def poll_message(self, peer: int, key: MessageKey, spec: TensorSpec) -> ReceivedTensor | None:
+        """Return a message if it has arrived, and announce nothing; `Arrivals` does."""
+        with _named(peer, key):
+            message = self._of(key.kind).poll(peer, key.pack(), spec)
+        if message is not None:
+            self.received.add(peer, key.kind, spec.bytes, message.copied_ns)
+        return message
 
     def path_from(self, peer: int) -> TransferPath:
         """Return the path of the messages of a peer."""
@@ -135,25 +148,50 @@ class Channel:
         for partner in self.partners:
             self.sent.add(partner, MessageKind.COMMAND, NUMBER_BYTES)
 
-    def next_number(self, partner: int, target: PassKey | None = None) -> int:
+    def next_number(self, partner: int) -> int:
         """Wait for the next number of a partner."""
-        with contextlib.nullcontext() if self._observer is None else self._observer.waiting():
+        with contextlib.nullcontext() if self.observer is None else self.observer.waiting():
             number = self._control.next_decision(partner)
         self.received.add(partner, MessageKind.COMMAND, NUMBER_BYTES)
-        if self._observer is not None and target is not None:
-            now_ns = time.monotonic_ns()
-            self._observer.arrived(target, ObservedCopy(partner, 0, now_ns, now_ns, path=self._paths[partner]))
-            self._observer.take(target)
         return number
+
+    def poll_number(self, partner: int) -> int | None:
+        """Return the next number of a partner if it has arrived."""
+        number = self._control.poll_decision(partner)
+        if number is not None:
+            self.received.add(partner, MessageKind.COMMAND, NUMBER_BYTES)
+        return number
+
+    def announce_number(self, partner: int, target: PassKey) -> None:
+        """Announce to the observer that a number has arrived. `target`: the pass whose end it says."""
+        if self.observer is not None:
+            now_ns = time.monotonic_ns()
+            self.observer.arrived(target, ObservedCopy(partner, 0, now_ns, now_ns, path=self._paths[partner]))
+
+    def activity(self) -> tuple[int, int]:
+        """Return numbers that change with each message, number and failure of a peer. Read them before polling."""
+        return self._control.activity(), self._bulk.activity()
+
+    def wait_activity(self, seen: tuple[int, int], limit_s: float) -> bool:
+        """Wait until `activity` is not `seen`; return False after `limit_s` seconds."""
+        if not self._leads:  # no shipments arrive
+            return self._control.wait_activity(seen[0], limit_s)
+        deadline = time.monotonic() + limit_s
+        while self.activity() == seen:
+            if time.monotonic() > deadline:
+                return False
+            if not self._control.wait_activity(seen[0], _SLICE_S):
+                self._bulk.wait_activity(seen[1], _SLICE_S)
+        return True
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """Announce nothing to the observer within the context: evaluations have no spans."""
-        observer, self._observer = self._observer, None
+        observer, self.observer = self.observer, None
         try:
             yield
         finally:
-            self._observer = observer
+            self.observer = observer
 
     def refuse_unread(self, step: int) -> None:
         """Raise TransferError if a message of a partner has arrived that was not expected in this step."""
@@ -170,28 +208,28 @@ class Channel:
             transport.close(drain=drain)
 
     def _sending(self, peer: int, target: PassKey | None, size: int) -> contextlib.AbstractContextManager[None]:
-        if self._observer is None or target is None:
+        if self.observer is None or target is None:
             return contextlib.nullcontext()
-        return self._observer.sending(peer, target, size)
+        return self.observer.sending(peer, target, size)
 
     def _handed_out(
         self, message: ReceivedTensor, key: MessageKey, spec: TensorSpec, target: PassKey | None
     ) -> torch.Tensor:
         """Count a message and announce it; a fault may withhold it."""
         self.received.add(message.sender, key.kind, spec.bytes, message.copied_ns)
-        if self._observer is None:
+        if self.observer is None:
             return message.tensor
         copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])
         if target is None:
             if key.kind is MessageKind.SAVED:
-                self._observer.part_arrived(PassKey(RecordKind.FORWARD, key.chunk, key.item), copy)
+                self.observer.part_arrived(PassKey(RecordKind.FORWARD, key.chunk, key.item), copy)
             return message.tensor
-        late_ns = self._observer.release_ns(copy) - time.monotonic_ns()
+        late_ns = self.observer.release_ns(copy) - time.monotonic_ns()
         if late_ns > 0:
-            with self._observer.waiting():
+            with self.observer.waiting():
                 time.sleep(1e-9 * late_ns)
-        self._observer.arrived(target, copy)
-        self._observer.take(target)
+        self.observer.arrived(target, copy)
+        self.observer.take(target)
         return message.tensor
 
     def _of(self, kind: MessageKind) -> TensorTransport:

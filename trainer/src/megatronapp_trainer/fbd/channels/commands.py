@@ -16,7 +16,7 @@ class Command(enum.IntEnum):
     EVALUATE = 2
     """Forward passes whose losses alone are reported."""
     CREDIT = 3
-    """No command: a backward pass of the step has ended."""
+    """No command: a backward pass of the step, which the number names, has ended."""
 
 
 class Split(enum.IntEnum):
@@ -37,14 +37,19 @@ class Order(NamedTuple):
 
     command: Command
     num_microbatches: int = 0
-    """For END the exit code of the backward ranks."""
+    """For END the exit code of the backward ranks, for CREDIT the microbatch of the pass."""
     split: Split = Split.VALIDATION
     sends_weights: bool = False
     """Weights have changed since the last command, and follow."""
     ship: ShipMode = ShipMode.SAVED
     """Mode of shipping of a training step."""
     version: int = 0
-    """Optimizer steps of the weights that the passes use, modulo 2^24."""
+    """Optimizer steps of the weights that the passes use, modulo 2^24; for CREDIT the chunk of the pass."""
+
+    @classmethod
+    def credit(cls, microbatch: int, chunk: int) -> Self:
+        """Return the credit for a backward pass that has ended."""
+        return cls(Command.CREDIT, microbatch, version=chunk)
 
     def pack(self) -> int:
         """Return the order as a number of 64 bits."""
@@ -67,6 +72,3 @@ class Order(NamedTuple):
             number >>= bits
         count, split, mode, version = fields
         return cls(Command(number >> 1), count, Split(split), bool(number & 1), _MODES[mode], version)
-
-
-CREDIT = Order(Command.CREDIT).pack()

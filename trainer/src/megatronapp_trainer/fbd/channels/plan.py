@@ -8,6 +8,7 @@ import torch
 from megatronapp_common.names import Env
 from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.fbd.orders import PassOrders
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
@@ -42,6 +43,8 @@ class ChannelPlan:
     """Bytes of the largest shipment of saved tensors."""
     shipments: int
     """Shipments that a backward rank has room for."""
+    control_slots: int = CONTROL_SLOTS
+    """Messages of one peer that are no shipments for which there is room at a time; equal on all ranks of the job."""
     deadline_s: float
     device: int | None
     threads: int
@@ -71,6 +74,12 @@ def channel_plan(
     own, given = layout.global_rank, config.dpp.addresses
     partners = layout.fbd.partners(own)
     is_forward = layout.role is RankRole.FORWARD
+    most_microbatches = config.most_microbatches(layout.trained_data_size)
+    orders = PassOrders(stage.placement, config.dpp.schedule)
+    control_slots = CONTROL_SLOTS
+    if orders.are_dynamic:
+        served = config.fbd.fbd_backward_per_forward
+        control_slots = max(control_slots, orders.control_messages(most_microbatches, served))
     return ChannelPlan(
         rank=own,
         unit=own if is_forward else partners[0],
@@ -81,6 +90,7 @@ def channel_plan(
         control_bytes=max(whole_activation_spec(config).bytes, WEIGHT_PART_BYTES, SUMMARY_BYTES),
         shipment_bytes=shipment_bytes,
         shipments=shipments,
+        control_slots=control_slots,
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
         device=device,
         threads=config.dpp.threads,

@@ -27,10 +27,10 @@ class PathTrial(NamedTuple):
 
 
 _TRIALS = {
-    "--use-dpp": PathTrial("MegaDPP", "megatronapp_trainer.pipeline.transport.path_trial"),
     "--forward-backward-disaggregating": PathTrial("MegaFBD", "megatronapp_trainer.fbd.path_trial"),
+    "--use-dpp": PathTrial("MegaDPP", "megatronapp_trainer.pipeline.transport.path_trial"),
 }
-"""Trials by the flag that needs them."""
+"""Trials by the flag that needs them; with both flags, ranks take the paths of MegaFBD."""
 
 
 def trial_of(arguments: Sequence[str]) -> PathTrial | None:
