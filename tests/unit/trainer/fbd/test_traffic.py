@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,53 @@ def test_messages_that_a_forward_rank_does_not_owe_are_errors_of_the_receiver(
     environment = {"MEGATRONAPP_SHM_DIR": str(tmp_path)}
     (text, _) = run_ranks(2, exchanged, fault, environment=environment)
     assert re.search(FAULTS[fault], text)
+
+
+def refusals() -> list[str]:
+    """Return the errors for a credit too many, and for messages of another rank that need too many slots."""
+    import dataclasses
+
+    import torch
+
+    from megatronapp_trainer.errors import UsageError
+    from megatronapp_trainer.fbd.channels.agreement import agree
+    from megatronapp_trainer.fbd.channels.plan import ChannelPlan
+    from megatronapp_trainer.fbd.forward_rank import ForwardRank
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+    credit = Order.credit(3, 1).pack()
+    channel: Any = types.SimpleNamespace(
+        sent=MessageCounts(), received=MessageCounts(), partners=(0,), next_number=lambda _partner: credit
+    )
+    forward_rank = ForwardRank.__new__(ForwardRank)
+    forward_rank._step, forward_rank._channel = 1, channel
+    with pytest.raises(TransferError) as redundant:
+        forward_rank._next_order()
+    plan = ChannelPlan(
+        rank=5,
+        unit=5,
+        partners=(0,),
+        leads=False,
+        neighbours=(),
+        activation=TensorSpec((64,), torch.uint8),
+        control_bytes=64,
+        shipment_bytes=64,
+        shipments=8,
+        deadline_s=1.0,
+        device=None,
+        threads=1,
+    )
+    exchange: Any = types.SimpleNamespace(gather=lambda *_: pytest.fail("no rank takes part in an exchange"))
+    with pytest.raises(UsageError) as too_many:
+        agree(dataclasses.replace(plan, control_slots=4097), exchange)
+    return [str(redundant.value), str(too_many.value)]
+
+
+@pytest.mark.torch
+def test_a_credit_too_many_and_too_many_slots_are_refused_by_name(run_ranks: RunRanks) -> None:
+    ((redundant, too_many),) = run_ranks(1, refusals)
+    assert redundant.startswith("command 2: rank 0 gives a credit for microbatch 3, chunk 1, after those of all passes")
+    assert "rank 5 needs room for 4097 messages of another rank at a time, and there are at most 4096" in too_many
 
 
 def exchanged(fault: str) -> str:

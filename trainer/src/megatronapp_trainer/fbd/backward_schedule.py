@@ -68,16 +68,20 @@ class BackwardSchedule:
         weight_version: Callable[[], int],
         request_stop: Callable[[], None],
     ) -> None:
-        """Take a channel that is connected, and by mode a receiver of saved tensors for each chunk.
+        """Take what the steps of a run need.
 
-        `orders`: of the passes;
-
-        `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use;
-        `tuner`: gives the mode of each step;
-
-        `manifest`: of this rank's channels; it has the traffic of weights unless another backward rank of the forward
-        rank has the same ones and sends them. `weight_version`: returns the optimizer steps done. `request_stop`:
-        called after a step in which the forward rank was asked to stop.
+        Args:
+            context: of the run.
+            stage: place of this rank.
+            channel: to the forward rank and to neighbours, connected.
+            receivers: of saved tensors, by mode one for each chunk.
+            orders: of the passes.
+            stores: of the chunks, from `install_split_backward`, which the graphs of the receivers use.
+            tuner: gives the mode of each step.
+            manifest: of this rank's channels; it has the traffic of weights unless another backward rank of the forward
+                rank has the same ones and sends them.
+            weight_version: returns the optimizer steps done.
+            request_stop: called after a step in which the forward rank was asked to stop.
         """
         self._chunks = context.chunks
         self._observer = context.observer

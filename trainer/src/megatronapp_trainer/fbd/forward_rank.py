@@ -137,6 +137,12 @@ class ForwardRank:
                 f"command {self._step}: backward ranks {list(self._channel.partners)} command {orders}; they must agree"
             )
         self._order = orders[0]
+        if self._order.command is Command.CREDIT:
+            raise TransferError(
+                f"command {self._step}: rank {self._channel.partners[0]} gives a credit for microbatch "
+                f"{self._order.num_microbatches}, chunk {self._order.version}, after those of all passes of its step; "
+                "it must give one for each backward pass"
+            )
         return self._order
 
     def _receive_weights(self) -> None:

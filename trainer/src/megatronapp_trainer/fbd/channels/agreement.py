@@ -51,12 +51,18 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
     """Agree on the job and on where memory is shared; collective over both roles.
 
     Raises:
-        UsageError: too many shipments, or too little room for the messages of all ranks that share a memory.
+        UsageError: too many shipments or other messages at a time, or too little room for the messages of all ranks that share a memory.
     """
     if plan.shipments > MAX_SLOTS:
         raise UsageError(
             f"{_FLAG}: rank {plan.rank} needs room for {plan.shipments} messages of saved tensors at a time, and there "
             f"are at most {MAX_SLOTS}; give more pipeline stages, so that a rank has fewer layers"
+        )
+    if plan.control_slots > MAX_SLOTS:
+        raise UsageError(
+            f"{_FLAG}: with --use-dpp rank {plan.rank} needs room for {plan.control_slots} messages of another rank at a "
+            f"time, and there are at most {MAX_SLOTS}; give a smaller --fbd-backward-per-forward, or take "
+            "--dpp-schedule static"
         )
     memory = find_shared_memory(_FLAG)
     has_device = plan.device is not None
