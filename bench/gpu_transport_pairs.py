@@ -89,7 +89,7 @@ class PairsBench:
                 work.wait()
 
     def close(self) -> None:
-        """End the transport."""
+        """Close the connections to all other ranks."""
         self._transport.close()
 
 

@@ -85,6 +85,7 @@ BY_POLICY = {
         f"{VPP2} {SHARDED} --use-dpp --fbd-backward-per-forward 2 --fbd-ship selective",
     ),
     "PP2-recomputed-auto": (2, f"{PP2} {FULL_RECOMPUTE} --use-dpp --calculate-per-token-loss --clip-grad 0.5"),
+    "VPP2-forward-on-CPU-auto": (2, f"{VPP2} --use-dpp {ON_CPU}"),
     "VPP2-ramp-up-bfc": (2, f"{VPP2} --use-dpp --dpp-schedule bfc --rampup-batch-size 4 4 8"),
 }
 

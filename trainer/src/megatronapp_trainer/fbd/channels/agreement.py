@@ -51,7 +51,8 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
     """Agree on the job and on where memory is shared; collective over both roles.
 
     Raises:
-        UsageError: too many shipments or other messages at a time, or too little room for the messages of all ranks that share a memory.
+        UsageError: too many shipments or other messages at a time, or too little room for the messages of all ranks
+            that share a memory.
     """
     if plan.shipments > MAX_SLOTS:
         raise UsageError(
@@ -60,8 +61,8 @@ def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
         )
     if plan.control_slots > MAX_SLOTS:
         raise UsageError(
-            f"{_FLAG}: with --use-dpp rank {plan.rank} needs room for {plan.control_slots} messages of another rank at a "
-            f"time, and there are at most {MAX_SLOTS}; give a smaller --fbd-backward-per-forward, or take "
+            f"{_FLAG}: with --use-dpp rank {plan.rank} needs room for {plan.control_slots} messages of another rank at "
+            f"a time, and there are at most {MAX_SLOTS}; give a smaller --fbd-backward-per-forward, or take "
             "--dpp-schedule static"
         )
     memory = find_shared_memory(_FLAG)

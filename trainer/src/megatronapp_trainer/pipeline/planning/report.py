@@ -20,7 +20,7 @@ class PlanReport:
     spare_chunks: int
     """Chunks of them beyond what the order alone needs."""
     is_chosen: bool = False
-    """True if the simulation chose it; False if the configuration did, or no choice has been made yet."""
+    """True if measured times chose it; False if the configuration did, or no choice has been made yet."""
     simulated_seconds: float | None = None
     """Length of the passes of a step under this plan."""
     simulated_bubble: float | None = None
