@@ -36,6 +36,7 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
+STAGES = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 EVALUATED = "--eval-iters 1 --eval-interval 3"
 SHARED = "--ranks-per-gpu 2 --distributed-backend gloo"
 CLOSE = {
@@ -104,6 +105,17 @@ def test_a_forward_gpu_serves_two_backward_ranks_of_another(run_ranks: RunRanks)
     shared = f"{CASES['fp32']} {SHARED}"
     together = record(run_ranks, 3, f"{shared} {SWITCH} --fbd-backward-per-forward 2")
     assert together == record(run_ranks, 2, shared)
+
+
+@pytest.mark.parametrize("policy", ["", "--use-dpp", "--use-dpp --dpp-schedule bfc"], ids=["static", "auto", "bfc"])
+@pytest.mark.parametrize(
+    "shares", [pytest.param(True, id="one"), pytest.param(False, id="four", marks=pytest.mark.gpus(4))]
+)
+def test_two_stages_of_both_roles_are_bit_equal(run_ranks: RunRanks, shares: bool, policy: str) -> None:
+    """Ranks that share a GPU take its time in turns, so that messages arrive at odd moments."""
+    flags = f"{CASES['bf16']} {STAGES}"
+    plain, both = (f"--distributed-backend gloo --ranks-per-gpu {count}" if shares else "" for count in (2, 4))
+    assert record(run_ranks, 4, f"{flags} {both} {SWITCH} {policy}") == record(run_ranks, 2, f"{flags} {plain}")
 
 
 @pytest.mark.parametrize("case", CLOSE)
