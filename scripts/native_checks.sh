@@ -19,12 +19,13 @@ tests() { # tests NAME CMAKE_ARGUMENTS...
     export MEGATRONAPP_UCX_LIBRARY=$ucx/lib/libucp.so.0
     [ "$1" != tsan ] || settings_of_tsan
     # Rings live in memory; on a busy disk the thousands of small files of these tests take half a minute.
-    TMPDIR=${TMPDIR:-/dev/shm} "build/$1/ring_tests" --gtest_brief=1
-    TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_tests" --gtest_brief=1
-    TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_c_tests"
-    exported "build/$1/libmegatronapp_transport.so"
+    export TMPDIR=${TMPDIR:-/dev/shm}
+    local commands=("GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX="{0,1}" build/$1/transport_tests --gtest_brief=1")
+    commands+=("build/$1/ring_tests --gtest_brief=1" "build/$1/transport_c_tests")
     # Not with the thread sanitizer: what the fuzzer writes into slots races with the ranks, as it is meant to.
-    [ "$1" = tsan ] || TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_fuzz" "$fuzz_cases"
+    [ "$1" = tsan ] || commands+=("build/$1/transport_fuzz $fuzz_cases")
+    printf '%s\n' "${commands[@]}" | xargs -P "${JOBS:-2}" -I {} bash -c {} # much of their time is waiting
+    exported "build/$1/libmegatronapp_transport.so"
 }
 
 settings_of_tsan() { # for UCX, which is not built for the thread sanitizer and is loaded while threads run
