@@ -307,9 +307,9 @@ def chromium() -> Iterator[pw.Browser]:
 
 @pytest.fixture(scope="module")
 def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A job whose rank 2 computes three times as long from step 40 on."""
+    """A job whose rank 2 computes three times as long from step 25 on."""
     folder = tmp_path_factory.mktemp("slow")
-    feed = Feed(shm=folder, faults=({"rank": 2, "kind": "compute", "factor": 3.0, "from_step": 40},))
+    feed = Feed(shm=folder, faults=({"rank": 2, "kind": "compute", "factor": 3.0, "from_step": 25},))
     with running_stack(folder, feed) as stack:
         feed.start()
         yield stack
@@ -317,7 +317,7 @@ def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
 
 @pytest.fixture(scope="module")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A healthy job for tests that leave its processes alone; no step has ended until one calls feed.start()."""
+    """A healthy job for tests that leave its agents alone; no step has ended until one calls feed.start()."""
     folder = tmp_path_factory.mktemp("shared")
     with running_stack(folder, Feed(shm=folder, rest_s=REST_S)) as stack:
         yield stack

@@ -210,6 +210,7 @@ def test_shortcuts_work_after_the_help_is_shown(scope: pw.Page, replay: Replayed
     pw.expect(scope.get_by_test_id("head-atlas")).to_be_visible()
 
 
+@pytest.mark.full("an order of a table")
 def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     replay.open(scope, "attention", layer=layer, head=head, token=9)

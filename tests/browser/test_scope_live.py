@@ -137,6 +137,7 @@ def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job:
     pw.expect(page.get_by_test_id("pca")).to_be_visible()
 
 
+@pytest.mark.full("three runs; the form and the settings of a run are tested without a model")
 def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     screen.fill("hello world", 12)
@@ -205,6 +206,7 @@ def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Ser
     check_candidates(screen, 0, token=1)
 
 
+@pytest.mark.full("heads are pinned during a run below; the hub's tests pin them before one")
 def test_heads_pinned_before_a_run_have_rows_from_its_first_token(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     screen.fill("hello", 2)

@@ -263,6 +263,7 @@ def test_axe_finds_nothing(shown: pw.Page, scheme: Any) -> None:
     assert violations(shown, RULES if scheme == "dark" else CONTRAST) == []
 
 
+@pytest.mark.full("a dialog and a table in the colours of the job's page")
 def test_axe_finds_nothing_on_the_other_pages(shown: pw.Page) -> None:
     shown.keyboard.press("?")
     pw.expect(shown.get_by_role("dialog")).to_be_visible()

@@ -65,23 +65,6 @@ def test_an_error_shows_the_remedy_and_heals_by_retry(page: pw.Page, shared_stac
     pw.expect(page.get_by_role("heading", name="tiny-gpt")).to_be_visible()
 
 
-def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.Page, healthy_stack: Any) -> None:
-    healthy_stack.feed.start()
-    page.goto(healthy_stack.entry)
-    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
-    healthy_stack.kill_hub()
-    banner = state(page, "stale")
-    pw.expect(banner).to_contain_text(re.compile(r"Connection lost at \d\d:\d\d:\d\d"))
-    pw.expect(banner).to_contain_text(re.compile(r"Next try in \d+ s|Trying now"))
-    pw.expect(page.get_by_test_id("connection")).to_have_text("Not connected")
-    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
-    pw.expect(banner.get_by_role("button", name="Connect now")).to_be_visible()
-    healthy_stack.restart_hub()
-    banner.evaluate_all("found => found[0]?.querySelector('button').click()")  # the page may have connected by itself
-    pw.expect(banner).to_have_count(0, timeout=30_000)
-    pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
-
-
 def test_without_a_token_nothing_is_shown(page: pw.Page, shared_stack: Any) -> None:
     page.goto(shared_stack.url)
     pw.expect(page.locator("pre")).to_have_text("megatronapp ui <your job>")
@@ -177,6 +160,23 @@ def test_a_wrong_token_is_reported_and_can_be_corrected(page: pw.Page, shared_st
         if token == "wrong":
             pw.expect(page.locator("p")).to_contain_text("no token of this job")
     pw.expect(job(page)).to_be_visible()
+
+
+def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.Page, shared_stack: Any) -> None:
+    shared_stack.feed.start()
+    page.goto(shared_stack.entry)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    shared_stack.kill_hub()
+    banner = state(page, "stale")
+    pw.expect(banner).to_contain_text(re.compile(r"Connection lost at \d\d:\d\d:\d\d"))
+    pw.expect(banner).to_contain_text(re.compile(r"Next try in \d+ s|Trying now"))
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Not connected")
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
+    pw.expect(banner.get_by_role("button", name="Connect now")).to_be_visible()
+    shared_stack.restart_hub()
+    banner.evaluate_all("found => found[0]?.querySelector('button').click()")  # the page may have connected by itself
+    pw.expect(banner).to_have_count(0, timeout=30_000)
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
 
 
 @pytest.mark.full("a stack of its own; test_hub_listening shows that such a hub takes no name")

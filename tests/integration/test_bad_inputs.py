@@ -234,7 +234,7 @@ def test_a_vocabulary_that_does_not_fit(
     assert_refused_before_the_start(megatronapp, document, message)
 
 
-@pytest.mark.full("imports torch three times; a full disk is reported in the same way")
+@pytest.mark.full("imports torch three times")
 def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> None:
     (megatronapp.folder / "file").touch()
     save = str(megatronapp.folder / "file" / "checkpoints")
@@ -243,6 +243,7 @@ def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> N
     assert "Not a directory" in refused.stdout + refused.stderr
 
 
+@pytest.mark.full("real ranks import torch; test_checkpoint_failures fills the disk of ranks that are forked")
 def test_a_full_disk_at_a_checkpoint(megatronapp: Runner) -> None:
     save = megatronapp.folder / "save"
     save.mkdir()

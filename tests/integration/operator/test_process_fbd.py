@@ -8,6 +8,8 @@ import pytest
 from example_runs import QUIET, STEPS, ExampleRuns
 
 pytestmark = [pytest.mark.process, pytest.mark.torch]
+SHORT = {"training": {"trainIters": STEPS, "logInterval": 1, "lrWarmupIters": 1, "globalBatchSize": 8, "evalIters": 1}}
+"""Four microbatches instead of sixteen."""
 PLAIN = {"fbd": None, "procPerNode": 2, **QUIET}
 
 
@@ -34,7 +36,7 @@ def test_the_example_has_the_losses_of_the_same_job_without_it(forkserver: Any, 
 
 def test_a_laptop_runs_forward_ranks_on_a_worker_of_their_own(forkserver: Any, tmp_path: pathlib.Path) -> None:
     runs = ExampleRuns(forkserver, tmp_path)
-    apart = runs.losses("fbd", "apart", fbd={"forward": {"nodes": 1}}, procPerNode=2, **QUIET)
+    apart = runs.losses("fbd", "apart", fbd={"forward": {"nodes": 1}}, procPerNode=2, **QUIET, **SHORT)
     assert len(apart) == STEPS
-    assert apart == runs.losses("fbd", "plain", **PLAIN)
+    assert apart == runs.losses("fbd", "plain", **PLAIN, **SHORT)
     assert roles(tmp_path, "apart") == {0: ["backward", "backward"], 1: ["forward"]}

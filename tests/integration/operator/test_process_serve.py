@@ -6,15 +6,15 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
+import megatronapp_forking
 import pytest
-from served_job import DEADLINE_S, Served, command, make_model, served
+from served_job import DEADLINE_S, MEGATRONAPP, Served, command, make_model, served
 
 from megatronapp_common import cli
 
@@ -32,11 +32,11 @@ def model(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPath
 
 @contextlib.contextmanager
 def in_front(
-    state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str
+    state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str, megatronapp: Sequence[str] = MEGATRONAPP
 ) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
     """As in a terminal, which shows what is written to the file `out`."""
     job = Served(state, name)
-    serve = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), *arguments]
+    serve = [*megatronapp, *command(model, name), *arguments]
     with (state / "out").open("wb") as out:
         process = subprocess.Popen(serve, env=job.environment, stdout=out, stderr=out)
     try:
@@ -105,9 +105,10 @@ def test_a_gang_restarts_after_a_kill_and_answers_as_a_single_rank(state: pathli
 
 
 def test_a_gang_serves_clients_and_pages_until_it_is_stopped(
-    state: pathlib.Path, model: pathlib.Path, run: Callable[..., str]
+    state: pathlib.Path, model: pathlib.Path, run: Callable[..., str], forkserver: Any
 ) -> None:
-    with in_front(state, model, "two", *TWO) as (two, process):
+    megatronapp = megatronapp_forking.command(forkserver.python())
+    with in_front(state, model, "two", *TWO, megatronapp=megatronapp) as (two, process):
         two.until_phase("Running", 0)
         two.until_ready()
         check_commands(two, run)

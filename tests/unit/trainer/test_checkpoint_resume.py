@@ -56,7 +56,7 @@ def stop_and_resume(
     return whole[STOP:], losses_of(run_ranks, second[0], f"{second[1]} --save {save}")
 
 
-@pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "VPP", "TP2-distributed"))
+@pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "TP2-distributed"))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

@@ -231,39 +231,43 @@ def test_the_cache_is_used_and_left_tidy(flags: str, call: RunRanks, tmp_path: p
     assert not list(tmp_path.rglob(".building*"))
 
 
-def refusal(flags: str) -> tuple[str, str]:
-    try:
-        iterators = open_iterators(flags)
-        next(iterators.train)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+REFUSALS = {
+    "--data-path {folder}/none_text_document": "does not exist",
+    "--data-path {folder}/cut_text_document": "requires",
+    "--seq-length 4096 --max-position-embeddings 4096": "fewer than one sample",
+    "--split 999,1,0": "the valid part of",
+    "--split 0,100,0": "training has no data",
+    "--split nonsense": "--split nonsense",
+    "--data-path 1 {folder}/a_text_document 2": "WEIGHT PREFIX",
+    "--vocab-size 5": "--vocab-size 5 is below",
+    "--data-cache-path /proc/nowhere": "--data-cache-path",
+}
+"""More flags, and a part of the error."""
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--data-path {folder}/none_text_document", "does not exist"),
-        ("--data-path {folder}/cut_text_document", "requires"),
-        ("--seq-length 4096 --max-position-embeddings 4096", "fewer than one sample"),
-        ("--split 999,1,0", "the valid part of"),
-        ("--split 0,100,0", "training has no data"),
-        ("--split nonsense", "--split nonsense"),
-        ("--data-path 1 {folder}/a_text_document 2", "WEIGHT PREFIX"),
-        ("--vocab-size 5", "--vocab-size 5 is below"),
-        ("--data-cache-path /proc/nowhere", "--data-cache-path"),
-    ],
-)
-def test_every_rank_learns_why_the_data_is_unusable(
-    flags: str, call: RunRanks, corpus: pathlib.Path, more: str, message: str
-) -> None:
+def refusals(flags: list[str]) -> list[tuple[str, str]]:
+    """Return kind and text of the error of each."""
+    found = []
+    for more in flags:
+        try:
+            next(open_iterators(more).train)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        else:
+            found.append(("", ""))
+    return found
+
+
+def test_every_rank_learns_why_the_data_is_unusable(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
     for suffix in (".bin", ".idx"):
         shutil.copy(corpus / f"a_text_document{suffix}", corpus / f"cut_text_document{suffix}")
     with open(corpus / "cut_text_document.bin", "r+b") as stream:
         stream.truncate(100)
-    for kind, text in call(2, refusal, f"{flags} {more.format(folder=corpus)}"):
-        assert kind in ("DataError", "UsageError")
-        assert message in text
+    cases = [f"{flags} {more.format(folder=corpus)}" for more in REFUSALS]
+    for found in call(2, refusals, cases):
+        for (kind, text), (more, message) in zip(found, REFUSALS.items(), strict=True):
+            assert kind in ("DataError", "UsageError"), more
+            assert message in text, more
 
 
 def test_tokens_beyond_the_vocabulary(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
@@ -271,6 +275,6 @@ def test_tokens_beyond_the_vocabulary(flags: str, call: RunRanks, corpus: pathli
     for suffix in (".bin", ".idx"):
         shutil.copy(corpus / f"a_text_document{suffix}", corpus / f"bare_text_document{suffix}")
     bare = f"{FLAGS} --data-path {corpus}/bare_text_document --vocab-size 20"
-    ((kind, text),) = call(1, refusal, bare)
+    (((kind, text),),) = call(1, refusals, [bare])
     assert kind == "DataError"
     assert "the vocabulary has 20" in text

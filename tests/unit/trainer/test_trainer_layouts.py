@@ -67,7 +67,7 @@ def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]
     return losses
 
 
-@pytest.mark.full("a sweep of layouts", but=("PP2", "VPP"))
+@pytest.mark.full("a sweep of layouts", but=("VPP",))
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
@@ -147,7 +147,6 @@ CORNERS = (
     "gpt-PP2-tied-clipped",
     "gpt-DP2-overlap",
     "gpt-local-layers",
-    "gpt-DP2-averaged",
     "llama-TP2",
     "llama-PP2xDP2",
     "llama-selective-recompute",

@@ -30,6 +30,7 @@ def shipped(flags: str) -> int:
     return len(layout.sizes) * max(layout.sizes)
 
 
+@pytest.mark.full("a sweep of models", but=("dropout", "llama-bf16"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_bound_of_a_pass_is_above_its_messages_and_not_far(run_ranks: RunRanks, name: str) -> None:
     flags, model, training = CASES[name]

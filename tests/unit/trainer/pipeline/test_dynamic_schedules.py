@@ -60,7 +60,7 @@ VEES = {layout: LAYOUTS[layout] for layout in ("VPP2", "DP2xVPP2", "TP2xVPP2", "
     ),
 }
 """Layouts of two chunks; a vee takes any number of microbatches."""
-CORNERS = ("auto-DP2xVPP2", "auto-TP2xPP2+SP", "dfc-VPP2", "zero-bubble-PP2")
+CORNERS = ("auto-DP2xVPP2", "auto-TP2xPP2+SP", "zero-bubble-PP2")
 
 
 def train(flags: str, seed: int | None = None) -> Record | None:
@@ -154,7 +154,10 @@ def reported(flags: str) -> tuple[list[str], list[PlanReport]]:
     return lines, plans
 
 
-@pytest.mark.parametrize(("placement", "order", "spare"), [("loop", "megatron-core", 3), ("vee", "ZB-V", 4)])
+@pytest.mark.full("a second placement of chunks", but=("loop",))
+@pytest.mark.parametrize(
+    ("placement", "order", "spare"), [("loop", "megatron-core", 3), ("vee", "ZB-V", 4)], ids=["loop", "vee"]
+)
 def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(
     run_ranks: RunRanks, placement: str, order: str, spare: int
 ) -> None:
