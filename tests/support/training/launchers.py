@@ -118,6 +118,7 @@ class Gang:
         (tmp / "rank.py").write_text(RANK)
         self.proc_per_node = proc_per_node
         self.program = program or str(tmp / "rank.py")
+        self.launcher = ["-m", "megatronapp_trainer.launch"]
         self.arguments = ["--num-layers", "4"]
         with address.reserved_port("127.0.0.2") as port:
             self.coordinator = f"127.0.0.2:{port}"
@@ -149,7 +150,7 @@ class Gang:
     def command(self, grace_s: float) -> list[str]:
         """Command line of a launcher."""
         flags = ["--grace-s", str(grace_s), "--program", self.program]
-        return [sys.executable, "-m", "megatronapp_trainer.launch", *flags, "--", *self.arguments]
+        return [sys.executable, *self.launcher, *flags, "--", *self.arguments]
 
     def start(
         self,

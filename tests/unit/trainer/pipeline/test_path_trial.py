@@ -1,10 +1,14 @@
-"""The preflight of real launchers tries the paths of a MegaDPP or MegaFBD job with real processes."""
+"""The preflight of real launchers tries the paths of a MegaDPP or MegaFBD job with real processes.
+
+The first test starts an interpreter for each trial; those of the other tests are forked."""
 
 import json
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import forked_trials
 import pytest
 from launchers import Gang
 
@@ -26,6 +30,18 @@ def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
     gang.arguments = f"--use-dpp {PIPELINE} {MODEL}".split()
     yield gang
     gang.close()
+
+
+@pytest.fixture
+def launcher(forkserver: Any) -> list[str]:
+    """Program and arguments of a launcher whose trials are forked."""
+    return [forked_trials.__file__, " ".join(forkserver.python())]
+
+
+@pytest.fixture
+def forking_gang(gang: Gang, launcher: list[str]) -> Gang:
+    gang.launcher = launcher
+    return gang
 
 
 def paths(gang: Gang) -> set[str]:
@@ -73,8 +89,9 @@ ATTACHED = json.dumps(
 @pytest.mark.full("sources of an address", but=("multus",))
 @pytest.mark.parametrize("found_by", [{"NETWORK_STATUS": ATTACHED}, {"INTERFACE": "l[o]"}], ids=["multus", "interface"])
 def test_ranks_without_common_memory_are_tried_over_ucx_at_their_addresses(
-    gang: Gang, found_by: dict[str, str]
+    forking_gang: Gang, found_by: dict[str, str]
 ) -> None:
+    gang = forking_gang
     gang.arguments += ["--node-ips", "127.0.0.1,127.0.0.1"]
     start_apart(gang, dict.fromkeys(range(2), "finish"), [found_by, found_by])
     gang.go()
@@ -96,9 +113,10 @@ BY_STAGE = {
     ("per_node", "flags", "expected"), [("1,1", "", PAIR), ("2,2", PIPELINE, BY_STAGE)], ids=["pair", "PP2"]
 )
 def test_partners_and_neighbours_of_both_roles_are_tried(
-    tmp_path: pathlib.Path, per_node: str, flags: str, expected: set[str]
+    tmp_path: pathlib.Path, launcher: list[str], per_node: str, flags: str, expected: set[str]
 ) -> None:
     gang = Gang(tmp_path, proc_per_node=per_node)
+    gang.launcher = launcher
     try:
         world = sum(map(int, per_node.split(",")))
         gang.arguments = f"--forward-backward-disaggregating {flags} {MODEL}".split()
@@ -111,24 +129,28 @@ def test_partners_and_neighbours_of_both_roles_are_tried(
         gang.close()
 
 
-def test_addresses_of_no_interface_are_named_before_a_rank_starts(gang: Gang) -> None:
+def test_addresses_of_no_interface_are_named_before_a_rank_starts(forking_gang: Gang) -> None:
+    gang = forking_gang
     start_apart(gang, {}, [{}, {}])
     assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: no network interface" in refusal(gang)
 
 
-def test_node_ips_are_compared_with_the_rank_table_before_a_rank_starts(gang: Gang) -> None:
+def test_node_ips_are_compared_with_the_rank_table_before_a_rank_starts(forking_gang: Gang) -> None:
+    gang = forking_gang
     gang.arguments += ["--node-ips", "127.0.0.2,127.0.0.1"]
     start_apart(gang, {}, [{"NETWORK_STATUS": ATTACHED}, {}])
     assert "rank 0 is at 127.0.0.1, not at 127.0.0.2; leave it out, or give 127.0.0.1,127.0.0.3" in refusal(gang)
 
 
-def test_a_path_without_ucx_is_named_before_a_rank_starts(gang: Gang) -> None:
+def test_a_path_without_ucx_is_named_before_a_rank_starts(forking_gang: Gang) -> None:
+    gang = forking_gang
     found_by = {"NETWORK_STATUS": ATTACHED}
     start_apart(gang, {}, [found_by, found_by], MEGATRONAPP_UCX_LIBRARY="/nonexistent/libucp.so.0")
     assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: UCX cannot be" in refusal(gang)
 
 
-def test_messages_that_do_not_fit_are_named_before_a_rank_starts(gang: Gang) -> None:
+def test_messages_that_do_not_fit_are_named_before_a_rank_starts(forking_gang: Gang) -> None:
+    gang = forking_gang
     gang.arguments += ["--seq-length", str(1 << 40)]
     gang.start({}, PREFLIGHT=PREFLIGHT)
     assert "MiB free, and messages between its 2 ranks need" in refusal(gang)
