@@ -3,6 +3,7 @@
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from launchers import Gang, wait_until
@@ -26,8 +27,9 @@ RACKS = [{"TOPOLOGY": "rack-b"}, {"TOPOLOGY": "rack-a"}]
 
 
 @pytest.fixture
-def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
-    gang = Gang(tmp_path, ",".join(map(str, RANKS)), program="-m megatronapp_trainer.pretrain")
+def gang(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[Gang]:
+    _, *python = forkserver.python()
+    gang = Gang(tmp_path, ",".join(map(str, RANKS)), program=f"{' '.join(python)} -m megatronapp_trainer.pretrain")
     yield gang
     gang.close()
 

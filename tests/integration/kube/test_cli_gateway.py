@@ -63,6 +63,7 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
     assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *export[3:])[2]
 
 
+@pytest.mark.full("a second command; faults and traces go the same way")
 def test_transfers_of_a_job_are_shown_through_the_gateway(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, tmp_path: pathlib.Path
 ) -> None:

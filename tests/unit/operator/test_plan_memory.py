@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from pytest_workers import examples
 
 from megatronapp_common.job import EndedWorker, PinnedSettings, read_status, status_document
 from megatronapp_common.text.ranges import format_ranges, parse_ranges
@@ -107,7 +108,7 @@ def statuses(draw: st.DrawFn) -> Status:
     return draw(made)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(statuses())
 def test_a_status_is_read_as_it_was_written_and_the_types_keep_all_of_it(status: Status) -> None:
     text = json.dumps(status_document(status), allow_nan=False)
