@@ -122,6 +122,15 @@ TEST_F(UcxTest, WordsAndEntriesOfALogArrive) {
     EXPECT_THROW(static_cast<void>(ranks[1]->read(0, 64)), TransportError);
 }
 
+TEST_F(UcxTest, SignsOfLifeAreNoActivity) {
+    const Endpoints ranks = network(2, settings(0));
+    std::uint32_t seen = ranks[0]->activity();
+    while (ranks[0]->wait_activity(seen, kShortS)) {
+        seen = ranks[0]->activity();
+    }
+    EXPECT_FALSE(ranks[0]->wait_activity(seen, 1.5));  // there is a sign of life in each second
+}
+
 TEST_F(UcxTest, AClosedPeerIsLostAndItsLastMessagesAreNot) {
     const Endpoints ranks = network(2, settings(0));
     send(*ranks[0], 1, 7, bytes_of(7, 65536));
