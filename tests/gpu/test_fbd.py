@@ -109,12 +109,12 @@ def test_a_forward_gpu_serves_two_backward_ranks_of_another(run_ranks: RunRanks)
 
 @pytest.mark.parametrize("policy", ["", "--use-dpp", "--use-dpp --dpp-schedule bfc"], ids=["static", "auto", "bfc"])
 @pytest.mark.parametrize(
-    "shares", [pytest.param(True, id="one"), pytest.param(False, id="four", marks=pytest.mark.gpus(4))]
+    "is_shared", [pytest.param(True, id="one"), pytest.param(False, id="four", marks=pytest.mark.gpus(4))]
 )
-def test_two_stages_of_both_roles_are_bit_equal(run_ranks: RunRanks, shares: bool, policy: str) -> None:
+def test_two_stages_of_both_roles_are_bit_equal(run_ranks: RunRanks, is_shared: bool, policy: str) -> None:
     """Ranks that share a GPU take its time in turns, so that messages arrive at odd moments."""
     flags = f"{CASES['bf16']} {STAGES}"
-    plain, both = (f"--distributed-backend gloo --ranks-per-gpu {count}" if shares else "" for count in (2, 4))
+    plain, both = (f"--distributed-backend gloo --ranks-per-gpu {count}" if is_shared else "" for count in (2, 4))
     assert record(run_ranks, 4, f"{flags} {both} {SWITCH} {policy}") == record(run_ranks, 2, f"{flags} {plain}")
 
 

@@ -100,12 +100,14 @@ void Link::lost(const std::string& how) {
     }
 }
 
-void Link::measured(std::uint64_t round_trip_ns) {
+bool Link::measured(std::uint64_t round_trip_ns) {
     const std::lock_guard lock(mutex_);
-    if (round_trips_ < kRoundTrips) {
-        ++round_trips_;
-        round_trip_ns_ = round_trip_ns_ == 0 ? round_trip_ns : std::min(round_trip_ns_, round_trip_ns);
+    if (round_trips_ >= kRoundTrips) {
+        return false;
     }
+    ++round_trips_;
+    round_trip_ns_ = round_trip_ns_ == 0 ? round_trip_ns : std::min(round_trip_ns_, round_trip_ns);
+    return true;
 }
 
 bool Link::failed() const {

@@ -398,9 +398,7 @@ void Loop::beaten(Connection& connection, const Header& header) {
     if (beat_news.echo_ns != 0) {
         const std::uint64_t round_trip_ns = now_ns - beat_news.echo_ns - beat_news.held_ns;
         connection.clock.measured(beat_news.sent_ns, now_ns, round_trip_ns);
-        const bool connects = connection.link->round_trip_wanted();
-        connection.link->measured(round_trip_ns);
-        if (connects) {  // later ones are no news: a rank that waits for any message counts the time without news
+        if (connection.link->measured(round_trip_ns)) {
             ring(board_->activity);
         }
     }

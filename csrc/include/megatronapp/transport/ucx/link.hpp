@@ -46,7 +46,9 @@ class Link {
     void damaged(const std::string& what);
     void mismatched(const std::string& what);
     void lost(const std::string& how);
-    void measured(std::uint64_t round_trip_ns);
+    /// Takes a round trip; whether connecting needed it. Later ones are no activity, which would keep a rank that waits
+    /// for any message from its deadline.
+    bool measured(std::uint64_t round_trip_ns);
     [[nodiscard]] bool failed() const;
     [[nodiscard]] std::uint64_t entries_read() const;
 
