@@ -93,6 +93,7 @@ def of_kind(documents: list[Object], kind: str) -> set[str]:
     return {document["metadata"]["name"] for document in documents if document["kind"] == kind}
 
 
+@pytest.mark.full("cases that differ in the values", but=("defaults", "full"))
 @pytest.mark.parametrize("values", VALUES, ids=name_of)
 def test_lint_finds_nothing(chart: Chart, values: pathlib.Path | None) -> None:
     done = chart.call("lint", str(CHART), "--strict", *(() if values is None else ("--values", str(values))))

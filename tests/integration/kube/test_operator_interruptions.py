@@ -22,7 +22,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "0"))
 """Distance between the requests that are cut; 1: all of them, 0: as many as POSITIONS."""
-POSITIONS = 7 if FULL else 3
+POSITIONS = 7 if FULL else 2
 UNSTEADY = 20
 """Requests by which two runs of a history may differ: objects of a job are restored at an hour of the job's own."""
 

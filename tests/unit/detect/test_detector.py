@@ -274,6 +274,7 @@ def test_occasional_waits_for_launches_name_no_rank(watch: Watch, sim: ModuleTyp
     assert watch(LAYOUTS[layout], noise=sim.GPU, healthy_launch=launch, launch_jitter=0.2).verdicts == []
 
 
+@pytest.mark.full("a variant of a simulated job")
 @FAST
 @given(
     seed=SEEDS,
@@ -308,6 +309,7 @@ def test_the_cost_of_late_launches_is_that_of_all_who_wait_inside(
     assert "launches kernels" in run.last.sentence
 
 
+@pytest.mark.full("a variant of a simulated job")
 @FAST
 @given(seed=SEEDS, rank=st.integers(0, 3), factor=st.floats(2.0, 3.0))
 @example(seed=4711, rank=2, factor=2.0)
@@ -465,7 +467,7 @@ def test_a_slow_unit_with_a_member_missing_is_not_judged(sim: ModuleType, judge:
 
 
 def test_memory_stays_bounded(sim: ModuleType) -> None:
-    layout, steps = LAYOUTS["dp2-pp2"], 400 if FULL else 240
+    layout, steps = LAYOUTS["dp2-pp2"], 400 if FULL else 180
     starts = range(20, steps, 30)
     faults = tuple(sim.Fault(rank=at // 30 % 4, kind="compute", factor=2.5, from_step=at, steps=10) for at in starts)
     simulator = sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=faults), 1)

@@ -15,7 +15,7 @@ from megatronapp_analyzer.model import Verdict
 pytestmark = [pytest.mark.torch]
 
 RunRanks = Callable[..., list[Any]]
-FROM_STEP, STEPS = 25, 50
+FROM_STEP, STEPS = 20, 40
 MODEL = f"--train-iters {STEPS} --hidden-size 64 --seq-length 64 --global-batch-size 8"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2_AUTO = f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --use-dpp"
@@ -28,7 +28,7 @@ def verdicts(run_ranks: RunRanks, world: int, flags: str, folder: pathlib.Path, 
     return [verdict for view in traced_steps.views(ranks) for verdict in detector.observe(view)]
 
 
-@pytest.mark.full("traced runs of 50 steps", but=("forward",))
+@pytest.mark.full("traced runs of 40 steps", but=("forward",))
 @pytest.mark.parametrize(
     ("flags", "rank", "name"),
     [
