@@ -94,10 +94,8 @@ void CopyStream::enqueue_batch(std::span<const MessagePart> parts, Address memor
         batch_.from.push_back(reinterpret_cast<Address>(part.data));
         batch_.bytes.push_back(part.bytes);
     }
-    cuda::CopyAttributes attributes{.source_access_order = cuda::kSourceInStreamOrder,
-                                    .source_location = {},
-                                    .target_location = {},
-                                    .flags = 0};
+    cuda::CopyAttributes attributes{
+        .source_access_order = cuda::kSourceInStreamOrder, .source_location = {}, .target_location = {}, .flags = 0};
     std::size_t first_copy = 0;
     require(driver, "cuMemcpyBatchAsync",
             driver.copy_batch(batch_.to.data(), batch_.from.data(), batch_.bytes.data(), parts.size(), &attributes,
