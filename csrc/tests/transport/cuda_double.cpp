@@ -212,8 +212,8 @@ void add_stream_functions(cuda::Driver& driver) {
         return call("cuMemcpyAsync",
                     [&] { stream->enqueue([=] { std::memcpy(memory_at(to), memory_at(from), bytes); }); });
     };
-    driver.copy_batch = [](Address* to, Address* from, std::size_t* bytes, std::size_t count, cuda::CopyAttributes*,
-                           std::size_t*, std::size_t, Stream stream) {
+    driver.copy_batch = [](const Address* to, const Address* from, const std::size_t* bytes, std::size_t count,
+                           cuda::CopyAttributes*, std::size_t*, std::size_t, Stream stream) {
         return call("cuMemcpyBatchAsync", [&] {
             for (std::size_t place = count; place-- > 0;) {  // in another order than given: there is none
                 const Address target = to[place];

@@ -63,8 +63,9 @@ struct Driver {
     Result (*host_address)(Address* address, void* data, unsigned flags);
     Result (*copy)(Address to, Address from, std::size_t bytes, Stream stream);
     /// Copies in no order between each other, by one call; null where the driver is older than CUDA 13.
-    Result (*copy_batch)(Address* to, Address* from, std::size_t* bytes, std::size_t count, CopyAttributes* attributes,
-                         std::size_t* first_copies, std::size_t attribute_count, Stream stream);
+    Result (*copy_batch)(const Address* to, const Address* from, const std::size_t* bytes, std::size_t count,
+                         CopyAttributes* attributes, std::size_t* first_copies, std::size_t attribute_count,
+                         Stream stream);
     Result (*stream_create)(Stream* stream, unsigned flags);
     Result (*stream_destroy)(Stream stream);
     Result (*stream_synchronize)(Stream stream);
