@@ -20,16 +20,16 @@ MAX_SLOTS = 4096
 
 
 def inbox_bytes(job: MegatronJob) -> int:
-    """Return an upper bound of the shared memory for messages on a worker; 0 without MegaDPP, and with MegaFBD.
+    """Return an upper bound of the shared memory for messages of MegaDPP on a worker; 0 without it.
 
-    The messages of MegaFBD are those of `shipment_memory`.
+    With MegaFBD it is 0 as well, as `shipment_memory` has the messages of such a job.
 
     On the CPU it is the trainer's own number; ranks with GPUs need as much only where their devices do not reach each
     other. Flags in spec.args are not read. `rules.messages` has the same arithmetic.
     """
     dpp, layout, world = job.spec.dpp, job.spec.parallelism, job.world
     model, training = job.spec.model, job.spec.training
-    if not dpp.enabled or job.world.fbd is not None or layout.pipeline < 2 or model is None or training is None:
+    if not dpp.enabled or world.fbd is not None or layout.pipeline < 2 or model is None or training is None:
         return 0
     stages, chunks = layout.pipeline, chunks_of(job.spec)
     is_ring = chunks > 1 and not _is_vee(dpp, chunks)

@@ -103,7 +103,7 @@ def test_a_forward_rank_on_the_cpu_hides_gpus_and_other_pairs_are_refused_by_nam
     (found,) = run_ranks(1, choices_of_devices)
     assert (found["device"], found["visible"]) == ("cpu", "")
     assert "start forward ranks with CUDA_VISIBLE_DEVICES= set to nothing" in found["used"]
-    assert found["too few"].startswith("rank 1 of this node has no GPU: this machine shows 1")
+    assert found["too few"].startswith("number 1 of the ranks here that use a GPU has none: this machine shows 1")
     assert found["forward"].startswith("forward rank 1 has a GPU, and its backward rank 0 has none")
     assert "write --fbd-forward-on-cpu (in a manifest fbd.forward with gpusPerNode: 0)" in found["backward"]
 

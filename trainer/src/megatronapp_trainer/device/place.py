@@ -94,7 +94,8 @@ def prepare_device(place: int | None, ranks_per_gpu: int = 1) -> Device:
         index = place // ranks_per_gpu
         if index >= torch.cuda.device_count():
             raise UsageError(
-                f"rank {place} of this node has no GPU: this machine shows {torch.cuda.device_count()}; "
+                f"number {place} of the ranks here that use a GPU has none: this machine shows "
+                f"{torch.cuda.device_count()}; "
                 "start one rank per GPU, or none of them with CUDA_VISIBLE_DEVICES= set to nothing"
             )
         torch.cuda.set_device(index)

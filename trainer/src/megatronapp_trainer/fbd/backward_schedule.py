@@ -195,12 +195,14 @@ class BackwardSchedule:
         """Run the passes that the policy names, as their inputs arrive."""
         choice = BackwardChoice(self._orders, self._stage.rank, num_microbatches)
         arrivals = Arrivals(self._channel, self._step)
-        lacking: dict[Pass, list[AwaitedMessage]] = {}
+        inputs: dict[Pass, _PassInputs] = {}
         outputs: dict[Pass, torch.Tensor] = {}
         while choice.are_left:
             arrivals.begin_poll()
             for own in choice.awaited():
-                output = self._poll(own, arrivals, lacking)
+                if own not in inputs:
+                    inputs[own] = self._inputs_of(own)
+                output = self._poll(own, arrivals, inputs[own])
                 if output is not None:
                     outputs[own] = output
                     choice.receive(own)
@@ -214,22 +216,19 @@ class BackwardSchedule:
                 self._run_weight(own)
                 continue
             gradient = self._gradient(own, outputs.pop(own), num_microbatches)
-            arrivals.take(*self._inputs_of(own).targets)
+            arrivals.take(*inputs.pop(own).targets)
             self._run_backward(own, gradient, early=choice.early)
             del gradient  # it is in a slot, which the next wait must not hold
 
-    def _poll(self, own: Pass, arrivals: Arrivals, lacking: dict[Pass, list[AwaitedMessage]]) -> torch.Tensor | None:
+    def _poll(self, own: Pass, arrivals: Arrivals, inputs: _PassInputs) -> torch.Tensor | None:
         """Take what has arrived for a pass; returns the last of its messages, which is no shipment."""
-        if own not in lacking:
-            inputs = self._inputs_of(own)
-            lacking[own] = [*inputs.shipments, inputs.output]
-        while (found := arrivals.poll(lacking[own][0])) is not None:
-            if len(lacking[own]) == 1:
-                del lacking[own]
-                return found
-            self._receivers[self._mode][own.chunk].take(found)
-            del lacking[own][0]
-        return None
+        receiver = self._receivers[self._mode][own.chunk]
+        while receiver.taken < len(inputs.shipments):
+            found = arrivals.poll(inputs.shipments[receiver.taken])
+            if found is None:
+                return None
+            receiver.take(found)
+        return arrivals.poll(inputs.output)
 
     def _run_backward(self, own: Pass, gradient: torch.Tensor, *, early: bool = False) -> None:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""

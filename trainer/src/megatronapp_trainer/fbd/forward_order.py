@@ -55,7 +55,7 @@ class ForwardRankStep:
                 f"step {self.number}: rank {partner} commands {order} before the step has ended; it must give a credit "
                 "for each backward pass first"
             )
-        return Pass(order.num_microbatches, order.version)
+        return Pass(*order.ended)
 
 
 class ForwardOrder(Protocol):

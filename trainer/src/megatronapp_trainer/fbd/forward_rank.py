@@ -138,9 +138,10 @@ class ForwardRank:
             )
         self._order = orders[0]
         if self._order.command is Command.CREDIT:
+            microbatch, chunk = self._order.ended
             raise TransferError(
                 f"command {self._step}: rank {self._channel.partners[0]} gives a credit for microbatch "
-                f"{self._order.num_microbatches}, chunk {self._order.version}, after those of all passes of its step; "
+                f"{microbatch}, chunk {chunk}, after those of all passes of its step; "
                 "it must give one for each backward pass"
             )
         return self._order

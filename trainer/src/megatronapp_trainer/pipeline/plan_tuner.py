@@ -171,8 +171,9 @@ class PlanTuner:
             return
         guided, guided_seconds = self._guided
         self._guided = None
-        stays = "the first one" if guided_seconds <= seconds else "the order that is never left"
+        stays = "the order that is never left"
         if guided_seconds <= seconds:
+            stays = "the first one"
             self._plan.candidates[size], self.choices[size] = guided.candidate, guided
             self.measured_seconds[size] = guided_seconds
         if self._report is not None:

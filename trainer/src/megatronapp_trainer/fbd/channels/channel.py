@@ -116,12 +116,12 @@ class Channel:
         """
         with contextlib.nullcontext() if self.observer is None else self.observer.waiting(), _named(peer, key):
             message = self._of(key.kind).receive(peer, key.pack(), spec)
+        self.received.add(peer, key.kind, spec.bytes, message.copied_ns)
         return self._handed_out(message, key, spec, target)
 
     def poll(self, peer: int, key: MessageKey, spec: TensorSpec, target: PassKey | None = None) -> torch.Tensor | None:
         """Return a message if it has arrived."""
-        with _named(peer, key):
-            message = self._of(key.kind).poll(peer, key.pack(), spec)
+        message = self.poll_message(peer, key, spec)
         return None if message is None else self._handed_out(message, key, spec, target)
 
     def poll_message(self, peer: int, key: MessageKey, spec: TensorSpec) -> ReceivedTensor | None:
@@ -215,8 +215,7 @@ class Channel:
     def _handed_out(
         self, message: ReceivedTensor, key: MessageKey, spec: TensorSpec, target: PassKey | None
     ) -> torch.Tensor:
-        """Count a message and announce it; a fault may withhold it."""
-        self.received.add(message.sender, key.kind, spec.bytes, message.copied_ns)
+        """Announce a message; a fault may withhold it."""
         if self.observer is None:
             return message.tensor
         copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])

@@ -51,6 +51,11 @@ class Order(NamedTuple):
         """Return the credit for a backward pass that has ended."""
         return cls(Command.CREDIT, microbatch, version=chunk)
 
+    @property
+    def ended(self) -> tuple[int, int]:
+        """Return microbatch and chunk of the pass that a credit is for."""
+        return self.num_microbatches, self.version
+
     def pack(self) -> int:
         """Return the order as a number of 64 bits."""
         number = self.command << 1 | self.sends_weights

@@ -256,6 +256,11 @@ class ShipmentReceiver:
             for shipment, size in enumerate(self._layout.sizes)
         ]
 
+    @property
+    def taken(self) -> int:
+        """Return the shipments taken of the pass whose backward pass runs next."""
+        return len(self._shipments)
+
     def take(self, shipment: torch.Tensor) -> None:
         """Take the next shipment of the pass whose backward pass runs next."""
         self._shipments.append(shipment)

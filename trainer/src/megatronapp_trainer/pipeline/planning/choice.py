@@ -153,10 +153,13 @@ def choose_candidate(
         candidates.insert(0, followed)
     simulated = _Simulated(placement, num_microbatches, times, reaction, memory)
     histories = [f"{seed} {history}" for history in range(min(_histories(placement, num_microbatches), most_histories))]
-    candidate, seconds, bubble = _best(simulated, histories, candidates)
+    expected = {candidate: simulated.mean(candidate, histories) for candidate in candidates}
+    candidate = _shortest(expected)
     if candidate.is_left and candidate.tolerance_seconds is not None:
         larger = dataclasses.replace(candidate, tolerance_seconds=min(times.usual.task_seconds.values()) / 4)
-        candidate, seconds, bubble = _best(simulated, histories, [candidate, larger])
+        expected[larger] = simulated.mean(larger, histories)
+        candidate = _shortest({one: expected[one] for one in (candidate, larger)})
+    seconds, bubble = expected[candidate]
     static = [simulated.static(history) for history in histories]
     choice = PlanChoice(
         candidate=candidate,
@@ -167,7 +170,7 @@ def choose_candidate(
     )
     if not candidate.is_left or not allows_followed:
         return choice
-    _, seconds, bubble = _best(simulated, histories, [followed])
+    seconds, bubble = expected[followed]
     never_left = dataclasses.replace(choice, candidate=followed, seconds=seconds, bubble=bubble)
     return dataclasses.replace(choice, never_left=never_left)
 
@@ -177,22 +180,10 @@ def _histories(placement: Placement, num_microbatches: int) -> int:
     return HISTORIES if placement.stages * num_microbatches <= LARGE_STEP else HISTORIES // 2
 
 
-def _best(
-    simulated: "_Simulated", histories: Sequence[str], candidates: Sequence[Candidate]
-) -> tuple[Candidate, float, float]:
-    """Return the first candidate that is nearly the shortest, with the means of its seconds and bubbles."""
-    expected = []
-    for candidate in candidates:
-        runs = [simulated.guided(candidate, history) for history in histories]
-        expected.append(
-            (statistics.mean(run.seconds for run in runs), statistics.mean(run.mean_bubble for run in runs))
-        )
-    shortest = min(seconds for seconds, _ in expected)
-    return next(
-        (candidate, seconds, bubble)
-        for candidate, (seconds, bubble) in zip(candidates, expected, strict=True)
-        if seconds <= shortest * GOOD_ENOUGH
-    )
+def _shortest(expected: Mapping[Candidate, tuple[float, float]]) -> Candidate:
+    """Return the first candidate whose seconds are nearly the shortest."""
+    shortest = min(seconds for seconds, _ in expected.values())
+    return next(one for one, (seconds, _) in expected.items() if seconds <= shortest * GOOD_ENOUGH)
 
 
 class _Simulated:
@@ -212,6 +203,11 @@ class _Simulated:
         self._usual = times.usual
         self._reaction = reaction
         self._memory = memory
+
+    def mean(self, candidate: Candidate, histories: Sequence[str]) -> tuple[float, float]:
+        """Return the mean seconds and the mean bubble of steps under a candidate."""
+        runs = [self.guided(candidate, history) for history in histories]
+        return statistics.mean(run.seconds for run in runs), statistics.mean(run.mean_bubble for run in runs)
 
     def guided(self, candidate: Candidate, history: str) -> Simulation:
         """Return a step under a candidate."""
