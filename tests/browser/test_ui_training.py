@@ -101,7 +101,7 @@ def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     pw.expect(page.get_by_test_id("span-rank")).to_contain_text("fault injected here")
     pw.expect(page.get_by_test_id("fault")).to_contain_text("compute")
     panel = page.get_by_role("region", name="MegaDPP")
-    pw.expect(panel.get_by_test_id("plan-facts")).to_contain_text("simulation with the measured times")
+    pw.expect(panel.get_by_test_id("plan-facts")).to_contain_text("the measured times of the first steps")
     pw.expect(panel.get_by_test_id("plan-rows")).to_contain_text("Before the choice, measured in 5 steps")
     pw.expect(
         panel.get_by_role("img", name=re.compile(r"^Passes that ran before their turn .* of 24$"))

@@ -1229,7 +1229,7 @@ export interface components {
             capChunks: number;
             /**
              * Chosen
-             * @description Whether it was chosen by simulation with measured times.
+             * @description Whether measured times have decided on it.
              * @default false
              */
             chosen: boolean;

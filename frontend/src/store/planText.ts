@@ -74,7 +74,7 @@ export function planFacts({ plan, seconds: measured }: PlanPeriod): (readonly [s
 }
 
 function choiceNote({ schedule, chosen }: PlanPeriod["plan"]): string {
-  if (chosen) return "simulation with the measured times of the first steps";
+  if (chosen) return "the measured times of the first steps";
   return schedule === "auto" ? "nothing yet: the first steps are measured" : "the configuration";
 }
 

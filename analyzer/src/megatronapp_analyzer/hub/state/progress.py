@@ -32,7 +32,7 @@ class PipelinePlan(ApiModel):
     chunks: Annotated[int, Field(description="Model chunks of each rank.")] = 1
     cap_chunks: Annotated[int, Field(description="Most chunks whose activations a rank keeps at a time.")] = 0
     spare_chunks: Annotated[int, Field(description="Chunks of these beyond what the order alone needs.")] = 0
-    chosen: Annotated[bool, Field(description="Whether it was chosen by simulation with measured times.")] = False
+    chosen: Annotated[bool, Field(description="Whether measured times have decided on it.")] = False
     simulated_seconds: Annotated[FiniteOrNone, Field(description="Simulated length of the passes of a step.")] = None
     simulated_bubble: Annotated[
         FiniteOrNone, Field(description="Share of that in which a rank waits, mean over the ranks.")

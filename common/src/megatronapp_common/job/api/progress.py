@@ -43,7 +43,7 @@ class PipelinePlan(StatusType):
     spare_chunks: Count = 0
     """Chunks of these beyond what the order alone needs."""
     chosen: Flag = False
-    """True if it was chosen by simulation with measured times."""
+    """True if measured times have decided on it."""
     simulated_seconds: float | None = None
     """Simulated length of the passes of a step."""
     simulated_bubble: float | None = None
