@@ -158,7 +158,7 @@ def choose_candidate(
     if candidate.is_left and candidate.tolerance_seconds is not None:
         larger = dataclasses.replace(candidate, tolerance_seconds=min(times.usual.task_seconds.values()) / 4)
         expected[larger] = simulated.mean(larger, histories)
-        candidate = _shortest({one: expected[one] for one in (candidate, larger)})
+        candidate = _shortest({each: expected[each] for each in (candidate, larger)})
     seconds, bubble = expected[candidate]
     static = [simulated.static(history) for history in histories]
     choice = PlanChoice(
@@ -183,7 +183,7 @@ def _histories(placement: Placement, num_microbatches: int) -> int:
 def _shortest(expected: Mapping[Candidate, tuple[float, float]]) -> Candidate:
     """Return the first candidate whose seconds are nearly the shortest."""
     shortest = min(seconds for seconds, _ in expected.values())
-    return next(one for one, (seconds, _) in expected.items() if seconds <= shortest * GOOD_ENOUGH)
+    return next(each for each, (seconds, _) in expected.items() if seconds <= shortest * GOOD_ENOUGH)
 
 
 class _Simulated:
