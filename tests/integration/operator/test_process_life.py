@@ -252,9 +252,11 @@ def test_the_budget_of_restarts_ends(process_backend: Any) -> None:
 def test_a_state_that_cannot_be_written_does_not_end_the_training(process_backend: Any) -> None:
     backend = process_backend.run(process_backend.manifest())
     process_backend.until_phase("Running")
-    events = process_backend.job() / "events.jsonl"
-    events.unlink()
-    events.mkdir()
+    folder = process_backend.folder / "a-folder"
+    folder.mkdir()
+    link = process_backend.folder / "a-link"
+    link.symlink_to(folder)
+    link.replace(process_backend.job() / "events.jsonl")  # in one step: an event may be appended at any moment
     process_backend.end(0)
     output = (process_backend.folder / "backend.out").read_text
     process_backend.until(lambda: "Ctrl-C ends the wait" in output(), "it waits for room")
