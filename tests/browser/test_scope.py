@@ -253,6 +253,7 @@ def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Rep
     assert canvas.evaluate(painted) == before
 
 
+@pytest.mark.full("a detail of the selection")
 def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "attention", layer=0, head=0)
     where = scope.get_by_test_id("where")
@@ -328,6 +329,7 @@ def test_axe_finds_nothing_in_any_table(scope: pw.Page, replay: ReplayedHub, sch
     assert found == []
 
 
+@pytest.mark.full("sizes of panels; the job page is checked always")
 def test_fits_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "layers", layer=PINNED[0], head=PINNED[1])
     for width in (768, 1024, 2200):
@@ -363,6 +365,7 @@ def long_prompt(socket: pw.WebSocketRoute, _: int) -> None:
         socket.send(frame)
 
 
+@pytest.mark.full("texts of a panel")
 def test_numbers_of_a_neighbour_are_called_by_its_name(own_page: pw.Page, scripted: Scripted) -> None:
     scripted(long_prompt, token=6)
     states = own_page.get_by_role("region", name="States of the token")
@@ -385,6 +388,7 @@ def test_numbers_of_a_neighbour_are_called_by_its_name(own_page: pw.Page, script
     pw.expect(heads.get_by_text("These are the numbers")).to_have_count(0)
 
 
+@pytest.mark.full("a detail of a panel")
 def test_candidates_have_texts_and_are_limited_after_the_temperature(own_page: pw.Page, scripted: Scripted) -> None:
     scripted(long_prompt, view="probabilities")
     rows = own_page.get_by_test_id("candidates").locator("tbody tr")

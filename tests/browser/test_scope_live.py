@@ -236,6 +236,7 @@ def check_strips_are_level(page: pw.Page) -> None:
     assert len(tops) == 1
 
 
+@pytest.mark.full("a long run; the change of a capture is tested on the ranks")
 def test_the_capture_changes_during_a_run_until_it_is_stopped(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     page.locator("body").press("2")
@@ -291,6 +292,7 @@ def test_a_viewer_reads_and_cannot_generate(page: pw.Page, job: Served) -> None:
     pw.expect(screen.go).to_be_visible()
 
 
+@pytest.mark.full("a plugin on the ranks; their tests and those of the panel have it")
 def test_sites_of_the_example_are_on_the_page_with_their_numbers(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     screen.submit("hello", 2)

@@ -74,6 +74,7 @@ def test_evidence_leads_all_panels_to_its_step(page: pw.Page, verdict: pw.Locato
     pw.expect(page.get_by_role("button", name=re.compile("^Rank 2 "))).to_have_attribute("aria-pressed", "true")
 
 
+@pytest.mark.full("the evidence above selects by the same address")
 def test_selection_survives_a_reload_and_the_back_button(page: pw.Page, verdict: pw.Locator) -> None:
     step = choose_evidence(page, verdict)
     page.reload()
@@ -103,6 +104,7 @@ def test_span_by_keyboard_then_to_the_other_end_of_its_transfer(page: pw.Page, v
     pw.expect(page).not_to_have_url(re.compile("span="))
 
 
+@pytest.mark.full("trackLayout.test.ts has the arithmetic")
 def test_timeline_zooms_by_wheel_and_key_pans_by_drag_and_fits(page: pw.Page, verdict: pw.Locator) -> None:
     choose_evidence(page, verdict)
     timeline = page.get_by_test_id("timeline")
@@ -151,6 +153,7 @@ def test_wheel_without_control_scrolls_the_page(page: pw.Page, verdict: pw.Locat
     page.wait_for_function("window.scrollY > 0")
 
 
+@pytest.mark.full("spans are chosen by keyboard above")
 def test_heat_map_by_keyboard(page: pw.Page, verdict: pw.Locator) -> None:
     page.get_by_test_id("heatmap").focus()
     page.keyboard.press("Home")
@@ -299,6 +302,7 @@ def test_every_tab_stop_has_a_visible_focus(shown: pw.Page) -> None:
     assert any("Step" in name and "ranks" in name for name in seen)
 
 
+@pytest.mark.full("a setting of the browser")
 def test_the_selected_colours_are_saved(shown: pw.Page) -> None:
     switch = shown.get_by_role("button", name="Colours")
     html = shown.locator("html")
@@ -310,6 +314,7 @@ def test_the_selected_colours_are_saved(shown: pw.Page) -> None:
     pw.expect(html).to_have_attribute("data-theme", "light")
 
 
+@pytest.mark.full("a setting of the browser")
 def test_nothing_moves_where_less_motion_is_wished(own_page: pw.Page, slow_rank_stack: Any) -> None:
     own_page.route("**/api/v1/job", lambda route: None)
     own_page.route_web_socket("**/api/v1/live", lambda socket: None)

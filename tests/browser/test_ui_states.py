@@ -136,6 +136,7 @@ def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
     pw.expect(job(page)).to_be_visible()
 
 
+@pytest.mark.full("test_hub_access has the request")
 def test_a_link_of_another_site_logs_no_browser_in_and_uses_no_code_up(
     page: pw.Page, shared_stack: Any, neighbour: recording_server.RecordingServer
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_link_of_another_site_logs_no_browser_in_and_uses_no_code_up(
     pw.expect(job(page)).to_be_visible()
 
 
+@pytest.mark.full("test_hub_access has the request")
 def test_a_wrong_token_is_reported_and_can_be_corrected(page: pw.Page, shared_stack: Any) -> None:
     page.goto(shared_stack.url)
     pw.expect(asks(page)).to_be_visible()

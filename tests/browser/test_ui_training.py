@@ -81,6 +81,7 @@ def address(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[str]:
         yield found
 
 
+@pytest.mark.full("half a minute of training; test_ui_job has all panels, and test_scope_live ranks that serve")
 def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     page.goto(address)
     pw.expect(page.get_by_role("heading", name="page-test")).to_be_visible()

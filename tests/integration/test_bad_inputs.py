@@ -150,6 +150,7 @@ def test_bad_flags(megatronapp: Runner, args: list[str], message: str) -> None:
     assert_refused_before_the_start(megatronapp, manifest(args=args), message)
 
 
+@pytest.mark.full("a detached job is tested by itself")
 def test_bad_flags_of_a_detached_job(megatronapp: Runner) -> None:
     document = manifest(args=["--num-layer", "3"])
     assert_refused_before_the_start(megatronapp, document, "spec.args[0]: unknown flag --num-layer;", "--detach")
@@ -207,7 +208,7 @@ def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None,
     assert_refused_before_the_start(megatronapp, manifest(data=data), f"spec.data.path[0]: {copied}/{message}")
 
 
-@pytest.mark.full("each imports torch", but=("below the tokenizer",))
+@pytest.mark.full("each imports torch; test_data_prepare has the check")
 @pytest.mark.parametrize(
     ("data", "vocab_size", "message"),
     [

@@ -82,7 +82,7 @@ def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str],
     check(failure, layout + place, folder, python, plain)
 
 
-@pytest.mark.full("a forward rank that shares memory", but=("backward", "forward-apart"))
+@pytest.mark.full("a forward rank that shares memory", but=("forward-apart",))
 @pytest.mark.parametrize(
     ("rank", "layout"),
     [(0, "pair"), (1, "pair"), (1, f"pair{APART}")],

@@ -124,6 +124,7 @@ def test_a_signal_that_is_ignored_does_not_end_a_run_and_has_its_meaning_in_what
     assert process.returncode == pytest.ExitCode.OK, output
 
 
+@pytest.mark.full("order of the output")
 def test_names_of_failed_tests_are_printed_last(tmp_path: pathlib.Path) -> None:
     code, output = run(tmp_path, "def test_sum():\n    assert 1 + 1 == 3\n")
     assert code == pytest.ExitCode.TESTS_FAILED
@@ -187,6 +188,7 @@ def test_longest_files_run_first_and_those_with_an_api_server_last() -> None:
     ]
 
 
+@pytest.mark.full("a mistake in a mark")
 def test_a_mark_that_names_no_test_is_refused(tmp_path: pathlib.Path) -> None:
     code, output = run(tmp_path, MARKED.replace('"test_short",', '"test_shrt",'))
     assert code != pytest.ExitCode.OK

@@ -123,6 +123,7 @@ async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: 
         mine.close_rings(unlink=True)
 
 
+@pytest.mark.full("test_process_commands opens them by the command")
 async def test_the_pages_of_a_job_that_has_ended_open_again(
     hub: HubProcess, worker: Any, fake_job: Any, until: Any
 ) -> None:

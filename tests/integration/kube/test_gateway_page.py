@@ -161,6 +161,7 @@ def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(
     assert {answer.url.split("/api/")[0] for answer in answers if "/api/" in answer.url} == {cluster.entrance.url}
 
 
+@pytest.mark.full("test_scope_live has the viewer, and test_gateway_scope the rights")
 def test_a_viewer_sees_why_generating_is_disabled_and_an_editor_generates(
     page: pw.Page, chromium: pw.Browser, cluster: ScopeCluster
 ) -> None:

@@ -169,6 +169,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
     assert actions[0]["what"] == f"started run {RUN} of 1 prompt"
 
 
+@pytest.mark.full("hundreds of requests; the limit is tested by itself")
 def test_who_controls_too_often_waits(job: gateway.GatewayJob, by_tokens: gateway.Gateway) -> None:
     token = by_tokens.job_token(job.uid, TokenRole.CONTROLLER)
     with by_tokens.client(token) as client, by_tokens.client(by_tokens.job_token(job.uid)) as other:

@@ -40,6 +40,7 @@ def test_a_job_that_is_created_while_the_operator_runs_and_before_gets_its_pods(
     assert "Traceback" not in operator.text()
 
 
+@pytest.mark.full("two processes; test_lease has the handover")
 def test_the_second_operator_leads_when_the_first_ends_in_order(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
 ) -> None:

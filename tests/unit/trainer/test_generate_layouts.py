@@ -288,6 +288,7 @@ def same_as_drawn(model: Any, config: Any, layout: Any, device: Any, load: str) 
     assert all(name == other and torch.equal(first, second) for (name, first), (other, second) in pairs)
 
 
+@pytest.mark.full("trains, saves and loads; test_generate_layouts[TP2] generates alike")
 def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     """Train at TP2 with slices of the sequence; generate at TP2 and alone, from what the manifest says."""
     two = LAYOUTS["TP2"][1]

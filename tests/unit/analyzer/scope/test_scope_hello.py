@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import scope_session
+from scope_model import TinyGptShape
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.core import ScopeCore
@@ -18,7 +19,7 @@ from megatronapp_analyzer.scope.store.publishers import parse_publisher
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
-SHAPE = scope_session.record(tokens=1).shape
+SHAPE = TinyGptShape()
 UNEVEN = {0: [0, 1], 1: [0, 1], 2: [1, 4], 3: [1, 4]}
 """Layers of two stages of two ranks."""
 

@@ -28,7 +28,7 @@ def verdicts(run_ranks: RunRanks, world: int, flags: str, folder: pathlib.Path, 
     return [verdict for view in traced_steps.views(ranks) for verdict in detector.observe(view)]
 
 
-@pytest.mark.full("traced runs of 40 steps", but=("forward",))
+@pytest.mark.full("traced runs of 40 steps; the detector's own tests have simulated runs of both roles")
 @pytest.mark.parametrize(
     ("flags", "rank", "name"),
     [

@@ -66,7 +66,7 @@ def ranks_with_roles(world: int, flags: str) -> int:
     return world + (world // 2 if "per-forward" in flags else world)
 
 
-@pytest.mark.full("a sweep of layouts", but=("VPP2-untied", "TP2", "forward-on-CPU"))
+@pytest.mark.full("a sweep of layouts", but=("TP2", "forward-on-CPU"))
 @pytest.mark.parametrize(("world", "flags"), CASES.values(), ids=list(CASES))
 def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int, flags: str) -> None:
     plain = record_of(run_ranks, world, without_fbd(flags))
@@ -152,7 +152,7 @@ def reported(run_ranks: RunRanks, world: int, flags: str) -> tuple[list[float], 
     return tuple(found)
 
 
-@pytest.mark.full("a sweep of layouts", but=("one-forward-for-two",))
+@pytest.mark.full("steps to measure three modes; each mode trains above")
 @pytest.mark.parametrize(("world", "flags", "ramp"), AUTO.values(), ids=list(AUTO))
 def test_the_fastest_mode_is_chosen_and_results_are_those_of_any(
     run_ranks: RunRanks, world: int, flags: str, ramp: int

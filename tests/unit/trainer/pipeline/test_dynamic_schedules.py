@@ -60,7 +60,7 @@ VEES = {layout: LAYOUTS[layout] for layout in ("VPP2", "DP2xVPP2", "TP2xVPP2", "
     ),
 }
 """Layouts of two chunks; a vee takes any number of microbatches."""
-CORNERS = ("auto-DP2xVPP2", "auto-TP2xPP2+SP", "zero-bubble-PP2")
+CORNERS = ("auto-DP2xVPP2", "zero-bubble-PP2")
 
 
 def train(flags: str, seed: int | None = None) -> Record | None:

@@ -108,7 +108,7 @@ BY_STAGE = {
 """Paths of two stages on a node each: partners share its memory, neighbours of a role do not."""
 
 
-@pytest.mark.full("a pipeline with both roles", but=("pair",))
+@pytest.mark.full("gangs with both roles; ranks of one role are tried above")
 @pytest.mark.parametrize(
     ("per_node", "flags", "expected"), [("1,1", "", PAIR), ("2,2", PIPELINE, BY_STAGE)], ids=["pair", "PP2"]
 )
@@ -129,12 +129,14 @@ def test_partners_and_neighbours_of_both_roles_are_tried(
         gang.close()
 
 
+@pytest.mark.full("the gang of a refused path is shown below")
 def test_addresses_of_no_interface_are_named_before_a_rank_starts(forking_gang: Gang) -> None:
     gang = forking_gang
     start_apart(gang, {}, [{}, {}])
     assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: no network interface" in refusal(gang)
 
 
+@pytest.mark.full("the gang of a refused path is shown below")
 def test_node_ips_are_compared_with_the_rank_table_before_a_rank_starts(forking_gang: Gang) -> None:
     gang = forking_gang
     gang.arguments += ["--node-ips", "127.0.0.2,127.0.0.1"]
