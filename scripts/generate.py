@@ -236,6 +236,9 @@ def scope_frames() -> dict[str, Frame]:
             kinds.SCOPE_VALUES, {"run": run, "site": "residual", "sample": 0, "layer": 3, "tensors": exact}, values
         ),
         "scope-basis": Frame(kinds.SCOPE_BASIS, {"version": 1, "layers": [0], "tensors": exact}, values),
+        "scope-analysis": Frame(
+            kinds.SCOPE_ANALYSIS, {"run": run, "sample": 0, "kind": "lens", "count": 3, "tensors": exact}, values
+        ),
         "scope-tiles": Frame(
             kinds.SCOPE_TILES,
             {"run": run, "sample": 0, "layer": 3, "head": 1, "level": 0, "tensors": tile},

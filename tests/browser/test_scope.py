@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import playwright.sync_api as pw
 import pytest
+import scope_analysis
 import scope_replay
 import scope_script
 import scope_session
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
 PINNED = (1, 2)
 """Layer and head whose attention the session holds."""
+FOLLOWED = int(scope_analysis.lens_logs(scope_session.record(), 0)[5, 1].argmax())
+"""Token that the lens of the session follows: the likeliest one of layer 1 at position 5."""
 PIXELS = """(canvas, places) => {
   const context = canvas.getContext("2d"), ratio = window.devicePixelRatio;
   return places.map(([x, y]) => [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3));
@@ -63,7 +66,10 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayedHub]:
     folder = tmp_path_factory.mktemp("replay")
     recording = scope_session.record()
     file = folder / "tiny.scope"
-    file.write_bytes(session_file.dump(scope_session.core_of(recording, tp=2, pp=2).feed, RUN))
+    core = scope_session.core_of(recording, tp=2, pp=2)
+    for token in (None, FOLLOWED):
+        core.runs[RUN].analyses.put(scope_analysis.recorded_lens(recording, 0, token))
+    file.write_bytes(session_file.dump(core.feed, RUN))
     with scope_replay.replaying(file, folder / "replay.log") as running:
         yield ReplayedHub(url=running.url, token=running.token, recording=recording)
 
@@ -148,6 +154,33 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> N
     points = basis.project(sites["residual"][:1, layer])
     first = [float(rows[0][f"pc{number + 1}"]) for number in range(8)]
     np.testing.assert_allclose(first, points[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_lens_shows_what_each_layer_predicts(scope: pw.Page, replay: ReplayedHub) -> None:
+    logs = scope_analysis.lens_logs(replay.recording, 0)
+    layer, position = 1, 5
+    replay.open(scope, "lens", layer=layer, token=position)
+    best = np.argsort(-logs[position, layer], kind="stable")[:10]
+    rows = scope.get_by_test_id("lens-candidates").locator("tbody tr")
+    pw.expect(rows).to_have_count(10)
+    titles = [row.get_attribute("title") for row in rows.get_by_role("rowheader").all()]
+    assert titles == [f"token {token}" for token in best]
+    matrix = scope.get_by_role("region", name="Logit lens")
+    lines = list(csv.DictReader(io.StringIO(saved(scope, "Logit lens", "CSV").decode())))
+    cell = next(line for line in lines if (line["layer"], line["position"]) == (str(layer), str(position)))
+    assert float(cell["probability"]) == pytest.approx(np.exp(logs[position, layer].max()), rel=1e-4)
+    following = (replay.recording.prompts[0] + replay.recording.generated[0])[position + 1]
+    rank = int((logs[position, layer] > logs[position, layer, following]).sum())
+    assert int(cell["rank of the next token"]) == rank
+    scope.get_by_test_id("lens-matrix").focus()
+    scope.keyboard.press("ArrowDown")
+    pw.expect(matrix.locator("[aria-live]")).to_contain_text("layer 2 predicts")
+    pw.expect(scope).to_have_url(re.compile("layer=2(&|$)"))
+    scope.keyboard.press("ArrowUp")
+    rows.first.get_by_role("button", name="Follow").click()
+    pw.expect(matrix.get_by_role("radio", name="Followed")).to_be_checked()
+    matrix.get_by_role("button", name="Table").click()
+    pw.expect(matrix.get_by_role("table")).to_contain_text("rank 0")
 
 
 def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: ReplayedHub) -> None:
@@ -274,7 +307,7 @@ def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, re
 @pytest.mark.full("a second for each panel; the first panel of the exports is one of them")
 def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, replay: ReplayedHub) -> None:
     panels = 0
-    for view in ("layers", "attention", "probabilities", "pca"):
+    for view in ("layers", "attention", "probabilities", "pca", "lens"):
         replay.open(scope, view, layer=PINNED[0], head=PINNED[1])
         if view == "attention":
             pw.expect(scope.get_by_test_id("attention-map")).to_be_visible()
@@ -284,7 +317,7 @@ def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, rep
             picture = pathlib.Path(download.value.path()).read_bytes()
             check_picture(panel, picture)
             panels += 1
-    assert panels == 8
+    assert panels == 9
 
 
 def check_picture(panel: pw.Locator, picture: bytes) -> None:
@@ -297,7 +330,7 @@ def check_picture(panel: pw.Locator, picture: bytes) -> None:
     assert len(picture) > 3000, "hardly anything is painted"
 
 
-VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca"}
+VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca", "5": "lens-matrix"}
 
 
 @pytest.mark.full("pictures are of the same colours in light; the job page is checked in both", but=("dark",))

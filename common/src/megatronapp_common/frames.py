@@ -89,6 +89,8 @@ class FrameType(enum.IntEnum):
     """hub -> rank 0: the basis to project on."""
     SCOPE_TILES = 50
     """hub -> page, over HTTP: tiles of one attention map."""
+    SCOPE_ANALYSIS = 56
+    """rank 0 -> hub, over HTTP, and in session files: the result of an analysis."""
 
 
 # Types 32-63 belong to MegaScope: docs/scope-protocol.md.

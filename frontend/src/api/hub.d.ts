@@ -321,6 +321,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/scope/runs/{run}/lens": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Lens
+         * @description Logit lens: what each layer's residual predicts, through the final norm and the unembedding.
+         *
+         *     `positions` and `layers` as `first-last`: by default the newest 64 positions and all layers. `token`: a token whose
+         *     rank and log-probability are reported in each cell.
+         */
+        get: operations["getLens"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/scope/runs/{run}/pca": {
         parameters: {
             query?: never;
@@ -1161,6 +1184,38 @@ export interface components {
              * @default 1
              */
             virtualPipeline: number;
+        };
+        /**
+         * Lens
+         * @description Logit lens of some positions: lists over layers, then positions. A rank counts from 0, the likeliest token.
+         */
+        Lens: {
+            /** Entropy */
+            entropy: (number | null)[][];
+            /** Ids */
+            ids: number[][][];
+            /** Layers */
+            layers: number[];
+            /** Logprobs */
+            logprobs: (number | null)[][][];
+            /** Positions */
+            positions: number[];
+            /** Sample */
+            sample: number;
+            /** Targetlogprob */
+            targetLogprob: (number | null)[][];
+            /** Targetrank */
+            targetRank: (number | null)[][];
+            /** Texts */
+            texts: string[];
+            /** Token */
+            token: number | null;
+            /** Tokenlogprob */
+            tokenLogprob?: (number | null)[][] | null;
+            /** Tokenrank */
+            tokenRank?: (number | null)[][] | null;
+            /** Tokens */
+            tokens: number[];
         };
         /**
          * Moment
@@ -3339,6 +3394,108 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getLens: {
+        parameters: {
+            query?: {
+                sample?: number;
+                positions?: string | null;
+                layers?: string | null;
+                top?: number;
+                token?: number | null;
+                format?: "json" | "csv";
+            };
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Lens"];
+                    "text/csv": string;
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnswerPending"];
+                };
             };
             /** @description Unauthorized */
             401: {

@@ -39,6 +39,20 @@ export interface ValuePlace {
   readonly rotary?: "before" | "after" | undefined;
 }
 
+export type Lens = Schemas["Lens"];
+
+/** Positions of a text whose predictions at every layer are wanted. */
+export interface LensPlace {
+  readonly run: string;
+  readonly sample: number;
+  readonly first: number;
+  readonly end: number;
+  /** Number of likeliest tokens of each cell. */
+  readonly top: number;
+  /** A token to follow through the layers; null: none. */
+  readonly token: number | null;
+}
+
 /** Shortest wait between retries while numbers are computed, also if the hub asks for a shorter one, and the number of retries. */
 const SHORTEST_WAIT_MS = 50;
 const MOST_TRIES = 120;
@@ -132,6 +146,22 @@ export class ScopeClient {
   /** Requests surprisal and candidates of a prompt's tokens, and waits until they have been sent to all pages. */
   async scores(run: string, sample: number, signal?: AbortSignal): Promise<void> {
     await this.brought(`scope/runs/${encodeURIComponent(run)}/scores?sample=${sample}`, signal);
+  }
+
+  /** What each layer predicts at some positions; waits while the model reads the text once more. */
+  async lens(place: LensPlace, signal?: AbortSignal): Promise<Lens> {
+    const { run, sample, first, end, top, token } = place;
+    const query = new URLSearchParams({
+      sample: String(sample),
+      positions: `${first}-${end - 1}`,
+      top: String(top),
+      ...(token === null ? {} : { token: String(token) }),
+    });
+    const response = await this.brought(
+      `scope/runs/${encodeURIComponent(run)}/lens?${query.toString()}`,
+      signal,
+    );
+    return (await response.json()) as Lens;
   }
 
   sessionAddress = (run: string): string => `${this.api.root}scope/runs/${encodeURIComponent(run)}/session`;

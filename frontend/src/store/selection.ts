@@ -21,7 +21,7 @@ export interface Selection {
   readonly head: number | null;
 }
 
-export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca"] as const;
+export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca", "lens"] as const;
 export type ScopeView = (typeof SCOPE_VIEWS)[number];
 
 export const NOTHING: Selection = {

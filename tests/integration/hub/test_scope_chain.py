@@ -440,6 +440,17 @@ def check_whole(tensor: Tensor, vectors: Array, plain: Callable[..., Array]) -> 
     assert (np.abs(found - expected) <= step + atol + 1e-4 * np.abs(expected)).all(), tensor.name
 
 
+async def check_lens(case: ChainCase) -> None:
+    """The last layer's lens is the model's own distribution; the numbers of the others are tested on the ranks."""
+    logits = case.sites[0]["logits"].astype(np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    lens = (await case.page.get(f"{RUNS}/{case.run}/lens?top=4&layers=0-{LAYERS - 1}")).json()
+    assert lens["positions"] == list(range(len(logits)))
+    close(np.array(lens["logprobs"][-1]), -np.sort(-logs, axis=-1)[:, :4], "lens")
+    following = [*case.recording.prompts[0][1:], *case.recording.generated[0]]
+    close(np.array(lens["targetLogprob"][-1]), logs[np.arange(len(logits)), following], "lens of the text")
+
+
 @pytest.mark.full("a model that is cut in both ways has all parts of the chain", but=("TP2 x PP2-GQA",))
 @pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
 async def test_every_number(
@@ -465,5 +476,6 @@ async def test_every_number(
         await check_values(found)
         await check_tiles(found)
         await check_refit(found)
+        await check_lens(found)
         if case[0].startswith("TP2"):
             await check_whole_axes(found)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import scope_analysis
 import scope_session
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -71,8 +72,8 @@ class RankZero:
             probe = f"probe-{len(self.requests)}"
             self.publish(self.probe(probe, ProbeRequest.model_validate(document)))
             return JSONResponse({"probe": probe})
-        if path == "scores":
-            found = scope_session.scores_frame(self.recording, document["ids"], document["candidates"])
+        if path in {"scores", "analyses"}:
+            found = self.read_again(path, document)
             return Response(frames.encode(found), media_type="application/octet-stream")
         if method == "GET":
             known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
@@ -80,6 +81,12 @@ class RankZero:
         if (method, path) == ("POST", "runs"):
             return JSONResponse({"run": scope_session.RUN, "position": 0})
         return JSONResponse({})
+
+    def read_again(self, path: str, document: Any) -> Frame:
+        """Scores of a text, or another analysis."""
+        if path == "scores":
+            return scope_session.scores_frame(self.recording, document["ids"], document["candidates"])
+        return scope_analysis.analysis_frame(self.recording, document)
 
     def probe(self, name: str, request: ProbeRequest) -> Frame:
         """PART with what was asked for."""

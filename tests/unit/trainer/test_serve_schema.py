@@ -31,6 +31,7 @@ OPERATIONS = (
     ("PATCH", "/scope/v1/runs/{run}"),
     ("POST", "/scope/v1/probes"),
     ("POST", "/scope/v1/scores"),
+    ("POST", "/scope/v1/analyses"),
     ("PUT", "/scope/v1/basis"),
 )
 TAKING_NOTHING = {("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/v1/models", "/tokenizer_info")} | {

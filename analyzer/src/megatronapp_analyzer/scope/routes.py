@@ -95,7 +95,8 @@ def run_of(scope: "ScopeService", run: str) -> ScopeRun:
     return known
 
 
-def _coming(probe: str) -> JSONResponse:
+def coming(probe: str) -> JSONResponse:
+    """Answer that numbers are being computed, and when to ask again."""
     said = schemas.AnswerPending(probe=probe, retry_ms=RETRY_MS).model_dump(by_alias=True)
     return JSONResponse(said, 202, headers={"Cache-Control": "no-store"})
 
@@ -194,7 +195,7 @@ async def attention_tile(
     place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
     found = await scope.probe_client.tile(known, (sample, layer, head), place, caller)
     if isinstance(found, str):
-        return _coming(found)
+        return coming(found)
     data = found.tobytes()
     shape = {"X-Tile-Shape": f"{found.shape[0]},{found.shape[1]}"}
     tag = etag(data + bytes(str(found.shape), "ascii"))
@@ -229,7 +230,7 @@ async def attention_tiles(
     places = [_tile_place(scope, known, where, (level, q, k)) for q, k in pairs]
     found = await scope.probe_client.tiles(known, where, places, caller)
     if isinstance(found, str):
-        return _coming(found)
+        return coming(found)
     said = {"run": known.id, "sample": sample, "layer": layer, "head": head, "level": level}
     data = body(said, zip(names, found, strict=True))
     finished = known.final or all(place.full for place in places)
@@ -284,7 +285,7 @@ async def values(
     if absent:
         heads = None if head is None else (head,)
         asked = ProbeSite(site=site, layers=() if layer is None else (layer,), heads=heads, rotary=turn)
-        return _coming(await scope.probe_client.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
+        return coming(await scope.probe_client.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
     block = export_values.block(site, (sample, layer, head), rows, wanted)
     if form != "npy" and block.values.size > export_values.MAX_TEXT_NUMBERS:
         raise HttpError(
@@ -321,7 +322,7 @@ async def refit(
     known = scope.whole(run_of(scope, run))
     probe = await scope.pca.refit(known, scope.check_layers(request.layers), caller)
     scope.probe_client.actions.note(who, f"asked for new axes of PCA from run {known.id}")
-    return schemas.PcaFitted(version=scope.pca.version) if probe is None else _coming(probe)
+    return schemas.PcaFitted(version=scope.pca.version) if probe is None else coming(probe)
 
 
 @router.get("/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING)
@@ -333,7 +334,7 @@ async def total_variance(
     scope.check_layers([layer])
     found = await variance_of(scope.probe_client, known, layer, caller)
     if isinstance(found, str):
-        return _coming(found)
+        return coming(found)
     return schemas.Variance(layer=layer, rows=found.rows, variance=found.variance)
 
 
@@ -344,7 +345,7 @@ async def prompt_scores(scope: ScopeOf, run: RunId, sample: Annotated[int, Query
     scope.check_sample(known, sample)
     found = await scope.scores.of(known, sample, SCORES_WAIT_S)
     if found is None:
-        return _coming("scores")
+        return coming("scores")
     columns = {name: _numbers(getattr(found, name)) for name in ("surprise", "entropy")}
     return schemas.Scores(sample=sample, positions=list(range(1, len(found.surprise) + 1)), **columns)
 

@@ -60,7 +60,7 @@ class SessionPlayer:
         self.left_out = 0
         """Frames that were skipped because of wrong content."""
         for frame in session.frames[1:]:
-            if frame.type == FrameType.SCOPE_VALUES:
+            if frame.type in {FrameType.SCOPE_VALUES, FrameType.SCOPE_ANALYSIS}:
                 self._values.setdefault(str(frame.header.get("run")), []).append(frame)
             else:
                 self._frames.append(frame)
@@ -95,7 +95,7 @@ class SessionPlayer:
             run, entry, _ = self._core.runs.set_state(frame.header)
             self._core.feed.publish(entry)
             for values in self._values.pop(name, ()):
-                keep_values(run, values)
+                keep_values(run, values) if values.type == FrameType.SCOPE_VALUES else run.analyses.put(values)
             return
         run = self._core.runs[name]
         if frame.type == FrameType.SCOPE_STEP:

@@ -256,11 +256,14 @@ class ModelRunner:
         hidden_N1H: torch.Tensor = model.decoder(hidden_states=hidden, attention_mask=None)
         if not self.layout.is_last_stage or (rows_R is not None and rows_R.numel() == 0):
             return hidden_N1H
-        if rows_R is not None:
-            hidden_N1H = hidden_N1H.index_select(0, rows_R)
+        return self.logits_of(hidden_N1H if rows_R is None else hidden_N1H.index_select(0, rows_R))
+
+    def logits_of(self, hidden_N1H: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V] of hidden states after the final norm, on the last stage; collective over its ranks."""
+        model = self.model
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        logits_R1V, _ = model.output_layer(hidden_N1H, weight=weight, runtime_gather_output=True)
-        return logits_R1V.squeeze(1)[:, : self.vocab_size]  # type: ignore[no-any-return] # untyped library
+        logits_N1V, _ = model.output_layer(hidden_N1H, weight=weight, runtime_gather_output=True)
+        return logits_N1V.squeeze(1)[:, : self.vocab_size]  # type: ignore[no-any-return] # untyped library
 
     def _decode_attention(self, slots: int, attended: int) -> Attend:
         positions_B = self._inputs[slots][1]

@@ -43,27 +43,28 @@ class RankChannel:
         self.leader = layout.world_size - layout.tensor_size
         """Rank that reads the logits."""
         self._alone = layout.world_size == 1
-        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
+        self.group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
+        """The gloo group of all ranks; None for a single rank."""
 
     def broadcast(self, message: object) -> None:
         """Send a message from rank 0 to every other rank."""
         if self._alone:
             return
         for part in _packed(message):
-            dist.broadcast(part, src=0, group=self._group)
+            dist.broadcast(part, src=0, group=self.group)
 
     def receive_broadcast(self) -> Any:  # noqa: ANN401 - the message of rank 0
         """Wait for a message of rank 0, on other ranks."""
-        return _unpacked(lambda part: dist.broadcast(part, src=0, group=self._group))
+        return _unpacked(lambda part: dist.broadcast(part, src=0, group=self.group))
 
     def send_reply(self, message: object) -> None:
         """Send a message from the leader to rank 0, if they differ."""
         for part in _packed(message):
-            dist.send(part, dst=0, group=self._group)
+            dist.send(part, dst=0, group=self.group)
 
     def receive_reply(self) -> Any:  # noqa: ANN401 - the message of the leader
         """Wait for the leader, on rank 0."""
-        return _unpacked(lambda part: dist.recv(part, src=self.leader, group=self._group))
+        return _unpacked(lambda part: dist.recv(part, src=self.leader, group=self.group))
 
 
 def _packed(message: object) -> list[torch.Tensor]:

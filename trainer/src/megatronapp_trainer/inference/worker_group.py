@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatronapp_trainer.device.idle_window import IdleWindow
+from megatronapp_trainer.hooks.prompt_reader import PromptReader
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.model.sampling import SampledOutput, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
@@ -30,7 +31,14 @@ class WorkerGroup:
         self._measurer = StatisticsLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
         self.idle_window = IdleWindow()
         """Window of the time in which this rank's thread waits."""
+        self.prompt_reader: PromptReader | None = None
+        """Reader of steps that read prompts; set on all ranks or on none."""
         self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
+
+    @property
+    def process_group(self) -> Any:  # noqa: ANN401 - of torch
+        """Return the gloo group of all ranks; None for a single rank."""
+        return self._channel.group
 
     def handle(self, topic: str, handler: Callable[[Any], None]) -> None:
         """Set the handler of commands of a topic on this rank; each rank sets its own before rank 0 sends commands."""
@@ -104,7 +112,11 @@ class WorkerGroup:
 
     def _compute(self, plan: StepPlan) -> tuple[SampledOutput, ...] | None:
         """Compute this rank's part; return readings on the leader alone, None elsewhere."""
+        reader = None if plan.decode else self.prompt_reader
+        is_read = reader is not None and reader.begin(plan.segments)
         logits = self.stage.run(plan)
+        if reader is not None and is_read:
+            reader.end()
         if logits is None or self._layout.rank != self._channel.leader:
             return None
         return read(logits, plan.outputs, self._measurer, self.idle_window) if plan.outputs else ()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol import SOCKET
 from megatronapp_trainer.inference.worker_group import WorkerGroup
+from megatronapp_trainer.scope.analysis.analyzer import RankAnalyzer
 from megatronapp_trainer.scope.capture.step_capture import StepCapture
 from megatronapp_trainer.scope.transfer.publisher import FrameJob, FramePublisher
 
@@ -17,6 +18,7 @@ class RankScope:
 
     capture: StepCapture
     publisher: FramePublisher
+    analyzer: RankAnalyzer
 
     def close(self) -> None:
         """Remove all hooks, send what can be sent within a second, and end the thread."""
@@ -45,5 +47,7 @@ def open_scope(
     window = group.idle_window if capture.waits_for_device else None
     publishers.append(FramePublisher(run_dir / SOCKET, hello, idle_window=window))
     capture.attach(group)
+    analyzer = RankAnalyzer(group)
+    analyzer.attach(group)
     publishers[0].start()
-    return RankScope(capture=capture, publisher=publishers[0])
+    return RankScope(capture=capture, publisher=publishers[0], analyzer=analyzer)

@@ -209,11 +209,13 @@ class HttpFrontend:
             self.app.state.model = model
 
     def _start_capture(self, engine: "Engine", scope: "RankScope") -> None:
+        from megatronapp_trainer.scope.analysis.analysis_service import AnalysisService
         from megatronapp_trainer.scope.coordinator import CaptureCoordinator
         from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
         captures = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
         self.app.state.runs.captures = captures
+        self.app.state.runs.analyses = AnalysisService(engine, scope.analyzer)
         self.broker.observers.append(captures.observe)
 
     def _work(self, engine: "Engine", stop_request: "StopRequest") -> None:

@@ -22,6 +22,7 @@ from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.scope import routes as routes_scope
+from megatronapp_analyzer.scope import routes_analysis
 from megatronapp_common.web import problems
 from megatronapp_common.web.body_limit import BodyLimit
 from megatronapp_common.web.guard import Guard
@@ -42,7 +43,16 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app, {RequestValidationError: problems.invalid_request})
-    for module in (routes_health, routes_login, routes_read, routes_faults, routes_scope, agent_socket, broadcast):
+    for module in (
+        routes_health,
+        routes_login,
+        routes_read,
+        routes_faults,
+        routes_scope,
+        routes_analysis,
+        agent_socket,
+        broadcast,
+    ):
         app.include_router(module.router)
     return app
 

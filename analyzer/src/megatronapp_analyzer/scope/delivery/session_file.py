@@ -52,6 +52,7 @@ class RunSnapshot:
         self._hello = feed.hello("viewer") | {"runs": [run.summary()]}
         self._frames = [kept for entry in run.journal.after(0) if (kept := entry.whole or entry.short) is not None]
         self._values = {key: dict(run.values.get(key)) for key in run.values.stored_keys()}
+        self._analyses = run.analyses.stored()
         self._attention = {key: _needed(run, key) for key in run.attention.stored_keys()}
 
     def frames(self) -> Iterator[bytes]:
@@ -64,6 +65,7 @@ class RunSnapshot:
         for key in sorted(self._values, key=str):
             for block in _blocks(self._values[key], _continues_block):
                 yield frames.encode(_values_frame(self._run, key, block))
+        yield from self._analyses
         for head in sorted(self._attention):
             rows = {place: row for place, row in self._attention[head].items() if (*head, place) not in told}
             for block in _blocks(rows, _follows):

@@ -1,5 +1,7 @@
 """HTTP client of rank 0, which generates: runs and probes are sent to it (docs/scope-protocol.md, 6)."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -72,6 +74,15 @@ class Rank0Client:
             return frames.decode(answer.content)
         except FrameError as error:
             raise _failed(f"the model sent no scores: {error}") from error
+
+    async def analyze(self, request: Mapping[str, Any]) -> Frame:
+        """Return a frame SCOPE_ANALYSIS with the result of an analysis request."""
+        body = json.dumps(request).encode()
+        answer = await self._send("POST", "/scope/v1/analyses", body, timeout_s=SCORES_TIMEOUT_S)
+        try:
+            return frames.decode(answer.content)
+        except FrameError as error:
+            raise _failed(f"the model sent no analysis: {error}") from error
 
     async def basis(self, frame: Frame) -> None:
         """Send the ranks a basis to project on."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.wire_models import RunHeader, SampleHeader, StepHeader, read
+from megatronapp_analyzer.scope.store.analysis_store import AnalysisStore
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.store.row_table import RowTable
@@ -47,6 +48,8 @@ class ScopeRun:
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
         self.scores: dict[int, PromptScores] = {}
         """Scores of prompts by sample, once they were requested."""
+        self.analyses = AnalysisStore(ring)
+        """Results of analyses that were requested."""
         self.late = False
         """True while the hub, started after the run, has not yet received what it missed from rank 0."""
         self.pca_version = 0
@@ -179,6 +182,7 @@ class ScopeRun:
         self.attention.close()
         self.pooled.close()
         self.values.close()
+        self.analyses.close()
 
 
 def lost_run(header: Mapping[str, Any]) -> Frame:

@@ -3,6 +3,7 @@ import { Mask } from "../../../render/cells";
 import type { HeatImage } from "../../../render/heatImage";
 import type { Palette } from "../../../render/palette";
 import type { Box, Surface } from "../../../render/surface";
+import { drawCellTexts } from "./drawCellTexts";
 import { drawColumnLabels, drawRowLabels } from "./drawLabels";
 import { frameOf, scalesOf, type HeatPicture, type Mark, type Scales } from "./heatPicture";
 
@@ -20,6 +21,7 @@ export function drawHeatPicture(
     drawImage(surface, image, picture, frame);
     drawNans(surface, picture, scales, palette);
     if (picture.gaps) drawGaps(surface, picture, frame, scales, palette);
+    drawCellTexts(surface, picture, scales);
     for (const mark of picture.marks) drawMark(surface, mark, frame, scales, palette);
   });
   surface.outline(frame, palette.grid);

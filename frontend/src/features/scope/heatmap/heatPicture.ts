@@ -38,6 +38,8 @@ export interface HeatPicture {
   readonly columnLabels: Labels;
   readonly marks: readonly Mark[];
   readonly gaps: boolean;
+  /** Text in a cell, shown where cells are wide enough. */
+  readonly cellText?: (place: Place) => string;
 }
 
 /** Box of the cells, in pixels of the canvas. */

@@ -49,7 +49,7 @@ class CaptureController:
 
         `ends`: UTF-16 units of each prompt. `text_of`: text of a single token, if there is a tokenizer.
         """
-        with self._lock, _refused("capture"):
+        with self._lock, refused("capture"):
             return self._leader.begin_run(run, capture, requests, ends=ends, text_of=text_of)
 
     def forget(self, requests: Sequence[GenerationRequest]) -> None:
@@ -63,17 +63,17 @@ class CaptureController:
 
     def change(self, run: str, capture: CaptureSettings) -> None:
         """Change the capture of a run from the next step on."""
-        with self._lock, _refused("capture"):
+        with self._lock, refused("capture"):
             self._leader.change(run, capture)
 
     def probe(self, body: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
         """Return the id of a new probe, and its requests."""
-        with self._lock, _refused("sites"):
+        with self._lock, refused("sites"):
             return self._leader.probe(body)
 
     def set_basis(self, data: bytes) -> None:
         """Project on the axes of a frame SCOPE_BASIS."""
-        with self._lock, _refused("basis"):
+        with self._lock, refused("basis"):
             self._leader.set_basis(frames.decode(data))
 
     def announce(self, header: Mapping[str, Any]) -> None:
@@ -98,7 +98,8 @@ class CaptureController:
 
 
 @contextlib.contextmanager
-def _refused(param: str) -> Iterator[None]:
+def refused(param: str) -> Iterator[None]:
+    """Turn an error of what a user asked for into an HttpError that names the parameter."""
     try:
         yield
     except (CaptureError, CommonError) as error:

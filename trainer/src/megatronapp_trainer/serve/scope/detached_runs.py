@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from megatronapp_common import frames
+from megatronapp_common.scope.analysis_requests import AnalysisRequest
 from megatronapp_common.scope.protocol import ENDED_STATES, RunState
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest, RunRequest, ScoreRequest
 from megatronapp_common.web.problems import HttpError
@@ -26,6 +27,7 @@ from megatronapp_trainer.serve.scope.schemas import ReportedSample, RunDetail
 from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
 
 if TYPE_CHECKING:
+    from megatronapp_trainer.scope.analysis.analysis_service import AnalysisService
     from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 MAX_RUNS = 64
@@ -190,6 +192,8 @@ class RunStore:
     def __init__(self, broker: RequestBroker) -> None:
         self.captures: CaptureController | None = None
         """Captures of MegaScope, if there is a hub."""
+        self.analyses: AnalysisService | None = None
+        """Analyses of texts, if there is a hub."""
         self._broker = broker
         self._records: dict[str, RunRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -283,6 +287,25 @@ class RunStore:
         events = await _readings(self._broker.submit([request]))
         text_of = None if model.tokenizer is None else model.text_of
         return await anyio.to_thread.run_sync(lambda: frames.encode(scores_frame(events, text_of)))
+
+    async def analyze(self, body: AnalysisRequest, model: ServedModel) -> bytes:
+        """Analyze a text; the answer is a frame SCOPE_ANALYSIS.
+
+        Waiting prompts have precedence. Raises HttpError, and as `RequestBroker.submit` does.
+        """
+        self._needed()
+        assert self.analyses is not None  # there is a hub
+        from megatronapp_trainer.serve.scope.capture_controller import refused
+
+        analyses = self.analyses
+        with refused("analysis"):
+            name, request = analyses.begin(body)
+        try:
+            await _readings(self._broker.submit([request]))
+            text_of = None if model.tokenizer is None else model.text_of
+            return await anyio.to_thread.run_sync(lambda: frames.encode(analyses.frame(name, body, text_of)))
+        finally:
+            analyses.end(name)
 
     def set_basis(self, data: bytes) -> None:
         """Let ranks project on these axes. Raises HttpError."""

@@ -6,6 +6,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
 from starlette.requests import HTTPConnection
 
+from megatronapp_common.scope.analysis_requests import AnalysisRequest
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, RunRequest, ScoreRequest
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.dependencies import ModelOf
@@ -92,6 +93,12 @@ async def probe(body: ProbeRequest, model: ModelOf, runs: RunsOf) -> ProbeStarte
 async def scores(body: ScoreRequest, model: ModelOf, runs: RunsOf) -> Response:
     """Score the tokens of a text: a frame SCOPE_TOKENS with surprise, entropy and candidates of each."""
     return Response(await runs.scores(body, model), media_type="application/octet-stream")
+
+
+@router.post("/analyses", response_class=Response, responses={**ANSWERS, 200: SCORES})
+async def analyze(body: AnalysisRequest, model: ModelOf, runs: RunsOf) -> Response:
+    """Analyze a text, which the model reads once more: a frame SCOPE_ANALYSIS (docs/scope-protocol.md, section 6)."""
+    return Response(await runs.analyze(body, model), media_type="application/octet-stream")
 
 
 @router.put("/basis", responses=ANSWERS, openapi_extra=FRAME)

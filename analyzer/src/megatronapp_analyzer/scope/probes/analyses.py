@@ -1,0 +1,87 @@
+"""Analyses of the texts of runs: the model reads a text once more (docs/reading-a-model.md).
+
+Results are stored with their run, and so in session files; a replay has those that were requested.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.store.analysis_store import key_of
+from megatronapp_analyzer.scope.store.run import ScopeRun
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import unpack
+from megatronapp_common.scope.protocol_requests import MAX_SCORED
+from megatronapp_common.web.problems import HttpError
+
+MAX_REQUESTS = 8
+"""Texts that are analyzed at a time, of all pages."""
+Request = Mapping[str, Any]
+"""An analysis request in JSON, without the tokens of its text."""
+
+
+class AnalysisService:
+    """Asks rank 0 for each analysis once."""
+
+    def __init__(self, probe_client: ProbeClient) -> None:
+        self._probe_client = probe_client
+        self._pending: dict[tuple[str, int, str, int], asyncio.Task[Frame]] = {}
+
+    async def of(self, run: ScopeRun, sample: int, request: Request, count: int, wait_s: float) -> Frame | None:
+        """Return the result of a request over the first `count` tokens of a sample; None if it takes over `wait_s`.
+
+        Raises HttpError.
+        """
+        if (known := run.analyses.get(sample, request, 0 if self._is_replay else count)) is not None:
+            return known
+        key = run.id, sample, key_of(request), count
+        if key not in self._pending:
+            self._check(count)
+            task = asyncio.ensure_future(self._request_analysis(run, sample, request, count))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
+            self._pending[key] = task
+        task = self._pending[key]
+        done, _ = await asyncio.wait({task}, timeout=wait_s)
+        if not done:
+            return None
+        if self._pending.get(key) is task:  # another waiter may have forgotten it, and asked again
+            del self._pending[key]
+        return task.result()
+
+    @property
+    def _is_replay(self) -> bool:
+        return self._probe_client.client is None
+
+    def _check(self, count: int) -> None:
+        if self._is_replay:
+            message = "this analysis was not requested while the session was recorded"
+            raise HttpError(404, "not-recorded", message, "Take one that was; a replay has no model.")
+        if count > MAX_SCORED:
+            raise HttpError(413, "too-large", f"a text of {count} tokens is not analyzed", f"At most {MAX_SCORED} are.")
+        self._pending = {key: task for key, task in self._pending.items() if not task.done()}
+        if len(self._pending) >= MAX_REQUESTS:
+            message = "as many texts are analyzed as the model takes at a time"
+            raise HttpError(429, "too-many-probes", message, "Ask again once some are done.", retry_s=RETRY_S)
+
+    async def _request_analysis(self, run: ScopeRun, sample: int, request: Request, count: int) -> Frame:
+        answer = await self._probe_client.serving.analyze({**request, "ids": run.ids(sample)[:count]})
+        try:
+            unpack(answer)
+        except FrameError as error:
+            message = f"the model sent no analysis: {error}"
+            raise HttpError(503, "model-failed", message, "See rank 0's log.") from error
+        place = {"run": run.id, "sample": sample, "request": dict(request), "count": count}
+        frame = Frame(FrameType.SCOPE_ANALYSIS, {**answer.header, **place}, answer.body)
+        if self._probe_client.core.runs.holds(run):
+            run.analyses.put(frame)
+        return frame
+
+    async def close(self) -> None:
+        """Cancel all requests that are under way."""
+        tasks, self._pending = list(self._pending.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

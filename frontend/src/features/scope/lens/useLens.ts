@@ -1,0 +1,63 @@
+/** The logit lens of the positions around the selected token: the model reads the text once more for each request. */
+import { computed, onBeforeUnmount, shallowRef, ref, watch } from "vue";
+import { asApiError, isAbort, type ApiError } from "../../../api/client";
+import type { Lens, LensPlace } from "../../../scope/client";
+import { isActive } from "../../../scope/protocol";
+import { useScope } from "../useScope";
+import { lastRead, useScopeSelection } from "../useScopeSelection";
+import { windowOf } from "./lensViews";
+
+export const TOP = 10;
+
+export function useLens() {
+  const { client, run, runId, hello, version } = useScope();
+  const { sample, sampleIndex, length, readToken } = useScopeSelection();
+  const lens = shallowRef<Lens | null>(null);
+  const problem = shallowRef<ApiError | null>(null);
+  const followed = ref<number | null>(null);
+  const tries = ref(0);
+  let pending: AbortController | undefined;
+  let shownRun: string | null = null;
+
+  const state = computed(() => (version.value >= 0 ? run.value?.header.state : undefined));
+  /** Positions that can be read: while the run continues those of the prompt, so that each is read once. */
+  const count = computed(() => {
+    if (state.value === undefined || state.value === "queued" || state.value === "prefill") return 0;
+    const prompt = sample.value?.promptLength ?? 0;
+    return isActive(state.value) ? Math.min(prompt, length.value) : lastRead(length.value, prompt);
+  });
+  const place = computed<LensPlace | null>(() => {
+    if (runId.value === null || count.value === 0) return null;
+    const { first, end } = windowOf(readToken.value, count.value, hello.value?.model.layers ?? 1, TOP);
+    const [name, index] = [runId.value, sampleIndex.value];
+    return { run: name, sample: index, first, end, top: TOP, token: followed.value };
+  });
+  async function request(at: LensPlace): Promise<void> {
+    const { signal } = (pending = new AbortController());
+    try {
+      const found = await client.lens(at, signal);
+      if (!signal.aborted) [lens.value, problem.value] = [found, null];
+    } catch (error) {
+      if (!isAbort(error)) [lens.value, problem.value] = [null, asApiError(error)];
+    }
+  }
+  /** What is shown is of another text or of other positions. */
+  const isOther = (at: LensPlace | null): boolean =>
+    at === null ||
+    at.run !== shownRun ||
+    lens.value?.sample !== at.sample ||
+    lens.value.positions[0] !== at.first;
+  watch(
+    () => JSON.stringify([place.value, tries.value]),
+    () => {
+      pending?.abort();
+      const at = place.value;
+      if (isOther(at)) [lens.value, problem.value] = [null, null];
+      shownRun = at?.run ?? null;
+      if (at) void request(at);
+    },
+    { immediate: true },
+  );
+  onBeforeUnmount(() => pending?.abort());
+  return { lens, problem, place, followed, retry: () => (tries.value += 1) };
+}
