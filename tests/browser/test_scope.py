@@ -170,8 +170,7 @@ def test_the_lens_shows_what_each_layer_predicts(scope: pw.Page, replay: Replaye
     cell = next(line for line in lines if (line["layer"], line["position"]) == (str(layer), str(position)))
     assert float(cell["probability"]) == pytest.approx(np.exp(logs[position, layer].max()), rel=1e-4)
     following = (replay.recording.prompts[0] + replay.recording.generated[0])[position + 1]
-    rank = int((logs[position, layer] > logs[position, layer, following]).sum())
-    assert int(cell["rank of the next token"]) == rank
+    assert int(cell["rank of the next token"]) == (logs[position, layer] > logs[position, layer, following]).sum()
     scope.get_by_test_id("lens-matrix").focus()
     scope.keyboard.press("ArrowDown")
     pw.expect(matrix.locator("[aria-live]")).to_contain_text("layer 2 predicts")
