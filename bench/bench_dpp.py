@@ -103,6 +103,9 @@ class PacedPasses:
     def validation(self, _loss: float) -> None:
         return None
 
+    def heartbeat(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

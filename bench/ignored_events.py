@@ -55,5 +55,8 @@ class IgnoredEvents:
     def validation(self, _loss: float) -> None:
         return None
 
+    def heartbeat(self) -> None:
+        return None
+
     def close(self) -> None:
         return None

@@ -117,6 +117,7 @@ TOGETHER = {
     "--use-dpp": "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--ignore-forward-tensor-parallel": "--forward-backward-disaggregating --ignore-forward-tensor-parallel "
     "--attention-dropout 0",
+    "--training-ws-port": "--training-ws-port 5000",
     "--save": "--save there",
     "--load": "--load there",
 }

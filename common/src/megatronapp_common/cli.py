@@ -59,7 +59,7 @@ PARTS = {
     "jobs": Distribution(
         "jobs",
         "megatronapp-operator",
-        ("run", "serve", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
+        ("run", "serve", "validate", "get", "describe", "logs", "wait", "delete", "inject", "training", "ui"),
     ),
     "data": Distribution("data", "megatronapp-trainer", ("data",)),
     "checkpoint": Distribution("checkpoints", "megatronapp-trainer", ("checkpoint",)),

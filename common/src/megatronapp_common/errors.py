@@ -7,6 +7,7 @@ CommonError
 ├── DocumentError       a document in shared memory that cannot be created, read or written
 ├── StateError          a state folder that cannot be read or written
 ├── FilterError         a vector filter that cannot be parsed or computed
+├── OrderError          an order that a training cannot follow
 ├── ReductionPlanError  a state that cannot be divided into the requested pixels
 └── TensorCodeError     numbers that a frame cannot carry, or bytes that are not numbers of their code
 """
@@ -48,6 +49,16 @@ class FilterError(CommonError):
         self.column = column
         """Column of the problem, in characters from 1."""
         self.sentence = sentence
+
+
+class OrderError(CommonError):
+    """An order to a training that has another shape, or does not fit its state."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(f"{reason}; {hint}")
+        self.reason = reason
+        self.hint = hint
+        """Advice: an order that fits."""
 
 
 class ReductionPlanError(CommonError):

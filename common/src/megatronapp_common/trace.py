@@ -79,6 +79,8 @@ class RecordKind(enum.IntEnum):
 
     Written by the receiver; the key is that of the message, and `layer` is its TransferPath.
     """
+    PAUSE = 25
+    """The training is paused by an order, between two steps."""
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33

@@ -188,26 +188,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/jobs/{namespace}/{name}/scope/training": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Reserved
-         * @description Not there yet; the hub says so.
-         */
-        post: operations["reserved_api_v1_jobs__namespace___name__scope_training_post"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/jobs/{namespace}/{name}/scope/{path}": {
         parameters: {
             query?: never;
@@ -222,6 +202,26 @@ export interface paths {
         get: operations["read_scope_api_v1_jobs__namespace___name__scope__path__get"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{namespace}/{name}/training/{action}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Control Training
+         * @description Take the control of a running training (`lease`), or give it an order (`orders`).
+         */
+        post: operations["control_training_api_v1_jobs__namespace___name__training__action__post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -1834,13 +1834,16 @@ export interface operations {
             };
         };
     };
-    reserved_api_v1_jobs__namespace___name__scope_training_post: {
+    read_scope_api_v1_jobs__namespace___name__scope__path__get: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                "If-None-Match"?: string | null;
+            };
             path: {
                 namespace: string;
                 name: string;
+                path: string;
             };
             cookie?: never;
         };
@@ -1853,7 +1856,23 @@ export interface operations {
                 };
                 content: {
                     "application/json": unknown;
+                    "application/octet-stream": unknown;
+                    "text/csv": unknown;
                 };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description as it was */
+            304: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description Bad Request */
             400: {
@@ -1945,15 +1964,6 @@ export interface operations {
                     "application/json": components["schemas"]["Problem"];
                 };
             };
-            /** @description Not Implemented */
-            501: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
             /** @description Bad Gateway */
             502: {
                 headers: {
@@ -1983,20 +1993,22 @@ export interface operations {
             };
         };
     };
-    read_scope_api_v1_jobs__namespace___name__scope__path__get: {
+    control_training_api_v1_jobs__namespace___name__training__action__post: {
         parameters: {
             query?: never;
-            header?: {
-                "If-None-Match"?: string | null;
-            };
+            header?: never;
             path: {
                 namespace: string;
                 name: string;
-                path: string;
+                action: "lease" | "orders";
             };
             cookie?: never;
         };
-        requestBody?: never;
+        requestBody: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
         responses: {
             /** @description Successful Response */
             200: {
@@ -2005,19 +2017,10 @@ export interface operations {
                 };
                 content: {
                     "application/json": unknown;
-                    "application/octet-stream": unknown;
-                    "text/csv": unknown;
                 };
             };
             /** @description Accepted */
             202: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content?: never;
-            };
-            /** @description as it was */
-            304: {
                 headers: {
                     [name: string]: unknown;
                 };

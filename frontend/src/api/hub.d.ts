@@ -464,26 +464,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/scope/training": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Reserved
-         * @description Not there yet: the name is kept.
-         */
-        post: operations["controlTraining"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/steps": {
         parameters: {
             query?: never;
@@ -558,6 +538,66 @@ export interface paths {
         get: operations["getTrace"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Training
+         * @description State of the training, who controls it, and the newest orders.
+         */
+        get: operations["getTraining"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training/lease": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Lease
+         * @description Take, renew or release the control of the training; it ends 30 s after it was taken or renewed.
+         */
+        post: operations["controlTraining"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training/orders": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Order
+         * @description Give an order. All ranks obey at the same step boundary; `fromStep` of getTraining says at which.
+         */
+        post: operations["orderTraining"];
         delete?: never;
         options?: never;
         head?: never;
@@ -751,6 +791,67 @@ export interface components {
         Code: {
             /** Code */
             code: string;
+        };
+        /**
+         * ControlProgress
+         * @description State of a training that obeys orders, as the reporting rank publishes it.
+         */
+        ControlProgress: {
+            /**
+             * Orders
+             * @description The newest 8, oldest first.
+             */
+            orders?: components["schemas"]["DecidedOrder"][];
+            /**
+             * Pausedseconds
+             * @description Length of the earlier pauses of this attempt.
+             * @default 0
+             */
+            pausedSeconds: number;
+            /**
+             * Pausedsince
+             * @description RFC 3339; null outside of a pause.
+             */
+            pausedSince?: string | null;
+            /**
+             * Saves
+             * @description Whether a stop can write a checkpoint.
+             * @default false
+             */
+            saves: boolean;
+            /**
+             * State
+             * @description State at the newest step boundary.
+             * @enum {string}
+             */
+            state: "running" | "paused" | "stepping" | "stopping";
+            /**
+             * Stepsleft
+             * @description Steps of a step order that are left.
+             * @default 0
+             */
+            stepsLeft: number;
+        };
+        /**
+         * DecidedOrder
+         * @description An order that all ranks have decided on, at the same step boundary.
+         */
+        DecidedOrder: {
+            /**
+             * Number
+             * @description 0: given by rank 0 itself, as no client controlled the training.
+             */
+            number: number;
+            /**
+             * Refusal
+             * @description Reason why it has no effect.
+             */
+            refusal?: string | null;
+            /**
+             * Step
+             * @description Steps done when it took effect.
+             */
+            step: number;
         };
         /**
          * Effect
@@ -1121,6 +1222,8 @@ export interface components {
             /** Specdigest */
             specDigest: string;
             tracer: components["schemas"]["TracerHealth"];
+            /** @description Control of the training; null where it has none. */
+            training: components["schemas"]["TrainingView"] | null;
             /** Uid */
             uid: string;
             /** Worldsize */
@@ -1186,6 +1289,68 @@ export interface components {
             virtualPipeline: number;
         };
         /**
+         * LeaseGrant
+         * @description The control of the training after a request.
+         */
+        LeaseGrant: {
+            /**
+             * Key
+             * @description To be sent with orders; null after a release.
+             */
+            key: string | null;
+            lease: components["schemas"]["LeaseView"] | null;
+        };
+        /**
+         * LeaseRequest
+         * @description Request for the control of the training.
+         */
+        LeaseRequest: {
+            /**
+             * Action
+             * @description renew at least every 30 s; after that any controller may take it.
+             * @enum {string}
+             */
+            action: "take" | "renew" | "release";
+            /**
+             * Client
+             * @description Kind of client, for others to see.
+             * @default program
+             */
+            client: string;
+            /**
+             * Force
+             * @description Take the control from another client; an event of the job.
+             * @default false
+             */
+            force: boolean;
+            /**
+             * Key
+             * @description Key of the lease, for renew and release.
+             */
+            key?: string | null;
+        };
+        /**
+         * LeaseView
+         * @description Client that controls the training.
+         */
+        LeaseView: {
+            /**
+             * Client
+             * @description Kind of client in its own words, such as page.
+             */
+            client: string;
+            /**
+             * Expiresat
+             * @description Seconds of real time at which the control is free again.
+             */
+            expiresAt: number;
+            /**
+             * Who
+             * @description Whom the gateway names, else `controller token`.
+             */
+            who: string;
+        };
+        /**
          * Lens
          * @description Logit lens of some positions: lists over layers, then positions. A rank counts from 0, the likeliest token.
          */
@@ -1248,6 +1413,69 @@ export interface components {
             microbatch: number | null;
             /** Step */
             step: number;
+        };
+        /**
+         * OrderRequest
+         * @description An order to the training.
+         */
+        OrderRequest: {
+            /**
+             * Id
+             * @description Chosen by the client: an order that is sent again with its id is given once.
+             */
+            id?: string | null;
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "pause" | "resume" | "step" | "stop";
+            /**
+             * Lease
+             * @description Key of the lease.
+             */
+            lease: string;
+            /**
+             * Steps
+             * @description Steps to run, for step alone.
+             */
+            steps?: number | null;
+        };
+        /**
+         * OrderView
+         * @description An order and what became of it.
+         */
+        OrderView: {
+            /**
+             * At
+             * @description Seconds of real time at which it was accepted.
+             */
+            at: number;
+            /** Attempt */
+            attempt: number;
+            /**
+             * Fromstep
+             * @description Steps done when it took effect, the same on all ranks; null until then.
+             */
+            fromStep: number | null;
+            /** Id */
+            id: string;
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "pause" | "resume" | "step" | "stop";
+            /**
+             * Refusal
+             * @description Reason why it has no effect.
+             */
+            refusal: string | null;
+            /**
+             * Steps
+             * @description Steps to run, for step; else 0.
+             */
+            steps: number;
+            /** Who */
+            who: string;
         };
         /**
          * PcaFitted
@@ -1484,6 +1712,8 @@ export interface components {
             attempt?: number | null;
             /** Consumedsamples */
             consumedSamples?: number | null;
+            /** @description State of a training that obeys orders; null for others. */
+            control?: components["schemas"]["ControlProgress"] | null;
             /** @description State of MegaFBD; null without it. */
             forwardBackward?: components["schemas"]["ForwardBackward"] | null;
             /** Gradnorm */
@@ -2165,6 +2395,64 @@ export interface components {
              * @enum {string}
              */
             state: "ok" | "lossy" | "off";
+        };
+        /**
+         * TrainingView
+         * @description State of a training that obeys orders.
+         */
+        TrainingView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Gpus
+             * @description GPUs of the job; a pause of s seconds costs gpus x s GPU-seconds.
+             */
+            gpus: number;
+            /** @description Who controls the training; null: no client. */
+            lease: components["schemas"]["LeaseView"] | null;
+            /**
+             * Orders
+             * @description The newest 32, newest first.
+             */
+            orders: components["schemas"]["OrderView"][];
+            /**
+             * Pausedseconds
+             * @description Length of the earlier pauses of this attempt.
+             */
+            pausedSeconds: number;
+            /**
+             * Pausedsince
+             * @description RFC 3339; null outside of a pause.
+             */
+            pausedSince: string | null;
+            /**
+             * Resumeafterseconds
+             * @description Length after which a pause ends in which no client controls the training.
+             */
+            resumeAfterSeconds: number | null;
+            /**
+             * Saves
+             * @description Whether a stop can write a checkpoint.
+             */
+            saves: boolean;
+            /**
+             * State
+             * @description pausing: a pause is ordered, and the ranks obey at the next step boundary.
+             * @enum {string}
+             */
+            state: "starting" | "running" | "pausing" | "paused" | "stepping" | "stopping" | "ended";
+            /**
+             * Step
+             * @description Finished steps.
+             */
+            step: number | null;
+            /**
+             * Stepsleft
+             * @description Steps of a step order that are left.
+             */
+            stepsLeft: number;
+            /** Totalsteps */
+            totalSteps: number | null;
         };
         /**
          * TransferView
@@ -4106,62 +4394,6 @@ export interface operations {
             };
         };
     };
-    controlTraining: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": unknown;
-                };
-            };
-            /** @description Unauthorized */
-            401: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Unprocessable Entity */
-            422: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Too Many Requests */
-            429: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Not Implemented */
-            501: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
     listSteps: {
         parameters: {
             query?: {
@@ -4346,6 +4578,254 @@ export interface operations {
             };
             /** @description Unprocessable Entity */
             422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getTraining: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TrainingView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    controlTraining: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["LeaseRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LeaseGrant"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Timeout */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    orderTraining: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["OrderRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OrderView"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Timeout */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -26,6 +26,7 @@ export const Kind = {
   GC: 22,
   WEIGHT: 23,
   COPY: 24,
+  PAUSE: 25,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -117,6 +118,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.LOSS_REDUCE]: { label: "Loss reduction", short: "Loss reduce", group: "collective" },
   [Kind.EVALUATE]: { label: "Evaluation", short: "Evaluate", group: "other" },
   [Kind.CHECKPOINT]: { label: "Checkpoint", short: "Checkpoint", group: "other" },
+  [Kind.PAUSE]: { label: "Paused by an order", short: "Paused", group: "other" },
   [Kind.TP_REDUCE]: { label: "Tensor reduction", short: "TP reduce", group: "collective" },
   [Kind.TP_GATHER]: { label: "Tensor gather", short: "TP gather", group: "collective" },
   [Kind.LAYER_FORWARD]: { label: "Layer forward", short: "L", group: "forward" },

@@ -26,7 +26,7 @@ from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
+from megatronapp_analyzer.hub.settings import ControlSettings, HubSettings, JobIdentity
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common import frames
@@ -282,10 +282,14 @@ def serve_hub(
     frontend: Path | None = None,
     named: bool = False,
     limits: StoreLimits | None = None,
+    control: ControlSettings | None = None,
 ) -> Iterator[RunningHub]:
     script = Script()
     settings = HubSettings(
-        job=JobIdentity(name="demo", uid=uid), state_dir=state_dir, store=limits or StoreLimits(), tick_s=0.05
+        job=JobIdentity(name="demo", uid=uid, control=control),
+        state_dir=state_dir,
+        store=limits or StoreLimits(),
+        tick_s=0.05,
     )
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -281,7 +281,7 @@ async def test_a_fault_that_would_never_act_is_refused(hub: Any, fake_job: Any, 
 async def test_ended_faults_free_space_and_a_full_document_is_refused(
     hub: Any, fake_job: Any, feed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "PAGE_ROOM", 600)
+    monkeypatch.setattr(faults, "MAX_FAULT_BYTES", 600)
     monkeypatch.setattr(faults, "MAX_ENDED", 3)
     job = fake_job()
     await feed(job, range(8))

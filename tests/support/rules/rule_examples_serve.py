@@ -26,6 +26,9 @@ def _of_training(field: str, value: object, *more: Changes) -> list[Example]:
     return [*good(rule_id, trained, SERVED), *bad(rule_id, f"spec.{field}", (served, "means nothing in mode serve"))]
 
 
+_CONTROLLED: Changes = {"spec.scope": {"training": {"startPaused": True}}, "spec.analyzer.enabled": True}
+"""Changes that let a training be controlled."""
+
 SERVE_EXAMPLES: tuple[Example, ...] = (
     *good("model-given", {}, SERVED, _WITH_MODEL),
     *bad("model-given", "spec.model", ({"spec.model": None}, "is missing; write model with a block of fields")),
@@ -38,7 +41,29 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
         "scope-of-mode-serve",
         "spec.scope",
         ({"spec.scope": {}, "spec.analyzer.enabled": True}, "belongs to mode: serve with analyzer.enabled: true"),
+        ({"spec.scope": {"training": {}}, "spec.analyzer.enabled": False}, "to mode: train with analyzer.enabled"),
         (SERVED | {"spec.scope": {}, "spec.analyzer.enabled": False}, "belongs to mode: serve with analyzer.enabled"),
+    ),
+    *good("scope-plugins-of-mode-serve", _CONTROLLED),
+    *bad(
+        "scope-plugins-of-mode-serve",
+        "spec.scope.plugins",
+        (_CONTROLLED | {"spec.scope": {"training": {}, "plugins": ["a.b"]}}, "belongs to mode: serve, whose ranks"),
+    ),
+    *good("scope-training-of-mode-train", _CONTROLLED),
+    *bad(
+        "scope-training-of-mode-train",
+        "spec.scope.training",
+        (SERVED | _CONTROLLED, "means nothing in mode serve: nothing is trained"),
+    ),
+    *good("scope-training-enabled", _CONTROLLED | {"spec.scope": {"training": {"enabled": False}}}),
+    *bad(
+        "scope-training-enabled",
+        "spec.scope.training.enabled",
+        (
+            _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "startPaused": True}}},
+            "is false, so that startPaused and resumeAfterSeconds mean nothing",
+        ),
     ),
     *good("serve-needs-a-checkpoint", SERVED),
     *bad(

@@ -113,6 +113,8 @@ EVERYTHING: dict[str, Any] = {
         "workload": 3,
     },
     "spec.trace": {"enabled": True, "capacity": 4096},
+    "spec.analyzer": {"enabled": True},
+    "spec.scope": {"training": {"startPaused": True, "resumeAfterSeconds": 60}},
     "spec.faults": [{"rank": 1, "kind": "link", "factor": 2.0, "fromStep": 10, "steps": 5, "peer": 0}],
     "spec.args": ["--seed", "9"],
 }
@@ -250,6 +252,7 @@ def test_the_table_knows_the_trainers_flags_only() -> None:
 def test_every_field_of_the_training_has_a_flag() -> None:
     described = {entry.field for entry in FLAGS} | {"model.type", "parallelism.data", "training.precision"}
     blocks = {"model", "training", "parallelism", "data", "checkpoint", "trace", "dpp", "fbd"}
+    described -= {"scope.training.enabled", "scope.training.start_paused", "scope.training.resume_after_seconds"}
     fields = {path for name in blocks for path in leaves(model_of(Spec.model_fields[name].annotation), name)}
     of_pods = {path for path in fields if ".volume." in path or path.startswith("fbd.forward.")}
     assert fields - of_pods == described
@@ -292,7 +295,8 @@ def test_a_served_job_gives_the_servers_flags(build: Any) -> None:
 
 
 def test_every_field_of_serve_has_a_flag_that_the_server_knows() -> None:
-    assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve") | leaves(Scope, "scope")
+    assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve") | {"scope.plugins"}
+    assert leaves(Scope, "scope") <= {entry.field for entry in (*FLAGS, *SERVE_FLAGS)}
     known = {flag for action in build_serve_parser()._actions for flag in action.option_strings}
     assert {entry.flag for entry in SERVE_FLAGS} <= known
 

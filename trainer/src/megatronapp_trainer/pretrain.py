@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import ExitCode
@@ -20,6 +20,7 @@ from megatronapp_trainer.utils.process_exit import exit_with
 if TYPE_CHECKING:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.device import Device
+    from megatronapp_trainer.hooks.boundary_control import BoundaryControl
     from megatronapp_trainer.hooks.step_observer import StepObserver
     from megatronapp_trainer.parallel.layout import Layout
     from megatronapp_trainer.pipeline.schedule import PipelineSchedule
@@ -101,7 +102,8 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         if observer is not None:
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
-        iterators, schedule = _data_and_schedule(run, observer, reporter, stop_request)
+        iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
+        control = open_control(run, observer, stop_request, announce=announce, reporter=reporter)
         trainer = Trainer(
             run,
             iterators,
@@ -110,10 +112,13 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
             reporter=reporter,
             checkpoints=saves_to,
             observer=observer,
+            control=control,
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
             code = trainer.test()
+        if control is not None:
+            control.close()
         schedule.close(code)
     return code
 
@@ -123,8 +128,10 @@ def _data_and_schedule(
     observer: "StepObserver | None",
     reporter: "Reporter | None",
     stop_request: "StopRequest",
-) -> "tuple[DataIterators, PipelineSchedule]":
-    """Open the data and create the schedule; a backward rank of MegaFBD has its data on forward ranks."""
+) -> "tuple[DataIterators, PipelineSchedule, Callable[[], None] | None]":
+    """Open the data and create the schedule; a backward rank of MegaFBD has its data on forward ranks, and calls them
+    to step boundaries by the third value.
+    """
     from megatronapp_trainer.training.build import build_iterators, build_schedule
 
     report = None if reporter is None else reporter.line
@@ -134,11 +141,12 @@ def _data_and_schedule(
 
         publishing = Publishing(line=report, report=None if reporter is None else reporter.forward_backward)
         remote = begin_backward(run)
-        return remote, build_backward_schedule(run, observer, publishing, request_stop=stop_request.request)
+        backward = build_backward_schedule(run, observer, publishing, request_stop=stop_request.request)
+        return remote, backward, backward.announce_boundary
     done = run.state
     iterators = build_iterators(run.config, run.layout, done.consumed_samples, order_samples=done.order_samples)
     publish_plan = None if reporter is None else reporter.plan
-    return iterators, build_schedule(run, observer, report=report, publish_plan=publish_plan)
+    return iterators, build_schedule(run, observer, report=report, publish_plan=publish_plan), None
 
 
 def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
@@ -148,7 +156,12 @@ def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop
 
     config = config.of_role(layout.role)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config), drawn=False)
-    forward = build_forward_rank(run, open_observer, stop_requested=lambda: stop_request.requested)
+    forward = build_forward_rank(
+        run,
+        open_observer,
+        stop_requested=lambda: stop_request.requested,
+        open_control=lambda observer: open_control(run, observer, stop_request),
+    )
     with contextlib.closing(forward):
         return forward.serve()
 
@@ -176,6 +189,32 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
         num_microbatches=run.batches.num_microbatches(run.state.consumed_samples),
     )
     return scan.start(context)
+
+
+def open_control(
+    run: "TrainingRun",
+    observer: "StepObserver | None",
+    stop_request: "StopRequest",
+    *,
+    announce: "Callable[[], None] | None" = None,
+    reporter: "Reporter | None" = None,
+) -> "BoundaryControl | None":
+    """Connect this rank to the control of the training with ``--training-control``; None, and nothing imported,
+    without; collective over all ranks of the job.
+
+    `announce` calls the forward ranks to a step boundary; `reporter` shows the state.
+    """
+    if not run.config.control.enabled:
+        return None
+    from megatronapp_trainer.control import setup
+
+    surroundings = setup.RankSurroundings(
+        run.device,
+        stop_requested=lambda: stop_request.requested,
+        announce=announce,
+        publish=None if reporter is None else reporter.control,
+    )
+    return setup.open_control(run.config, run.layout, surroundings, observer)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from megatronapp_analyzer.model import RankLiveness
 from megatronapp_common.trace import COLLECTIVE_KINDS, RecordKind
 
 WAITING_KINDS = COLLECTIVE_KINDS | {RecordKind.RECV_WAIT, RecordKind.SEND_WAIT}
-PAUSING_KINDS = frozenset({RecordKind.CHECKPOINT, RecordKind.EVALUATE})
+PAUSING_KINDS = frozenset({RecordKind.CHECKPOINT, RecordKind.EVALUATE, RecordKind.PAUSE})
 STOPPED = frozenset({"T", "t"})
 CLEARLY_EARLIER_S = 1.0
 """Lead by which the first of several silent ranks is taken for the cause."""

@@ -10,8 +10,10 @@ from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
+from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.scope.service import ScopeService
 
@@ -36,6 +38,12 @@ class HubReader(Protocol):
 
     @property
     def faults(self) -> FaultStore: ...
+
+    @property
+    def orders(self) -> TrainingOrders: ...
+
+    @property
+    def lease(self) -> ControlLease: ...
 
     @property
     def verdicts(self) -> VerdictStore: ...

@@ -24,8 +24,10 @@ from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
+from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.settings import ScopeSettings
@@ -47,7 +49,10 @@ class Hub:
         self._spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
-        self.faults.on_change = self._send_faults
+        self.faults.on_change = self.send_control_pages
+        self.orders = TrainingOrders(self._path("orders.json"), writable=live)
+        self.orders.on_change = self.send_control_pages
+        self.lease = ControlLease()
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
         self.ranks = RankMonitor(
             self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress
@@ -116,7 +121,7 @@ class Hub:
             older.replace()
         self.links[key] = link
         self.scope.core.ingest.on_attempt(link.attempt)
-        link.command(self.faults.control_page())
+        link.command(self._control_page(link.attempt))
         state = self.ingest.attempts.get(link.attempt)
         have = (
             {rank: index for (worker, rank), index in state.next_index.items() if worker == link.worker}
@@ -179,6 +184,9 @@ class Hub:
             return
         try:
             self.ranks.update(status)
+            progress = self.ranks.progress
+            if progress is not None and progress.attempt == link.attempt:
+                self.orders.observe(link.attempt, progress.control)
         except ValidationError as error:  # the reporting rank's mistake; the rest of what its agent sends is right
             self.totals.protocol_errors += 1
             LOG.warning("progress page is left out: %s", error)
@@ -201,9 +209,16 @@ class Hub:
         if layout is not None:
             self.plan_samples.add(step, layout, [plan.from_step for plan in self.ranks.plans()])
 
-    def _send_faults(self) -> None:
+    def send_control_pages(self) -> None:
+        """Send every agent what its ranks are to read: faults, and orders with the signs of life of their client."""
         for link in self.links.values():
-            link.command(self.faults.control_page())
+            link.command(self._control_page(link.attempt))
+
+    def _control_page(self, attempt: int) -> dict[str, Any]:
+        page = self.faults.control_page()
+        if self.identity.control is None:
+            return page
+        return page | {"training": self.orders.page(attempt) | {"renewals": self.lease.renewals}}
 
     def take_updates(self) -> tuple[list[StoredStep], list[CurvePoint]]:
         """Return the steps and points of curves that were added since the last call."""

@@ -15,7 +15,18 @@ from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.errors import JobError
-from megatronapp_common.job import parse_manifest
+from megatronapp_common.job import load_stored_job, parse_manifest
+from megatronapp_common.job.arguments import obeys_orders
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ControlSettings:
+    """Control of the job's training, which obeys orders."""
+
+    gpus: int = 0
+    """GPUs of the job, which a pause keeps idle."""
+    resume_after_s: float | None = None
+    """Length after which a pause ends in which no client controls the training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +41,8 @@ class JobIdentity:
     """True if the ranks record spans."""
     faults: tuple[Fault, ...] = ()
     """Faults of the manifest; the ranks have them from their arguments."""
+    control: ControlSettings | None = None
+    """Control of its training; None where it obeys no orders."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +99,10 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
     if not isinstance(document, dict) or not isinstance(document.get("metadata"), dict):
         raise SettingsError(f"{path}: not a MegatronJob: it has no metadata")
     metadata, spec = document["metadata"], document.get("spec") or {}
+    try:
+        control = control_settings(document)
+    except JobError as error:
+        raise SettingsError(f"{path}: {error}") from error
     return JobIdentity(
         name=name or str(metadata.get("name", "")),
         uid=uid or str(metadata.get("uid", "")),
@@ -93,6 +110,25 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
         spec_digest=spec_digest(spec),
         traced=bool((spec.get("trace") or {}).get("enabled")) or "--trace" in (spec.get("args") or ()),
         faults=tuple(_manifest_fault(path, index, entry) for index, entry in enumerate(spec.get("faults") or [])),
+        control=control,
+    )
+
+
+def control_settings(document: dict[str, Any]) -> ControlSettings | None:
+    """Return the control of the training of a manifest that was accepted; None where it obeys no orders.
+
+    Raises JobError for a manifest that has control and cannot be read.
+    """
+    spec = document.get("spec") or {}
+    by_flag = any("--training-" in str(argument) for argument in spec.get("args") or ())
+    if "training" not in (spec.get("scope") or {}) and not by_flag:
+        return None
+    job, _ = load_stored_job(document)
+    if not obeys_orders(job):
+        return None
+    control = None if job.spec.scope is None else job.spec.scope.training
+    return ControlSettings(
+        gpus=job.world.gpus, resume_after_s=None if control is None else control.resume_after_seconds
     )
 
 

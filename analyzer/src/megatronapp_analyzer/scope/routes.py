@@ -370,12 +370,9 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
 )
 @router.api_route("/perturbations", methods=["PATCH"], include_in_schema=False)
 @router.api_route("/perturbations", methods=["DELETE"], include_in_schema=False)
-@router.api_route("/training", methods=["POST"], operation_id="controlTraining", responses={501: {"model": Problem}})
-@router.api_route("/training", methods=["PATCH"], include_in_schema=False)
-@router.api_route("/training", methods=["DELETE"], include_in_schema=False)
 async def reserved() -> None:
     """Not there yet: the name is kept."""
-    raise HttpError(501, "not-yet", "perturbations and control of training come later", "Generating and looking works.")
+    raise HttpError(501, "not-yet", "perturbations come later", "Generating and looking works.")
 
 
 @router.websocket("")

@@ -123,6 +123,9 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("fbd.ship", "--fbd-ship"),
     FlagMapping("trace.enabled", "--trace"),
     FlagMapping("trace.capacity", "--trace-capacity"),
+    FlagMapping("scope.training.enabled", "--training-control"),
+    FlagMapping("scope.training.start_paused", "--training-start-paused"),
+    FlagMapping("scope.training.resume_after_seconds", "--training-resume-after"),
 )
 """Two fields with the same flag have the same value where both are given (a rule refuses others)."""
 
@@ -156,6 +159,11 @@ REPLACED = {"training.train_iters": "--train-samples"}
 def gives(job: MegatronJob, flag: str) -> bool:
     """Return true if `spec.args` contains this flag."""
     return any(argument.partition("=")[0] == flag for argument in job.spec.args)
+
+
+def obeys_orders(job: MegatronJob) -> bool:
+    """Return true if the job's training can be paused and stepped."""
+    return "--training-control" in megatron_arguments(job) or gives(job, "--training-ws-port")
 
 
 def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:

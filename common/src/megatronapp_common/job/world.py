@@ -75,6 +75,11 @@ class World:
     def world_size(self) -> int:
         return sum(group.nodes * group.proc_per_node for group in self.worker_groups)
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all workers."""
+        return sum(group.nodes * group.gpus_per_node for group in self.worker_groups)
+
     def group_of(self, worker: int) -> WorkerGroup:
         """Return the group of a worker. Raises TopologyError for a worker that does not exist."""
         for group in self.worker_groups:

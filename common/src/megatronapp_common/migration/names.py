@@ -25,7 +25,8 @@ FLAGS: Final[dict[str, str]] = {
     "manifest spec.fbd.enabled, which adds forward ranks to parallelism.data replicas",
     "--ignore-forward-tensor-parallel": f"{SAME}, with --attention-dropout 0; in a manifest "
     "spec.fbd.ignoreForwardTensorParallel",
-    "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
+    "--training-ws-port": f"{SAME}: the training starts paused and is controlled from its page (megatronapp ui "
+    "JOB), at the address of the hub instead of this port; in a manifest spec.scope.training.startPaused",
     "--enable-ws-server": "megatronapp serve always serves the pages, and accepts the flag",
     "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",
     "--sequence-parallel": f"{SAME}; in a manifest spec.parallelism.sequenceParallel",

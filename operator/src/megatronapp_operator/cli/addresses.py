@@ -24,6 +24,12 @@ def hub_access(paths: JobPaths) -> tuple[str, str]:
     return hub["url"], derive_token(read_secret(paths.secret), TokenRole.VIEWER)
 
 
+def controller_access(paths: JobPaths) -> tuple[str, str]:
+    """Return address and token of the job's hub for its owner, who may control it. Raises OperatorError as above."""
+    url, _ = hub_access(paths)
+    return url, derive_token(read_secret(paths.secret), TokenRole.CONTROLLER)
+
+
 def api_access(paths: JobPaths) -> tuple[str, str]:
     """Return address and key of the API of a served model. Raises OperatorError if the job serves nothing now."""
     api = files.read_json(paths.serve)

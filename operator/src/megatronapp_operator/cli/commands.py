@@ -22,8 +22,8 @@ jobs of this machine are selected."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add run, serve, validate, get, describe, logs, wait, delete, inject and ui."""
-    for add in (_run, _serve, _validate, _get, _describe, _logs, _wait, _delete, _inject, _ui):
+    """Add run, serve, validate, get, describe, logs, wait, delete, inject, training and ui."""
+    for add in (_run, _serve, _validate, _get, _describe, _logs, _wait, _delete, _inject, _training, _ui):
         add(subparsers)
 
 
@@ -260,6 +260,30 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
     parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
     _add_gateway(parser)
     parser.add_argument("--peer", type=parse_index, metavar="R", help="with --kind link: only messages from this rank")
+
+
+def _training(subparsers: Subparsers) -> None:
+    text = """Pause, resume, step or stop a running training, or print its state. All ranks obey at the end of the
+same step. Needs spec.scope.training.enabled. One client controls a training at a time: the command takes the control
+for its order, which is refused while another one has it."""
+    parser = _add(subparsers, "training", "pause, resume, step or stop a running training", description=text)
+    _add_job(parser, "name of a running job")
+    orders = ("pause", "resume", "step", "stop", "status")
+    parser.add_argument("order", choices=orders, help="stop writes a checkpoint and completes the job")
+    parser.add_argument("steps", nargs="?", type=parse_count, metavar="N", help="with step: number of steps")
+    parser.add_argument("--force", action="store_true", help="take the control from the client that has it")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the ranks obey")
+    parser.add_argument("--json", action="store_true", help="with status: print it as JSON")
+    _add_gateway(parser)
+    parser.set_defaults(func=_training_command)
+
+
+def _training_command(arguments: argparse.Namespace) -> int:
+    place = "cluster" if cluster.meant(arguments) else "local"
+    module = importlib.import_module(f"megatronapp_operator.cli.training.{place}")
+    with raise_state_errors():
+        code: int = module.main(arguments)
+    return code
 
 
 def _ui(subparsers: Subparsers) -> None:

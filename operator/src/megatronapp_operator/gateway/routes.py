@@ -1,6 +1,6 @@
 """The gateway's interface: the list of jobs, and what is below each job, which its hub answers."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Request, Security, WebSocket
 from fastapi.security import HTTPBearer
@@ -21,6 +21,7 @@ PathSegment = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 HubPath = Annotated[str, Path(max_length=200, pattern=f"^{PathSegment}(/{PathSegment})*$")]
+TrainingAction = Literal["lease", "orders"]
 FaultId = Annotated[str, Path(max_length=100, pattern=f"^{PathSegment}$")]
 STATUSES = (400, 401, 403, 404, 408, 413, 422, 503)
 FROM_HUB = (409, 429, 500, 502, 504)
@@ -105,6 +106,21 @@ async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, na
     gateway = gateway_of(request)
     job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
     return await gateway.control_hub(caller, job, f"faults/{fault}", request=request)
+
+
+@router.post(
+    "/jobs/{namespace}/{name}/training/{action}",
+    response_model=None,
+    openapi_extra=OBJECT_BODY,
+    responses={200: {}, 202: {}, **HUB_PROBLEMS},
+)
+async def control_training(
+    request: Request, caller: CallerOf, namespace: Namespace, name: Name, action: TrainingAction
+) -> Response:
+    """Take the control of a running training (`lease`), or give it an order (`orders`)."""
+    gateway = gateway_of(request)
+    job = await gateway.gate.control(caller, namespace, name)
+    return await gateway.control_hub(caller, job, f"training/{action}", request=request, most=MAX_BODY_BYTES)
 
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})

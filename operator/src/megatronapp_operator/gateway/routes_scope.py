@@ -77,9 +77,6 @@ async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: 
 @router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
 @router.patch(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
 @router.delete(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
-@router.post(f"{JOB}/training", response_model=None, responses=RESERVED)
-@router.patch(f"{JOB}/training", response_model=None, include_in_schema=False)
-@router.delete(f"{JOB}/training", response_model=None, include_in_schema=False)
 async def reserved(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Not there yet; the hub says so."""
     return await _control(request, caller, (namespace, name), request.url.path.rpartition("/")[2])

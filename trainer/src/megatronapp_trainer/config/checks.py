@@ -8,6 +8,7 @@ from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
+from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.errors import UsageErrors
@@ -487,4 +488,5 @@ _RULES: tuple[Rule, ...] = (
     *SCHEDULE_RULES,
     _data,
     _intervals,
+    control_problems,
 )

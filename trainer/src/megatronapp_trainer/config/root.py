@@ -13,7 +13,7 @@ from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.optimizer import OptimizerConfig
 from megatronapp_trainer.config.parallel import ParallelConfig
 from megatronapp_trainer.config.precision import PrecisionConfig
-from megatronapp_trainer.config.training import TrainingConfig
+from megatronapp_trainer.config.training import ControlConfig, TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    control: ControlConfig = dataclasses.field(default_factory=ControlConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     always: FixedConfig = dataclasses.field(default_factory=FixedConfig)
 

@@ -1,4 +1,4 @@
-"""Flags of batches and the length of training."""
+"""Flags of batches, the length of training, and its control while it runs."""
 
 import dataclasses
 
@@ -33,3 +33,32 @@ class TrainingConfig:
         0, "steps between collections with --manual-gc; 0: only before evaluation and saving", bounds="[0, inf)"
     )
     manual_gc_eval: bool = turned_off_by("--no-manual-gc-eval", "no collection around evaluation with --manual-gc")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ControlConfig:
+    """Control of a running training: pause, resume, step, stop."""
+
+    training_control: bool = option(False, "obey orders from the job's hub at step boundaries")
+    training_start_paused: bool = option(False, "pause before the first step; needs --training-control")
+    training_resume_after: float | None = option(
+        None,
+        "resume a paused training after this many seconds in which nobody controls it; needs --training-control",
+        bounds="(0, inf)",
+    )
+    training_ws_port: int | None = option(
+        None,
+        "of MegatronApp: --training-control with --training-start-paused; pages are at the job's hub, and no server "
+        "listens at this port",
+        bounds="[1, 65535]",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether orders are obeyed."""
+        return self.training_control or self.training_ws_port is not None
+
+    @property
+    def starts_paused(self) -> bool:
+        """Return whether the training pauses before its first step."""
+        return self.training_start_paused or self.training_ws_port is not None

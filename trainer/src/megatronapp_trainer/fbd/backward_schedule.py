@@ -142,7 +142,10 @@ class BackwardSchedule:
             reports = []
             if self._stage.is_last(len(self._chunks) - 1):
                 reports = [
-                    self._await(self._report_message(microbatch)).clone() for microbatch in range(num_microbatches)
+                    self._await(
+                        _report_message(self._forward_rank, self._step, microbatch, len(self._chunks) - 1)
+                    ).clone()
+                    for microbatch in range(num_microbatches)
                 ]
             self._refuse_other_traffic()
             return reports
@@ -160,6 +163,12 @@ class BackwardSchedule:
         """End the forward rank, with the same exit code, and the connections."""
         self._channel.append(Order(Command.END, code).pack())
         self._channel.close()
+
+    def announce_boundary(self) -> None:
+        """Call the forward rank to a step boundary, where all ranks obey orders. It needs no new weights for that."""
+        with self._failing_at_once():
+            self._step += 1
+            self._channel.append(Order(Command.BOUNDARY).pack())
 
     def _command(self, order: Order) -> None:
         """Command the forward rank, and start to send it the weights if the optimizer has changed them.
@@ -261,7 +270,9 @@ class BackwardSchedule:
             AwaitedMessage(self._forward_rank, *message) for message in receiver.messages(self._step, microbatch)
         ]
         if self._stage.is_last(chunk):
-            return _PassInputs(shipments, self._report_message(microbatch))
+            return _PassInputs(
+                shipments, _report_message(self._forward_rank, self._step, microbatch, len(self._chunks) - 1)
+            )
         stage = self._stage.placement.stage(self._stage.rank, chunk)
         key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage)
         target = PassKey(RecordKind.BACKWARD, chunk, microbatch)
@@ -280,10 +291,6 @@ class BackwardSchedule:
         if self._core_config.calculate_per_token_loss:
             return gradient
         return gradient / num_microbatches / torch.clamp(report[1].to(torch.int), min=1)
-
-    def _report_message(self, microbatch: int) -> AwaitedMessage:
-        key = MessageKey(MessageKind.REPORT, self._step, microbatch)
-        return AwaitedMessage(self._forward_rank, key, _REPORT, shipped_pass(microbatch, len(self._chunks) - 1))
 
     def _await(self, message: AwaitedMessage) -> torch.Tensor:
         """Wait for a message, and compute weight gradients meanwhile."""
@@ -355,3 +362,8 @@ class BackwardSchedule:
                 tokens += report[1].to(torch.int)
         self._core_config.finalize_model_grads_func(self._chunks, tokens, pg_collection=self._groups)
         return reports
+
+
+def _report_message(forward_rank: int, step: int, microbatch: int, last_chunk: int) -> AwaitedMessage:
+    key = MessageKey(MessageKind.REPORT, step, microbatch)
+    return AwaitedMessage(forward_rank, key, _REPORT, shipped_pass(microbatch, last_chunk))

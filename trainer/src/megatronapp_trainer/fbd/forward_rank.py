@@ -26,6 +26,7 @@ from megatronapp_trainer.fbd.orders import PassOrders, forward_order
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
+from megatronapp_trainer.hooks.boundary_control import BoundaryControl
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
@@ -71,10 +72,11 @@ class ForwardRank:
         iteration: int,
         observer: StepObserver | None,
         stop_requested: Callable[[], bool],
+        control: BoundaryControl | None = None,
     ) -> None:
         """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
 
-        `orders`: of its passes; `manifest`: of its channels.
+        `orders`: of its passes; `manifest`: of its channels; `control`: of the training, where it obeys orders.
         """
         self._run = run
         self._family = model_family(run.config)
@@ -90,6 +92,7 @@ class ForwardRank:
         self._iteration = iteration
         self._observer = observer
         self._stop_requested = stop_requested
+        self._control = control
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
         self._step = 0
@@ -112,6 +115,9 @@ class ForwardRank:
         """
         try:
             while (order := self._next_order()).command is not Command.END:
+                if order.command is Command.BOUNDARY:
+                    self._obey_orders()
+                    continue
                 if order.sends_weights:
                     self._receive_weights()
                 self._refuse_other_weights()
@@ -124,8 +130,19 @@ class ForwardRank:
         except BaseException:
             self._channel.close(drain=False)  # so that ranks that wait for this one learn of the failure at once
             raise
+        if self._control is not None:
+            self._control.close()
         self._channel.close()
         return ExitCode(order.num_microbatches)
+
+    def _obey_orders(self) -> None:
+        """Obey orders with all ranks of the job; where the training ends for them, the next command says it."""
+        if self._control is None:
+            raise TransferError(
+                f"command {self._step}: rank {self._channel.partners[0]} obeys orders, and this rank does not; give "
+                "all ranks --training-control"
+            )
+        self._control.at_boundary(self._iteration)
 
     def _next_order(self) -> Order:
         self._step += 1
@@ -164,12 +181,11 @@ class ForwardRank:
             )
 
     def _run_step(self, num_microbatches: int) -> None:
-        if self._observer is None:
-            self._train(num_microbatches)
-            return
-        self._observer.step_begin(self._iteration)
+        if self._observer is not None:
+            self._observer.step_begin(self._iteration)
         self._train(num_microbatches)
-        self._observer.step_end(None)
+        if self._observer is not None:
+            self._observer.step_end(None)
         self._iteration += 1
 
     def _train(self, num_microbatches: int) -> None:

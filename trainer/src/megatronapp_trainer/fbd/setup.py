@@ -43,6 +43,7 @@ from megatronapp_trainer.fbd.ship_modes import recompute_final_norms
 from megatronapp_trainer.fbd.stage import Stage, stage_of
 from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
 from megatronapp_trainer.fbd.weights import weight_traffic
+from megatronapp_trainer.hooks.boundary_control import BoundaryControl
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout
@@ -166,10 +167,12 @@ def build_forward_rank(
     open_observer: Callable[[TrainingRun], StepObserver | None],
     *,
     stop_requested: Callable[[], bool],
+    open_control: Callable[[StepObserver | None], BoundaryControl | None] = lambda _: None,
 ) -> ForwardRank:
     """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
 
-    `open_observer` opens the observer of the run once it is known where the training begins.
+    `open_observer` opens the observer of the run once it is known where the training begins, `open_control` the control
+    of the training, if it obeys orders.
 
     Raises:
         UsageError: a backward rank has another kind of device, and no flag says so.
@@ -217,6 +220,7 @@ def build_forward_rank(
         iteration=starts[0].iteration,
         observer=observer,
         stop_requested=stop_requested,
+        control=open_control(observer),
     )
 
 

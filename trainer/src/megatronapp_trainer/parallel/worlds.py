@@ -45,6 +45,12 @@ def shared_store() -> Store:
     return PrefixStore("worlds/shared", _worlds[-1].store)
 
 
+def control_store() -> Store:
+    """Return the store in which all ranks of the job find each other for orders, with roles and without."""
+    own = _worlds[-1].store if _worlds else dist.distributed_c10d._get_default_store()
+    return PrefixStore("worlds/control", own)
+
+
 def global_rank_of(rank: int) -> int:
     """Return the launcher's number of a rank of torch.distributed."""
     return _worlds[-1].layout.global_rank_of(rank) if _worlds else rank

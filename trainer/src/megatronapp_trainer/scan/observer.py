@@ -16,7 +16,7 @@ from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 from megatronapp_trainer.scan.task_transfers import TaskTransfers
 from megatronapp_trainer.scan.traced_transport import TracedTransport
 
-HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
+HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.PAUSE, RecordKind.GC})
 """Kinds of work that run on the host also where there is a device."""
 
 
@@ -121,6 +121,10 @@ class ScanObserver:
         """Write a sample of the validation loss."""
         if self._layout.is_reporter:
             self._recorder.metric(Metric.VALIDATION_LOSS, loss)
+
+    def heartbeat(self) -> None:
+        """Store in the ring that this rank lives."""
+        self._recorder.ring.heartbeat()
 
     def close(self) -> None:
         """Write pending spans and mark the ring as closed."""

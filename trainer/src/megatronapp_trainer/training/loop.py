@@ -11,6 +11,7 @@ from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import UnsavedStopError
+from megatronapp_trainer.hooks.boundary_control import BoundaryControl, BoundaryDecision
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
@@ -43,11 +44,14 @@ class Trainer:
         reporter: Reporter | None = None,
         checkpoints: CheckpointSaver | None = None,
         observer: StepObserver | None = None,
+        control: BoundaryControl | None = None,
     ) -> None:
+        """Take a run with its data and schedule. `control`: decides before each step whether there is one more."""
         self._run = run
         self._config = run.config
         self._state = run.state
         self._checkpoints = checkpoints
+        self._control = control
         self._saved_iteration = run.state.iteration
         self._monitor = TrainingMonitor(run, reporter, observer)
         context = LoopContext(
@@ -74,6 +78,8 @@ class Trainer:
             if not self._evaluator.finish_interrupted():
                 return self._stop()
             while self._state.iteration < self._config.training.train_iters:
+                if (code := self._ordered_end()) is not None:
+                    return code
                 outcome = self.step()
                 if (code := self._at_boundary(outcome)) is not None:
                     return code
@@ -93,6 +99,18 @@ class Trainer:
     def step(self) -> StepOutcome:
         """Run one optimizer step."""
         return self._step.run()
+
+    def _ordered_end(self) -> ExitCode | None:
+        """Obey orders before a step, as a pause; an exit code ends the training."""
+        if self._control is None:
+            return None
+        match self._control.at_boundary(self._state.iteration):
+            case BoundaryDecision.CONTINUE:
+                return None
+            case BoundaryDecision.STOP:
+                return self._finish()
+            case BoundaryDecision.PREEMPT:
+                return self._stop()
 
     def _at_boundary(self, outcome: StepOutcome) -> ExitCode | None:
         """Do the work that is due between two steps; an exit code ends the training."""

@@ -8,7 +8,7 @@ import os
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.names import Env, ShmFile
@@ -20,6 +20,9 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport
 from megatronapp_trainer.training.metrics import log_line, perplexity, validation_line
+
+if TYPE_CHECKING:  # imported only where a training obeys orders
+    from megatronapp_trainer.control.report import ControlReport
 
 log = logging.getLogger(__name__)
 Print = Callable[[str], None]
@@ -72,7 +75,7 @@ class ProgressWriter:
         self._document["forwardBackward"] = entry
         self.update()
 
-    def update(self, **values: float | str | None) -> None:
+    def update(self, **values: float | str | dict[str, Any] | None) -> None:
         """Change some values and write the document."""
         self._document |= values | {"updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
         self._page.write(self._document)
@@ -231,6 +234,11 @@ class Reporter:
         if self._progress is not None and split == "validation":
             self._progress.update(validationLoss=loss)
         self._write_events({f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}, iteration)
+
+    def control(self, report: "ControlReport") -> None:
+        """Report the state of a training that obeys orders."""
+        if self._progress is not None:
+            self._progress.update(state="paused" if report.is_paused else "training", control=report.to_json())
 
     def line(self, text: str) -> None:
         """Print a line with the time before it."""

@@ -19,6 +19,7 @@ from megatronapp_analyzer.hub.http import (
     routes_read,
 )
 from megatronapp_analyzer.hub.http.login import LoginService
+from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.scope import routes as routes_scope
@@ -48,6 +49,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_login,
         routes_read,
         routes_faults,
+        routes_training,
         routes_scope,
         routes_analysis,
         agent_socket,

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatronapp_analyzer.hub.http.training.schemas import TrainingView
 from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_common.web.models import ApiModel
@@ -103,6 +104,7 @@ class JobView(ApiModel):
     faults: list[Fault]
     tracer: TracerHealth
     progress: Progress | None
+    training: Annotated[TrainingView | None, Field(description="Control of the training; null where it has none.")]
     server_time: Annotated[float, Field(description="Seconds of real time.")]
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.http import schemas
+from megatronapp_analyzer.hub.http.training.views import training_view
 from megatronapp_analyzer.hub.ingest.digest import METRICS, durations_ns
 from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
@@ -80,6 +81,7 @@ def job_view(hub: HubReader) -> schemas.JobView:
         faults=hub.faults.current(),
         tracer=tracer_health(hub),
         progress=hub.ranks.progress,
+        training=training_view(hub),
         server_time=time.time(),
     )
 

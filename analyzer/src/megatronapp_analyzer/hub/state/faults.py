@@ -11,6 +11,8 @@ from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_common.shared_documents import PAGE_ROOM
 from megatronapp_common.web.models import ApiModel
 
+MAX_FAULT_BYTES = PAGE_ROOM - 1024
+"""Bytes of faults in the control page, which also holds orders to the training (`training_orders`)."""
 MAX_ENDED = 100
 """Number of faults that are over and still shown."""
 
@@ -79,7 +81,7 @@ class FaultStore:
         self._retire(newest_step)
         fault = Fault(id=f"fault-{self.version + 1}", **request.model_dump())
         self._faults[fault.id] = fault
-        if len(json.dumps(self.control_page() | {"version": self.version + 1}).encode()) > PAGE_ROOM:
+        if len(json.dumps(self.control_page() | {"version": self.version + 1}).encode()) > MAX_FAULT_BYTES:
             del self._faults[fault.id]
             return None
         self._changed()

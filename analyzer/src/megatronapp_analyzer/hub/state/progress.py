@@ -82,6 +82,41 @@ class ForwardBackward(ApiModel):
     advice: Annotated[str | None, Field(description="The advice in words.")] = None
 
 
+class DecidedOrder(ApiModel):
+    """An order that all ranks have decided on, at the same step boundary."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    number: Annotated[int, Field(description="0: given by rank 0 itself, as no client controlled the training.")]
+    step: Annotated[int, Field(ge=0, description="Steps done when it took effect.")]
+    refusal: Annotated[str | None, Field(description="Reason why it has no effect.")] = None
+
+
+class ControlProgress(ApiModel):
+    """State of a training that obeys orders, as the reporting rank publishes it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    state: Annotated[
+        Literal["running", "paused", "stepping", "stopping"], Field(description="State at the newest step boundary.")
+    ]
+    steps_left: Annotated[int, Field(ge=0, description="Steps of a step order that are left.")] = 0
+    paused_since: Annotated[str | None, Field(description="RFC 3339; null outside of a pause.")] = None
+    paused_seconds: Annotated[float, Field(description="Length of the earlier pauses of this attempt.")] = 0.0
+    saves: Annotated[bool, Field(description="Whether a stop can write a checkpoint.")] = False
+    orders: Annotated[list[DecidedOrder], Field(description="The newest 8, oldest first.")] = Field(
+        default_factory=list
+    )
+
+
+def _control_or_none(value: object) -> object:
+    """Return the state of the control, or None for one of another shape: the rest of the progress is right."""
+    try:
+        return None if value is None else ControlProgress.model_validate(value)
+    except ValidationError:
+        return None
+
+
 def _forward_backward_or_none(value: object) -> object:
     """Return the state of MegaFBD, or None for one of another shape: the rest of the progress is right."""
     try:
@@ -118,4 +153,9 @@ class Progress(ApiModel):
         ForwardBackward | None,
         BeforeValidator(_forward_backward_or_none),
         Field(description="State of MegaFBD; null without it."),
+    ] = None
+    control: Annotated[
+        ControlProgress | None,
+        BeforeValidator(_control_or_none),
+        Field(description="State of a training that obeys orders; null for others."),
     ] = None

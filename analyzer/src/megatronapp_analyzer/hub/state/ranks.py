@@ -22,7 +22,7 @@ SILENT_MIN_S = 3.0
 SILENT_FIRST_S = 120.0
 """The same before the first step is finished: start-up and compilation take long."""
 NS = 1_000_000_000
-PAUSES = {"evaluating": RecordKind.EVALUATE, "saving": RecordKind.CHECKPOINT}
+PAUSES = {"evaluating": RecordKind.EVALUATE, "saving": RecordKind.CHECKPOINT, "paused": RecordKind.PAUSE}
 """States of the progress document in which ranks are quiet for long."""
 
 

@@ -1,4 +1,4 @@
-"""Types of the block `scope`: MegaScope of a served model."""
+"""Types of the block `scope`: MegaScope of a served model, and control of a running training."""
 
 from typing import Annotated
 
@@ -10,8 +10,21 @@ MODULE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]
 
 
+class TrainingControl(ManifestModel):
+    """Control of the running training: pause, resume, step, stop, from the page, the command line and the API."""
+
+    enabled: bool = True
+    """Let the ranks obey orders at step boundaries."""
+    start_paused: bool = False
+    """Pause before the first step, and again after each restart of the gang."""
+    resume_after_seconds: Annotated[int, Field(ge=60, le=31_536_000)] | None = None
+    """Seconds without a controlling client after which a paused training resumes; default: it stays paused."""
+
+
 class Scope(ManifestModel):
-    """MegaScope of a served model."""
+    """MegaScope of a served model, and control of a running training."""
 
     plugins: Annotated[tuple[Module, ...], Field(max_length=16)] = ()
-    """Python modules that each rank imports before it loads the model; they register sites."""
+    """Python modules that each rank imports before it loads the model; they register sites. Only in mode serve."""
+    training: TrainingControl | None = None
+    """Control of the running training; only in mode train."""

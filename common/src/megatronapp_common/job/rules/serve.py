@@ -69,8 +69,28 @@ SERVE_RULES = (
     Rule(
         id="scope-of-mode-serve",
         field=".scope",
-        rule=f"!has(self.scope) || ({_SERVES} && self.analyzer.enabled)",
-        message="belongs to mode: serve with analyzer.enabled: true; leave it out",
+        rule=f"!has(self.scope) || (({_SERVES} || has(self.scope.training)) && self.analyzer.enabled)",
+        message="belongs to mode: serve with analyzer.enabled: true, and its block training to mode: train with "
+        "analyzer.enabled: true; leave it out",
+    ),
+    Rule(
+        id="scope-plugins-of-mode-serve",
+        field=".scope.plugins",
+        rule=f"!({_TRAINS}) || !has(self.scope) || self.scope.plugins.size() == 0",
+        message="belongs to mode: serve, whose ranks import it; leave it out",
+    ),
+    Rule(
+        id="scope-training-of-mode-train",
+        field=".scope.training",
+        rule=f"!({_SERVES}) || !has(self.scope) || !has(self.scope.training)",
+        message="means nothing in mode serve: nothing is trained; leave it out",
+    ),
+    Rule(
+        id="scope-training-enabled",
+        field=".scope.training.enabled",
+        rule="!has(self.scope) || !has(self.scope.training) || self.scope.training.enabled || "
+        "!(self.scope.training.startPaused || has(self.scope.training.resumeAfterSeconds))",
+        message="is false, so that startPaused and resumeAfterSeconds mean nothing; leave them out, or write true",
     ),
     Rule(
         id="serve-needs-a-checkpoint",

@@ -151,8 +151,8 @@ SPELLINGS: Final = (
     LegacyOption(
         "--training-ws-port",
         "PORT",
-        answer="a training is watched by its own job: megatronapp run FILE with spec.analyzer.enabled, "
-        "then megatronapp ui JOB",
+        answer="a training is controlled by its own job: megatronapp run FILE with spec.analyzer.enabled and "
+        "spec.scope.training.startPaused, then megatronapp ui JOB",
     ),
     LegacyOption(
         "--context-parallel-size", "N", answer="one rank holds a whole sequence: omit it, or raise the tensor size"

@@ -18,6 +18,9 @@ class Command(enum.IntEnum):
     CREDIT = 3
     """No command: a backward pass of the step, which the number names, has ended."""
 
+    BOUNDARY = 4
+    """All ranks of the job obey orders, as a pause, before the next step."""
+
 
 class Split(enum.IntEnum):
     """Samples that an evaluation reads."""

@@ -1,0 +1,1 @@
+"""Control of a running training over HTTP."""

@@ -1,0 +1,96 @@
+"""Routes by which controllers pause, resume, step and stop a training, one of them at a time."""
+
+import secrets
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, status
+
+from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.training import schemas, views
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.scope.routes import CONTROLLER, bounded
+from megatronapp_analyzer.scope.store.audit_log import who_of
+from megatronapp_analyzer.web.roles import direct
+from megatronapp_common.control.orders import OrderKind
+from megatronapp_common.web.models import Problem
+from megatronapp_common.web.problems import HttpError
+
+PROBLEM: dict[str, Any] = {"model": Problem}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 409: PROBLEM, 422: PROBLEM, 429: PROBLEM}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 403: PROBLEM, 408: PROBLEM, 413: PROBLEM}
+DONE = {"pause": "paused", "resume": "resumed", "step": "stepped", "stop": "stopped"}
+
+router = APIRouter(prefix="/api/v1/training", responses=PROBLEMS, dependencies=[Depends(bounded)])
+Who = Annotated[str, Depends(direct(who_of))]
+
+
+@router.get("", operation_id="getTraining")
+async def training(hub: HubOf) -> schemas.TrainingView:
+    """State of the training, who controls it, and the newest orders."""
+    found = views.training_view(hub)
+    if found is None:
+        raise _off()
+    return found
+
+
+@router.post("/lease", operation_id="controlTraining", responses=BODY, dependencies=CONTROLLER)
+async def lease(hub: HubOf, request: schemas.LeaseRequest, who: Who) -> schemas.LeaseGrant:
+    """Take, renew or release the control of the training; it ends 30 s after it was taken or renewed."""
+    _check_controlled(hub)
+    key = request.key
+    if request.action == "take":
+        key, former = hub.lease.take(who, request.client, force=request.force)
+        if former is not None:
+            hub.scope.probe_client.actions.note(who, f"took the control of the training from {former.who}")
+    elif request.action == "renew":
+        hub.lease.renew(str(key))
+    else:
+        hub.lease.release(str(key))
+        key = None
+    hub.send_control_pages()
+    view = views.training_view(hub)
+    return schemas.LeaseGrant(key=key, lease=None if view is None else view.lease)
+
+
+@router.post(
+    "/orders",
+    operation_id="orderTraining",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=BODY,
+    dependencies=CONTROLLER,
+)
+async def order(hub: HubOf, request: schemas.OrderRequest, who: Who) -> schemas.OrderView:
+    """Give an order. All ranks obey at the same step boundary; `fromStep` of getTraining says at which."""
+    _check_controlled(hub)
+    known = None if request.id is None else hub.orders.find(request.id)
+    if known is not None:
+        return views.order_view(known)
+    hub.lease.check_holds(request.lease)
+    progress = hub.ranks.progress
+    saves = progress is not None and progress.control is not None and progress.control.saves
+    kind, steps = OrderKind(request.kind), request.steps or 0
+    stored = hub.orders.add(
+        request.id or secrets.token_hex(8), kind, steps, who=who, at=round(time.time(), 3), saves=saves
+    )
+    of_steps = f" by {steps} step{'s' * (steps != 1)}" if kind is OrderKind.STEP else ""
+    hub.scope.probe_client.actions.note(who, f"{DONE[request.kind]} the training{of_steps}")
+    return views.order_view(stored)
+
+
+def _check_controlled(hub: Hub) -> None:
+    """Raise HttpError unless orders reach the ranks of this job."""
+    view = views.training_view(hub)
+    if view is None:
+        raise _off()
+    if view.state == "ended":
+        raise HttpError(409, "ended", "this training has ended", "Start it again to continue from its checkpoint.")
+
+
+def _off() -> HttpError:
+    return HttpError(
+        409,
+        "control-off",
+        "this training obeys no orders",
+        "Start the job with spec.scope.training.enabled: true.",
+    )

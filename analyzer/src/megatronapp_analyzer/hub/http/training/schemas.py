@@ -1,0 +1,108 @@
+"""Models of the control of a running training."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from megatronapp_common.control.orders import MAX_STEPS
+from megatronapp_common.web.models import ApiModel
+
+OrderKindName = Literal["pause", "resume", "step", "stop"]
+TrainingStateName = Literal["starting", "running", "pausing", "paused", "stepping", "stopping", "ended"]
+KEY_LENGTH = 64
+Key = Annotated[str, Field(min_length=1, max_length=KEY_LENGTH, pattern=r"^[A-Za-z0-9._-]+$")]
+
+
+class LeaseView(ApiModel):
+    """Client that controls the training."""
+
+    who: Annotated[str, Field(description="Whom the gateway names, else `controller token`.")]
+    client: Annotated[str, Field(description="Kind of client in its own words, such as page.")]
+    expires_at: Annotated[float, Field(description="Seconds of real time at which the control is free again.")]
+
+
+class LeaseRequest(ApiModel):
+    """Request for the control of the training."""
+
+    model_config = ConfigDict(strict=True)
+
+    action: Annotated[
+        Literal["take", "renew", "release"],
+        Field(description="renew at least every 30 s; after that any controller may take it."),
+    ]
+    key: Annotated[Key | None, Field(description="Key of the lease, for renew and release.")] = None
+    client: Annotated[str, Field(min_length=1, max_length=40, description="Kind of client, for others to see.")] = (
+        "program"
+    )
+    force: Annotated[bool, Field(description="Take the control from another client; an event of the job.")] = False
+
+    @model_validator(mode="after")
+    def _has_key(self) -> "LeaseRequest":
+        if (self.key is None) != (self.action == "take"):
+            raise ValueError("give key with renew and release, and only with them")
+        if self.force and self.action != "take":
+            raise ValueError("force belongs to take; leave it out")
+        return self
+
+
+class LeaseGrant(ApiModel):
+    """The control of the training after a request."""
+
+    key: Annotated[str | None, Field(description="To be sent with orders; null after a release.")]
+    lease: LeaseView | None
+
+
+class OrderRequest(ApiModel):
+    """An order to the training."""
+
+    model_config = ConfigDict(strict=True)
+
+    lease: Annotated[Key, Field(description="Key of the lease.")]
+    kind: OrderKindName
+    steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="Steps to run, for step alone.")] = None
+    id: Annotated[
+        Key | None, Field(description="Chosen by the client: an order that is sent again with its id is given once.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> "OrderRequest":
+        if (self.steps is None) != (self.kind != "step"):
+            raise ValueError("give steps with step, and only with it")
+        return self
+
+
+class OrderView(ApiModel):
+    """An order and what became of it."""
+
+    id: str
+    attempt: int
+    kind: OrderKindName
+    steps: Annotated[int, Field(description="Steps to run, for step; else 0.")]
+    who: str
+    at: Annotated[float, Field(description="Seconds of real time at which it was accepted.")]
+    from_step: Annotated[
+        int | None, Field(description="Steps done when it took effect, the same on all ranks; null until then.")
+    ]
+    refusal: Annotated[str | None, Field(description="Reason why it has no effect.")]
+
+
+class TrainingView(ApiModel):
+    """State of a training that obeys orders."""
+
+    state: Annotated[
+        TrainingStateName,
+        Field(description="pausing: a pause is ordered, and the ranks obey at the next step boundary."),
+    ]
+    attempt: int
+    step: Annotated[int | None, Field(description="Finished steps.")]
+    total_steps: int | None
+    steps_left: Annotated[int, Field(description="Steps of a step order that are left.")]
+    paused_since: Annotated[str | None, Field(description="RFC 3339; null outside of a pause.")]
+    paused_seconds: Annotated[float, Field(description="Length of the earlier pauses of this attempt.")]
+    gpus: Annotated[int, Field(description="GPUs of the job; a pause of s seconds costs gpus x s GPU-seconds.")]
+    saves: Annotated[bool, Field(description="Whether a stop can write a checkpoint.")]
+    resume_after_seconds: Annotated[
+        float | None, Field(description="Length after which a pause ends in which no client controls the training.")
+    ]
+    lease: Annotated[LeaseView | None, Field(description="Who controls the training; null: no client.")]
+    orders: Annotated[list[OrderView], Field(description="The newest 32, newest first.")]

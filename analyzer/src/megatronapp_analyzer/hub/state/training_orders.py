@@ -1,0 +1,152 @@
+"""Orders to the training, from their acceptance to the step from which the ranks obey them."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_analyzer.hub.state.progress import ControlProgress
+from megatronapp_common.control.orders import ControlState, Order, OrderKind, TrainingState
+from megatronapp_common.errors import OrderError
+from megatronapp_common.web.problems import HttpError
+
+MAX_STORED = 32
+"""Orders that are stored and shown, the newest."""
+MAX_PENDING = 8
+"""Orders that wait for the ranks; the control page is small."""
+RESTARTED = "the ranks were restarted before it took effect"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredOrder:
+    """An order, and what became of it."""
+
+    id: str
+    number: int
+    attempt: int
+    kind: OrderKind
+    steps: int
+    who: str
+    at: float
+    """Seconds since 1970."""
+    from_step: int | None = None
+    """Steps done when it took effect; None until the ranks have decided."""
+    refusal: str | None = None
+    """Reason why it changes nothing."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Return True until the ranks have decided."""
+        return self.from_step is None and self.refusal is None
+
+    @property
+    def order(self) -> Order:
+        """Return the order as the ranks get it."""
+        return Order(self.number, self.kind, self.steps)
+
+
+class TrainingOrders:
+    """Orders of one job. They survive a restart of the hub, so that one is never given twice."""
+
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+        self._file = JsonFile(path, writable=writable)
+        stored = self._file.read() or {}
+        self._orders = [StoredOrder(**entry | {"kind": OrderKind(entry["kind"])}) for entry in stored.get("orders", ())]
+        self._newest = max((order.number for order in self._orders), default=0)
+        self._attempt: int | None = None
+        self._state: ControlState | None = None
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def newest_first(self) -> list[StoredOrder]:
+        """Return the stored orders."""
+        return self._orders[::-1]
+
+    @property
+    def reported(self) -> ControlState | None:
+        """Return the state that the ranks have reported; None before they have."""
+        return self._state
+
+    @property
+    def expected(self) -> ControlState | None:
+        """Return the state once the ranks have obeyed all orders; None before they have reported one."""
+        state = self._state
+        if state is None:
+            return None
+        for stored in self._pending():
+            try:
+                state = state.after(stored.order)
+            except OrderError:  # the state has changed since it was accepted; the ranks refuse it, too
+                continue
+        return state
+
+    def page(self, attempt: int) -> dict[str, Any]:
+        """Return the orders that the ranks of an attempt have not decided yet, for the control page."""
+        pending = [stored.order.to_json() for stored in self._orders if stored.attempt == attempt and stored.is_pending]
+        return {"attempt": attempt, "orders": pending}
+
+    def find(self, order_id: str) -> StoredOrder | None:
+        """Return the order of this id."""
+        return next((order for order in self._orders if order.id == order_id), None)
+
+    def add(self, order_id: str, kind: OrderKind, steps: int, *, who: str, at: float, saves: bool) -> StoredOrder:
+        """Accept an order. Raises HttpError 409 if it does not fit the state."""
+        expected = self.expected
+        if expected is None or self._attempt is None:
+            raise HttpError(409, "not-training", "the ranks do not train yet", "Wait until the job is running.")
+        if len(self._pending()) >= MAX_PENDING:
+            raise HttpError(
+                409, "orders-wait", f"{MAX_PENDING} orders wait for the ranks", "Wait until they have taken effect."
+            )
+        if kind is OrderKind.STOP and not saves:
+            raise HttpError(
+                409,
+                "nothing-saved",
+                "a stop writes a checkpoint, and this job saves none",
+                "Delete or suspend the job, or start it with spec.checkpoint.save.",
+            )
+        try:
+            expected.after(Order(0, kind, steps))
+        except OrderError as error:
+            raise HttpError(409, "order-refused", error.reason, f"{error.hint[:1].upper()}{error.hint[1:]}.") from error
+        self._newest += 1
+        stored = StoredOrder(
+            id=order_id, number=self._newest, attempt=self._attempt, kind=kind, steps=steps, who=who, at=at
+        )
+        self._orders = [*self._orders, stored][-MAX_STORED:]
+        self._changed()
+        return stored
+
+    def observe(self, attempt: int, report: ControlProgress | None) -> None:
+        """Take over what the ranks of an attempt have reported."""
+        if attempt != self._attempt:
+            self._attempt, self._state = attempt, None
+        if report is None:
+            return
+        self._state = ControlState(TrainingState(report.state), report.steps_left)
+        decided = {order.number: order for order in report.orders}
+        changed = [self._decided(order, decided.get(order.number)) for order in self._orders]
+        if changed != self._orders:
+            self._orders = changed
+            self._changed()
+
+    def _decided(self, order: StoredOrder, found: Any | None) -> StoredOrder:  # noqa: ANN401 - ObeyedOrder of a report
+        if not order.is_pending:
+            return order
+        if order.attempt != self._attempt:
+            return dataclasses.replace(order, refusal=RESTARTED)
+        if found is None:
+            return order
+        return dataclasses.replace(order, from_step=found.step, refusal=found.refusal)
+
+    def _pending(self) -> list[StoredOrder]:
+        return [order for order in self._orders if order.is_pending and order.attempt == self._attempt]
+
+    def _changed(self) -> None:
+        self._file.write({"orders": [_entry(order) for order in self._orders]})
+        self.on_change()
+
+
+def _entry(order: StoredOrder) -> Mapping[str, Any]:
+    return dataclasses.asdict(order) | {"kind": order.kind.value}

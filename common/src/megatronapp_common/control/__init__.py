@@ -1,0 +1,1 @@
+"""Control of a running training: orders, states, and the rules between them."""

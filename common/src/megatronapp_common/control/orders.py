@@ -1,0 +1,115 @@
+"""Orders to a running training, and the states between which they lead.
+
+running --pause--> paused --resume--> running
+                   paused --step n--> stepping --n steps--> paused
+any state --stop--> stopping
+
+Hub and ranks use the same rules: the hub refuses an order that does not fit before it sends it, and the ranks decide
+again at the step boundary at which they obey.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Self
+
+from megatronapp_common.errors import OrderError
+
+MAX_STEPS = 1_000_000
+"""Most steps of one order."""
+BY_ITSELF = 0
+"""Number of an order that rank 0 gives by itself, because no client controls the training any more."""
+
+
+class OrderKind(enum.StrEnum):
+    """Kinds of orders that a training obeys."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    STEP = "step"
+    """Run some steps, then pause again."""
+    STOP = "stop"
+    """Write a checkpoint and end."""
+
+
+class TrainingState(enum.StrEnum):
+    """State of a training that can be controlled, equal on all its ranks at a step boundary."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    STEPPING = "stepping"
+    STOPPING = "stopping"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """An order. `number` grows from order to order of a job and identifies it between hub and ranks."""
+
+    number: int
+    kind: OrderKind
+    steps: int = 0
+    """Steps to run, for `step` alone."""
+
+    @classmethod
+    def from_json(cls, document: object) -> Self:
+        """Parse an order of the control page. Raises OrderError for one of another shape or of an unknown kind."""
+        if not isinstance(document, Mapping):
+            raise OrderError(f"order {document!r} is no object", "give number, kind and, for step, steps")
+        try:
+            order = cls(int(document["number"]), OrderKind(document["kind"]), int(document.get("steps", 0)))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise OrderError(f"order {dict(document)}: {error!r}", "give number, kind and, for step, steps") from error
+        if order.kind is OrderKind.STEP and not 1 <= order.steps <= MAX_STEPS:
+            raise OrderError(f"order {order.number}: steps is {order.steps}", f"give 1 to {MAX_STEPS}")
+        return order
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the order as the control page holds it."""
+        fields = {"number": self.number, "kind": self.kind.value}
+        return fields | ({"steps": self.steps} if self.kind is OrderKind.STEP else {})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControlState:
+    """State of a training, with the steps that a `step` order has left."""
+
+    state: TrainingState
+    steps_left: int = 0
+
+    def after_step(self) -> "ControlState":
+        """Return the state once a step has ended."""
+        if self.state is not TrainingState.STEPPING:
+            return self
+        if self.steps_left > 1:
+            return ControlState(TrainingState.STEPPING, self.steps_left - 1)
+        return ControlState(TrainingState.PAUSED)
+
+    def after(self, order: Order) -> "ControlState":
+        """Return the state that an order leads to. Raises OrderError if it does not fit this state."""
+        refusal = _REFUSALS.get((self.state, order.kind))
+        if refusal is not None:
+            raise OrderError(*refusal)
+        if order.kind is OrderKind.STEP:
+            return ControlState(TrainingState.STEPPING, order.steps)
+        return ControlState(_TARGETS[order.kind])
+
+
+RUNNING = ControlState(TrainingState.RUNNING)
+PAUSED = ControlState(TrainingState.PAUSED)
+_TARGETS = {
+    OrderKind.PAUSE: TrainingState.PAUSED,
+    OrderKind.RESUME: TrainingState.RUNNING,
+    OrderKind.STOP: TrainingState.STOPPING,
+}
+_STOPPING = ("the training is stopping", "wait until it has ended, and start it again")
+_REFUSALS = {
+    (TrainingState.RUNNING, OrderKind.RESUME): ("the training runs already", "pause it first"),
+    (TrainingState.RUNNING, OrderKind.STEP): ("the training runs, and single steps begin in a pause", "pause it first"),
+    (TrainingState.PAUSED, OrderKind.PAUSE): ("the training is paused already", "resume it, or run single steps"),
+    (TrainingState.STEPPING, OrderKind.STEP): (
+        "the steps of an earlier order still run",
+        "wait until they are done, or pause or resume the training",
+    ),
+    **{(TrainingState.STOPPING, kind): _STOPPING for kind in OrderKind},
+}
+"""Orders that do not fit a state: why, and what to do."""

@@ -1,0 +1,1 @@
+"""`megatronapp training`: pause, resume, step and stop of a running training."""

@@ -1,0 +1,135 @@
+"""A real job on this machine that is controlled by the command line and by two clients that fight for the lease."""
+
+import contextlib
+import os
+import pathlib
+import re
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import megatronapp_forking
+import pytest
+import yaml
+from pytest_workers import FULL
+from served_job import Served
+
+pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(900)]
+ORDERS = 200 if FULL else 16
+"""Orders of two clients together."""
+
+
+def document(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "megatronapp.io/v1alpha1",
+        "kind": "MegatronJob",
+        "metadata": {"name": name},
+        "spec": {
+            "nodes": 2,
+            "procPerNode": 1,
+            "parallelism": {"pipeline": 2},
+            "model": {
+                "numLayers": 2,
+                "hiddenSize": 32,
+                "numAttentionHeads": 4,
+                "seqLength": 16,
+                "vocabSize": 100,
+            },
+            "training": {
+                "microBatchSize": 1,
+                "globalBatchSize": 4,
+                "trainIters": 1_000_000,
+                "lr": 0.002,
+                "evalIters": 0,
+            },
+            "data": {"mock": True},
+            "dpp": {"enabled": True, "chunks": 1},
+            "checkpoint": {"save": str(folder / "checkpoints")},
+            "analyzer": {"enabled": True},
+            "runPolicy": {"backoff": {"initialSeconds": 0.1}},
+            "scope": {"training": {"startPaused": True}},
+        },
+    }
+
+
+@pytest.fixture
+def job(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[Served]:
+    job = Served(tmp_path / "state", "steered", megatronapp_forking.command(forkserver.python()))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document(tmp_path, job.name)), encoding="utf-8")
+    job.cli("run", str(path), "--detach")
+    yield job
+    job.cli("delete", job.name, "--force", "--ignore-not-found")
+
+
+def until_state(job: Served, state: str, attempt: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def there() -> bool:
+        with contextlib.suppress(FileNotFoundError, httpx.TransportError), job.hub() as hub:
+            found.update(hub.get("training").raise_for_status().json())
+        return (found.get("state"), found.get("attempt")) == (state, attempt)
+
+    job._until(there)
+    return found
+
+
+def decisions(job: Served, attempt: int) -> list[list[str]]:
+    """Orders of each rank's log with the steps after which they were obeyed."""
+    logs = sorted(job.folder.glob(f"attempt-{attempt}/worker-*/rank-*.log"))
+    return [re.findall(r"order \d+ .*", log.read_text()) for log in logs]
+
+
+class Rival(threading.Thread):
+    """Client that takes the control by force and gives orders, until its share of orders was accepted."""
+
+    def __init__(self, job: Served, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.job = job
+        self.draw = secrets.SystemRandom(seed)
+        self.accepted = 0
+        self.codes: set[str] = set()
+
+    def run(self) -> None:
+        with self.job.hub() as hub:
+            while self.accepted < ORDERS // 2:
+                taken = hub.post(
+                    "training/lease", json={"action": "take", "client": f"rival {self.name}", "force": True}
+                )
+                key = taken.raise_for_status().json()["key"]
+                for _ in range(3):
+                    kind = self.draw.choice(("pause", "resume", "step"))
+                    steps = {"steps": self.draw.randint(1, 4)} if kind == "step" else {}
+                    answer = hub.post("training/orders", json={"lease": key, "kind": kind} | steps)
+                    if answer.status_code == httpx.codes.ACCEPTED:
+                        self.accepted += 1
+                    else:
+                        self.codes.add(answer.json()["code"])
+
+
+def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp_path: pathlib.Path) -> None:
+    assert until_state(job, "paused", 0)["step"] == 0
+    assert job.cli("training", job.name, "step", "3") == "runs 3 steps after 0 steps, then pauses again\n"
+    job._until(lambda: until_state(job, "paused", 0)["step"] == 3)
+    assert job.status()["phase"] == "Running"
+
+    os.kill(job.rank(1), signal.SIGKILL)
+    again = until_state(job, "paused", 1)
+    assert again["step"] == 0 and all(order["attempt"] == 0 for order in again["orders"])
+
+    rivals = [Rival(job, seed) for seed in (1, 2)]
+    for rival in rivals:
+        rival.start()
+    for rival in rivals:
+        rival.join(600)
+    assert [rival.accepted for rival in rivals] >= [ORDERS // 2] * 2
+    assert {code for rival in rivals for code in rival.codes} <= {"lease-lost", "order-refused", "orders-wait"}
+    stopped = job.cli("training", job.name, "stop", "--force")
+    step = int(re.findall(r"stops after (\d+) steps", stopped)[0])
+    job._until(lambda: job.status().get("phase") == "Succeeded")
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(step)
+    first, second = decisions(job, 1)
+    assert first == second and len(first) == sum(rival.accepted for rival in rivals) + 1

@@ -1,0 +1,198 @@
+"""Pause, resume, step and stop of a running training, at the same step boundary on all ranks.
+
+Rank 0 reads its control page at a step boundary and posts what it finds to all ranks, which wait for that at the next
+boundary and obey there: no step waits for an order, and no two ranks obey at different steps. In a pause the ranks meet
+on the host every `PAUSE_ROUND_S`, so that no deadline of a collective strikes and nothing runs on a device.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from megatronapp_common.control.orders import BY_ITSELF, ControlState, Order, OrderKind, TrainingState
+from megatronapp_common.errors import OrderError
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
+from megatronapp_trainer.control.group import ControlGroup, PendingOrders, fitting
+from megatronapp_trainer.control.order_page import OrderPage
+from megatronapp_trainer.control.report import MAX_REPORTED, ControlReport, ObeyedOrder
+from megatronapp_trainer.hooks.boundary_control import BoundaryDecision
+from megatronapp_trainer.hooks.step_observer import StepObserver
+
+log = logging.getLogger(__name__)
+PAUSE_ROUND_S = 1.0
+"""Most time between two exchanges of a paused training."""
+PAGE_POLL_S = 0.05
+"""Time between two looks of rank 0 at its page in a pause."""
+
+
+class ControlSurroundings(Protocol):
+    """Effects of a rank around orders."""
+
+    def announce(self) -> None:
+        """Call the ranks that only run forward passes to the step boundary."""
+
+    def stop_requested(self) -> bool:
+        """Return whether this rank was asked to stop by a signal."""
+
+    def settle(self) -> None:
+        """Wait until the device has nothing left to do."""
+
+    def publish(self, report: ControlReport) -> None:
+        """Show the state to users; on the reporting rank."""
+
+
+class TrainingControl:
+    """Decides at every step boundary of a rank whether the training continues; all ranks decide the same."""
+
+    def __init__(
+        self,
+        group: ControlGroup,
+        page: OrderPage | None,
+        surroundings: ControlSurroundings,
+        *,
+        state: ControlState,
+        saves: bool,
+        resume_after_s: float | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """Take the group, and on rank 0 the page with the orders.
+
+        Args:
+            group: all ranks of the job.
+            page: of rank 0; None on the others.
+            surroundings: effects of this rank.
+            state: at the first boundary.
+            saves: whether a stop can write a checkpoint.
+            resume_after_s: length after which rank 0 ends a pause in which no client controls the training.
+            observer: of this rank's spans.
+        """
+        self._group = group
+        self._page = page
+        self._surroundings = surroundings
+        self._state = state
+        self._saves = saves
+        self._resume_after_s = resume_after_s
+        self._observer = observer
+        self._pending: PendingOrders | None = None
+        self._is_first_boundary = True
+        self._paused_since: float | None = None
+        self._paused_seconds = 0.0
+        self._obeyed: list[ObeyedOrder] = []
+
+    @property
+    def obeyed(self) -> list[ObeyedOrder]:
+        """Return the newest orders with the steps from which they hold."""
+        return list(self._obeyed)
+
+    def at_boundary(self, iteration: int) -> BoundaryDecision:
+        """Obey the orders that hold after `iteration` steps; returns once the training is to continue or to end.
+
+        Collective over all ranks of the job. Raises RuntimeError of torch if a rank is lost.
+        """
+        self._surroundings.announce()
+        before = self._state
+        if not self._is_first_boundary:
+            self._state = self._state.after_step()
+        if self._pending is not None:
+            self._obey(self._pending.read(), iteration)
+            self._pending = None
+        if self._is_first_boundary or self._state != before:
+            self._publish()
+        self._is_first_boundary = False
+        if self._state.state is TrainingState.PAUSED and self._pause(iteration):
+            return BoundaryDecision.PREEMPT
+        if self._state.state is TrainingState.STOPPING:
+            return BoundaryDecision.STOP
+        self._pending = self._group.post(iteration, self._next_orders())
+        return BoundaryDecision.CONTINUE
+
+    def close(self) -> None:
+        """Wait for the last broadcast; orders after the last step have no effect."""
+        if self._pending is not None:
+            self._pending.read()
+            self._pending = None
+
+    def _pause(self, iteration: int) -> bool:
+        """Wait for orders until the pause has ended; True if a signal to some rank ends it."""
+        self._surroundings.settle()
+        self._paused_since = time.time()
+        began_s = attended_s = time.monotonic()
+        renewals = self._renewals()
+        self._publish()
+        stopped = False
+        with self._span():
+            while self._state.state is TrainingState.PAUSED and not stopped:
+                if self._renewals() != renewals:
+                    attended_s, renewals = time.monotonic(), self._renewals()
+                orders = self._await_orders(attended_s)
+                if self._observer is not None:
+                    self._observer.heartbeat()
+                orders, stopped = self._group.exchange(iteration, orders, stop=self._surroundings.stop_requested())
+                self._obey(orders, iteration)
+        self._paused_seconds += time.monotonic() - began_s
+        self._paused_since = None
+        self._publish()
+        return stopped
+
+    def _await_orders(self, attended_s: float) -> list[Order]:
+        """Return the orders of the next exchange: on rank 0 once there are some or the round is over."""
+        if self._page is None:
+            return []
+        round_ends_s = time.monotonic() + PAUSE_ROUND_S
+        while not (self._page.read() or self._surroundings.stop_requested()):
+            now_s = time.monotonic()
+            if self._resume_after_s is not None and now_s - attended_s > self._resume_after_s:
+                log.warning("no client has controlled the paused training for %g s: it resumes", self._resume_after_s)
+                return [Order(BY_ITSELF, OrderKind.RESUME)]
+            if now_s >= round_ends_s:
+                return []
+            time.sleep(PAGE_POLL_S)
+        return self._next_orders()
+
+    def _next_orders(self) -> list[Order]:
+        if self._page is None:
+            return []
+        orders = fitting(self._page.read())
+        self._page.taken(orders)
+        return orders
+
+    def _renewals(self) -> int:
+        return 0 if self._page is None else self._page.renewals
+
+    def _obey(self, orders: list[Order], iteration: int) -> None:
+        for order in orders:
+            refusal = None
+            try:
+                if order.kind is OrderKind.STOP and not self._saves:
+                    raise OrderError(
+                        "a stop writes a checkpoint, and this run has no --save", "delete the job, or give --save"
+                    )
+                self._state = self._state.after(order)
+            except OrderError as error:
+                refusal = str(error)
+            what = f"{order.kind} x {order.steps}" if order.kind is OrderKind.STEP else order.kind
+            log.info("order %d (%s) after %d steps: %s", order.number, what, iteration, refusal or self._state.state)
+            self._obeyed = [*self._obeyed, ObeyedOrder(order.number, iteration, refusal)][-MAX_REPORTED:]
+        if orders:
+            self._publish()
+
+    def _publish(self) -> None:
+        self._surroundings.publish(
+            ControlReport(
+                state=self._state,
+                paused_since=self._paused_since,
+                paused_seconds=self._paused_seconds,
+                saves=self._saves,
+                orders=tuple(self._obeyed),
+            )
+        )
+
+    @contextlib.contextmanager
+    def _span(self) -> Iterator[None]:
+        if self._observer is not None:
+            self._observer.begin(RecordKind.PAUSE, 0, NO_MICROBATCH)
+        yield
+        if self._observer is not None:
+            self._observer.end(RecordKind.PAUSE)
