@@ -16,7 +16,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 SCOPE = "/api/v1/jobs/{namespace}/{name}/scope"
-RESERVED = (("POST", f"{SCOPE}/perturbations"), ("POST", f"{SCOPE}/training"))
+RESERVED = (("POST", f"{SCOPE}/perturbations"),)
 """These answer 501."""
 OPERATIONS = (
     ("GET", "/healthz"),
