@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatronapp_common.scope.protocol_requests import MAX_SCORED, AsList, Index, RequestModel
+from megatronapp_common.scope.protocol_requests import MAX_SCORED, PerturbedTexts
+from megatronapp_common.scope.request_model import AsList, Index, RequestModel
 
 MAX_CELLS = 1 << 14
 """Most cells of a logit lens: layers times rows."""
@@ -28,9 +29,13 @@ class LensRequest(RequestModel):
     """Number of likeliest tokens of each cell."""
     token: Token | None = None
     """Token whose rank and log-probability are reported in each cell, too."""
+    perturbation: PerturbedTexts | None = None
+    """Perturbation of the run that the text is of."""
 
     @model_validator(mode="after")
     def _fits(self) -> "LensRequest":
+        if self.perturbation is not None:
+            self.perturbation.check_texts(1)
         first, end = self.rows
         if not first < end <= len(self.ids):
             raise ValueError(f"rows: {first} to {end} are not within the {len(self.ids)} tokens of the text")

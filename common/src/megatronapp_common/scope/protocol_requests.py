@@ -2,12 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import AfterValidator, Field, model_validator
 
 from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.expression import MAX_CHARACTERS
 from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.scope.perturbation.choice import PerturbationChoice
+from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_common.scope.request_model import AsList, Index, RequestModel
 
 CALLER_HEADER = "X-Megatronapp-Caller"
 """Header in which the gateway names the user to the hub; it removes one that a client sends."""
@@ -22,7 +24,6 @@ MAX_SCORED = 1 << 15
 
 Preset = Literal["default", "lite", "off"]
 Rotary = Literal["after", "before"]
-Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 
 
 def _checked(text: str) -> str:
@@ -35,24 +36,6 @@ def _checked(text: str) -> str:
 
 Filter = Annotated[str, Field(max_length=MAX_EXPRESSION), AfterValidator(_checked)]
 """Text of a reducer (docs/expressions.md)."""
-
-
-class RequestModel(BaseModel):
-    """Base of requests: camelCase in JSON, snake_case in Python; refuses unknown fields and wrong types."""
-
-    model_config = ConfigDict(
-        alias_generator=to_camel,
-        populate_by_name=True,
-        extra="forbid",
-        strict=True,
-        serialize_by_alias=True,
-        allow_inf_nan=False,
-        frozen=True,
-    )
-
-
-AsList = Strict(False)
-"""Marker for tuples of strict models: they accept a list, because JSON has no tuples."""
 
 
 class StateSelection(RequestModel):
@@ -133,6 +116,8 @@ class RunRequest(RequestModel):
     """Largest number of tokens to generate for each prompt."""
     sampling: SamplingSettings = SamplingSettings()
     capture: CaptureSettings = CaptureSettings()
+    perturbation: PerturbationChoice | None = None
+    """Recipe, or the name or digest of one of the server; "none": the model as it is; None: the active one, if any."""
 
 
 class CaptureChange(RequestModel):
@@ -152,6 +137,21 @@ class ProbeSite(RequestModel):
     """For `q` and `k`: after or before rotary embedding."""
 
 
+class PerturbedTexts(RequestModel):
+    """Perturbation with which texts of a run are read again, and the coordinates that its noise depends on."""
+
+    recipe: Recipe
+    samples: Annotated[tuple[Index, ...], AsList]
+    """Prompt of the run that each text belongs to."""
+    prompt_lengths: Annotated[tuple[Index, ...], AsList]
+    """Tokens of each prompt; the others of its text were generated."""
+
+    def check_texts(self, texts: int) -> None:
+        """Raise ValueError unless there is one entry for each text."""
+        if not len(self.samples) == len(self.prompt_lengths) == texts:
+            raise ValueError(f"perturbation: samples and promptLengths must have one entry for each of {texts} texts")
+
+
 class ScoreRequest(RequestModel):
     """Request to score a text: how likely each token was after those before it."""
 
@@ -159,6 +159,13 @@ class ScoreRequest(RequestModel):
         tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList, Field(min_length=2, max_length=MAX_SCORED)
     ]
     candidates: Annotated[int, Field(ge=1, le=100)] = 20
+    perturbation: PerturbedTexts | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> "ScoreRequest":
+        if self.perturbation is not None:
+            self.perturbation.check_texts(1)
+        return self
 
 
 class ProbeRequest(RequestModel):
@@ -170,3 +177,10 @@ class ProbeRequest(RequestModel):
     """Rows [first, end) to send; None: all."""
     stride: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """Distance between the rows to send."""
+    perturbation: PerturbedTexts | None = None
+
+    @model_validator(mode="after")
+    def _has_all_texts(self) -> "ProbeRequest":
+        if self.perturbation is not None:
+            self.perturbation.check_texts(len(self.ids))
+        return self

@@ -1,0 +1,1 @@
+"""Recipes of perturbations (docs/perturbation.md). Pure; the implementation is `megatronapp_trainer.perturbation`."""
