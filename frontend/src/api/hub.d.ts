@@ -690,9 +690,62 @@ export interface components {
     schemas: {
         /**
          * Action
+         * @description Change of the selected numbers.
+         */
+        "Action-Input": {
+            /**
+             * Bits
+             * @description Part of the number in which bitFlip flips a bit; each bit of it is equally likely.
+             */
+            bits?: ("sign" | "exponent" | "mantissa") | null;
+            /**
+             * Coefficient
+             * @description Standard deviation of gaussian, in units of the number; half the width of the factor of uniform.
+             */
+            coefficient?: number | null;
+            /**
+             * Over
+             * @description Mean of the same feature over the positions of the prompt; applied from the prompt's last token on.
+             */
+            over?: "prompt" | null;
+            /**
+             * Rate
+             * @description Probability that bitFlip flips a bit of a number.
+             */
+            rate?: number | null;
+            /**
+             * Run
+             * @description Id of the run that patch takes numbers from.
+             */
+            run?: string | null;
+            /**
+             * Sample
+             * @description Prompt of that run, from 0; omitted: 0.
+             */
+            sample?: number | null;
+            /**
+             * Type
+             * @description gaussian: x + N(0, coefficient^2). uniform: x * U(1 - coefficient, 1 + coefficient). bitFlip: a bit of x. mean: a
+             *     mean. patch: x of another run.
+             * @enum {string}
+             */
+            type: "gaussian" | "uniform" | "bitFlip" | "zero" | "mean" | "patch";
+            /**
+             * Value
+             * @description Mean that replaces every number.
+             */
+            value?: number | null;
+            /**
+             * Values
+             * @description Mean of each feature, or channel of a head.
+             */
+            values?: number[] | null;
+        };
+        /**
+         * Action
          * @description A change that a user made through the hub. Ids grow, also over restarts of the hub.
          */
-        Action: {
+        "Action-Output": {
             /** At */
             at: string;
             /** Id */
@@ -1129,6 +1182,11 @@ export interface components {
             layout: components["schemas"]["ScopeLayout"];
             limits: components["schemas"]["ScopeLimits"];
             model: components["schemas"]["ScopeModel"] | null;
+            /**
+             * Perturbations
+             * @default []
+             */
+            perturbations: components["schemas"]["NamedPerturbation"][];
             /** Presets */
             presets: {
                 [key: string]: unknown;
@@ -1398,6 +1456,18 @@ export interface components {
             time: number;
         };
         /**
+         * NamedPerturbation
+         * @description A recipe of a perturbation that requests can name.
+         */
+        NamedPerturbation: {
+            /** Active */
+            active: boolean;
+            /** Digest */
+            digest: string;
+            /** Name */
+            name: string;
+        };
+        /**
          * OpenSpan
          * @description The span that a rank is inside of now; its record is written when it ends.
          */
@@ -1498,6 +1568,59 @@ export interface components {
              * @constant
              */
             refit: true;
+        };
+        /**
+         * Perturbation
+         * @description One change of the model. Selections that are omitted select everything.
+         */
+        Perturbation: {
+            action: components["schemas"]["Action-Input"];
+            /**
+             * Heads
+             * @description Heads of a site that has heads (k: key heads), or of self_attention.linear_qkv and linear_proj.
+             */
+            heads?: number[] | null;
+            /**
+             * Kind
+             * @description storage: parameters, drawn once. calculation: activations of a site in each forward pass. system: the hidden
+             *     state after layers, by a vector (gaussian) or factor (uniform) of each layer that is constant over tokens.
+             * @enum {string}
+             */
+            kind: "storage" | "calculation" | "system";
+            /**
+             * Layers
+             * @description Layers, from 0.
+             */
+            layers?: number[] | null;
+            /**
+             * Parameter
+             * @description Module of storage, in Megatron's names: self_attention.linear_qkv below layers, embedding.word_embeddings, ...
+             */
+            parameter?: string | null;
+            /**
+             * Part
+             * @description Part of self_attention.linear_qkv (query, key, value) or of a gated mlp.linear_fc1 (gate, up).
+             */
+            part?: ("query" | "key" | "value" | "gate" | "up") | null;
+            /**
+             * Positions
+             * @description Token positions; one that any of the ranges contains is selected.
+             */
+            positions?: components["schemas"]["PositionRange"][] | null;
+            /**
+             * Site
+             * @description Site of calculation, such as mlp2, or one that a plugin registers.
+             */
+            site?: string | null;
+            /** @description Steps of generation. */
+            steps?: components["schemas"]["StepWindow"] | null;
+            /**
+             * Tensor
+             * @description Tensor of that module.
+             * @default weight
+             * @enum {string}
+             */
+            tensor: "weight" | "bias";
         };
         /**
          * PipelinePlan
@@ -1692,6 +1815,30 @@ export interface components {
             steps: number;
         };
         /**
+         * PositionRange
+         * @description Token positions from `first` up to, but not including, `end`.
+         */
+        PositionRange: {
+            /**
+             * End
+             * @description First position after the range; omitted: without end.
+             */
+            end?: number | null;
+            /**
+             * First
+             * @description First position of the range; below 0 with origin promptEnd alone.
+             * @default 0
+             */
+            first: number;
+            /**
+             * Origin
+             * @description Position with number 0: the first token, or the one after the prompt (so -1 is the prompt's last token).
+             * @default start
+             * @enum {string}
+             */
+            origin: "start" | "promptEnd";
+        };
+        /**
          * Problem
          * @description Body of every answer that is not a success.
          */
@@ -1797,6 +1944,30 @@ export interface components {
             worker: number;
         };
         /**
+         * Recipe
+         * @description Perturbations of a model, applied in the order of the list.
+         */
+        Recipe: {
+            /**
+             * Perturbations
+             * @description Changes of the model, in their order.
+             */
+            perturbations: components["schemas"]["Perturbation"][];
+            /**
+             * Seed
+             * @description Seed of all noise: equal recipes draw equal noise on every layout.
+             * @default 0
+             */
+            seed: number;
+            /**
+             * Version
+             * @description Version of the format.
+             * @default 1
+             * @constant
+             */
+            version: 1;
+        };
+        /**
          * RoleView
          * @description Ranks of one role of MegaFBD in the newest steps: medians over the steps, means over the ranks.
          */
@@ -1861,6 +2032,7 @@ export interface components {
             error?: components["schemas"]["RunError"] | null;
             /** Generated */
             generated: components["schemas"]["GeneratedToken"][][];
+            perturbation?: components["schemas"]["RunPerturbation"] | null;
             /** Position */
             position?: number | null;
             /** Prompts */
@@ -1898,6 +2070,18 @@ export interface components {
             message: string;
         };
         /**
+         * RunPerturbation
+         * @description Perturbation of a run.
+         */
+        RunPerturbation: {
+            /** Digest */
+            digest: string;
+            /** Recipe */
+            recipe: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * RunRequest
          * @description Request to generate from a batch of prompts.
          */
@@ -1927,6 +2111,8 @@ export interface components {
              *     }
              */
             capture: components["schemas"]["CaptureSettings"];
+            /** Perturbation */
+            perturbation?: (components["schemas"]["Recipe"] | string) | null;
             /** Prompts */
             prompts: string[];
             /**
@@ -1950,6 +2136,8 @@ export interface components {
          */
         RunSummary: {
             error: components["schemas"]["RunError"] | null;
+            /** Perturbation */
+            perturbation?: string | null;
             /** Position */
             position: number | null;
             /** Prompts */
@@ -2220,6 +2408,23 @@ export interface components {
             step: number;
         };
         /**
+         * StepWindow
+         * @description Steps of generation from `first` up to, but not including, `end`: 0 reads the prompt, each later one a token.
+         */
+        StepWindow: {
+            /**
+             * End
+             * @description First step after the window; omitted: without end.
+             */
+            end?: number | null;
+            /**
+             * First
+             * @description First step.
+             * @default 0
+             */
+            first: number;
+        };
+        /**
          * Subject
          * @description Whom a verdict names. A link has ranks [source, destination].
          */
@@ -2246,7 +2451,7 @@ export interface components {
              * @description The newest 256, oldest first.
              * @default []
              */
-            actions: components["schemas"]["Action"][];
+            actions: components["schemas"]["Action-Output"][];
             /** Attempt */
             attempt: number;
             /**

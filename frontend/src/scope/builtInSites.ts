@@ -5,6 +5,7 @@ export const BUILT_IN_SITES: ReadonlySet<string> = new Set([
   "q",
   "k",
   "v",
+  "head_output",
   "attention_output",
   "mlp2",
   "mlp_in",

@@ -56,6 +56,7 @@ class SeenGpt(PlainGpt):
         hidden = (distance < 0) | (distance > (rows if shape.window is None else shape.window))
         attention = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         context = torch.einsum("hqk,khd->qhd", attention, values).reshape(rows, -1)
-        for name, tensor in (before | {"q": query, "k": key, "v": value, "attention": attention}).items():
+        heads = {"q": query, "k": key, "v": value, "head_output": context.view(rows, shape.heads, -1)}
+        for name, tensor in (before | heads | {"attention": attention}).items():
             found.setdefault(name, []).append(tensor)
         return self._linear(context, prefix + "linear_proj")

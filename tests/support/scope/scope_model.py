@@ -107,8 +107,9 @@ class TinyGpt:
         mlp1 = mlp_in @ layer["fc1"].T
         mlp2 = torch.nn.functional.gelu(mlp1) @ layer["fc2"].T
         state = state + mlp2
-        names = ("q", "k", "v", "attention", "attention_output", "mlp_in", "mlp1", "mlp2", "residual")
-        for name, value in zip(names, (q, k, v, attention, output, mlp_in, mlp1, mlp2, state), strict=True):
+        heads = mixed.view(rows, shape.heads, shape.width)
+        names = ("q", "k", "v", "attention", "head_output", "attention_output", "mlp_in", "mlp1", "mlp2", "residual")
+        for name, value in zip(names, (q, k, v, attention, heads, output, mlp_in, mlp1, mlp2, state), strict=True):
             sites.setdefault(name, []).append(value)
         return state
 

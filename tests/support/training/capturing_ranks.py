@@ -27,7 +27,20 @@ CAPTURE: dict[str, Any] = {
     "pinned": [{"layer": 1, "head": 2}, {"layer": 3, "head": 0}],
     "candidates": 5,
 }
-PROBED = ("embedding", "q", "k", "v", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm", "logits")
+PROBED = (
+    "embedding",
+    "q",
+    "k",
+    "v",
+    "head_output",
+    "attention_output",
+    "mlp_in",
+    "mlp1",
+    "mlp2",
+    "residual",
+    "final_norm",
+    "logits",
+)
 BASIS_LAYERS = [0, 2, 3]
 
 

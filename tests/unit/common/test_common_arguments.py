@@ -11,7 +11,9 @@ from megatronapp_common.job import Serve, Spec, load_job, megatron_arguments, pl
 from megatronapp_common.job.api.scope import Scope
 from megatronapp_common.job.arguments import FLAGS, SERVE_FLAGS
 from megatronapp_common.job.fields import model_of
+from megatronapp_common.scope.perturbation.recipe import parse_recipe
 from megatronapp_trainer.config import build_parser, parse
+from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbations
 from megatronapp_trainer.serve.settings import build_serve_parser, read_command
 
 EVERYTHING: dict[str, Any] = {
@@ -295,10 +297,22 @@ def test_a_served_job_gives_the_servers_flags(build: Any) -> None:
 
 
 def test_every_field_of_serve_has_a_flag_that_the_server_knows() -> None:
+    fields = {field for field in leaves(Scope, "scope") if "perturbations" not in field}
     assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve") | {"scope.plugins"}
-    assert leaves(Scope, "scope") <= {entry.field for entry in (*FLAGS, *SERVE_FLAGS)}
+    assert fields <= {entry.field for entry in (*FLAGS, *SERVE_FLAGS)}
     known = {flag for action in build_serve_parser()._actions for flag in action.option_strings}
-    assert {entry.flag for entry in SERVE_FLAGS} <= known
+    assert {entry.flag for entry in SERVE_FLAGS} | {"--scope-perturbations"} <= known
+
+
+def test_recipes_of_the_manifest_are_a_flag_that_the_server_reads(build: Any) -> None:
+    action = {"type": "gaussian", "coefficient": 0.1}
+    recipe = {"seed": 3, "perturbations": [{"kind": "system", "action": action, "layers": [0]}]}
+    given = {"spec.scope": {"perturbations": [{"name": "shift", "active": True, "recipe": recipe}]}}
+    job = load_job(build(SERVED | given | {"spec.analyzer.enabled": True}))
+    arguments = megatron_arguments(job)
+    served = read_perturbations(arguments[arguments.index("--scope-perturbations") + 1])
+    assert served.active == parse_recipe(recipe)
+    assert place_of(job, "--scope-perturbations") == "spec.scope.perturbations"
 
 
 def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:

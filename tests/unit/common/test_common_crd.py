@@ -70,7 +70,8 @@ def nodes(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
 def test_the_definition_is_small_enough_for_a_client_side_apply(crd: Schema) -> None:
     """`kubectl apply` stores the object as JSON in an annotation; the API server takes 262,144 bytes of annotations.
 
-    The reserve is for annotations of others. It was 32 KiB before the control of trainings.
+    The reserve is for annotations of others. It was 32 KiB before the control of trainings and the recipes of
+    perturbations, whose fields `kubectl explain` describes.
     """
     text, reserve = json.dumps(crd, separators=(",", ":")), 24 << 10
     escapes = sum(map(text.count, "<>&"))  # which Go writes as six characters, such as \u003c

@@ -12,7 +12,9 @@ import pytest
 from served_model import POSITIONS, ModelServer, started, write_model
 
 BATCH, QUEUE, MOST = 2, 1, 1900
+MESSAGES = [{"role": "user", "content": "hello"}]
 LONG = {"prompt": "hello", "max_tokens": MOST, "ignore_eos": True, "stream": True}
+SHIFT = {"perturbations": [{"kind": "system", "action": {"type": "gaussian", "coefficient": 0.5}}]}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def make(folder: str) -> None:
 def server(forkserver: Any, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     arguments = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
     folder, python = tmp_path_factory.mktemp("server"), forkserver.python()
-    with started(folder, model, *arguments.split(), str(model / "tokenizer.json"), python=python) as server:
+    named = ("--scope-perturbations", json.dumps([{"name": "shift", "recipe": SHIFT}]))
+    with started(folder, model, *arguments.split(), str(model / "tokenizer.json"), *named, python=python) as server:
         yield server
 
 
@@ -64,6 +67,39 @@ def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
         found = [data for _, data in events(response)]
     assert found[-1] == "[DONE]"
     return [json.loads(data) for data in found[:-1]]
+
+
+def test_a_perturbed_answer_names_its_recipe(client: httpx.Client) -> None:
+    body: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 6, "seed": 5}
+    clean, named, written = (complete(client, **body, perturbation=given) for given in ("none", "shift", SHIFT))
+    assert clean["perturbation"] is None
+    assert named["perturbation"] == written["perturbation"] == {"digest": "44dab0bc4f01"}
+    assert named["choices"] == written["choices"] != clean["choices"]
+    assert complete(client, **body)["choices"] == clean["choices"]
+    parts = chunks(client, **body, perturbation="44dab0bc4f01")
+    assert {part["perturbation"]["digest"] for part in parts} == {"44dab0bc4f01"}
+    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "perturbation": {}})
+    assert (chat.status_code, chat.json()["message"]) == (422, "perturbation.perturbations: must be given")
+    chat = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 2, "perturbation": "shift"})
+    assert chat.json()["perturbation"] == named["perturbation"]
+
+
+def test_a_perturbation_that_the_model_cannot_have_is_refused(client: httpx.Client) -> None:
+    beyond = {"perturbations": [{"kind": "system", "layers": [2], "action": {"type": "uniform", "coefficient": 0}}]}
+    for given, message in (
+        (beyond, "perturbation: perturbations.0.layers.0: there is no layer 2; write 0 to 1"),
+        ("other", "perturbation: this server has no recipe other"),
+        (3, "perturbation: must be a recipe (an object), or the name or digest of a recipe of this server"),
+    ):
+        answer = client.post("/v1/completions", json={"prompt": "hello", "perturbation": given})
+        assert (answer.status_code, answer.json()["message"]) == (422, message)
+
+
+def test_a_run_of_megascope_has_its_recipe_in_its_state(client: httpx.Client) -> None:
+    started_run = client.post("/scope/v1/runs", json={"prompts": ["hello"], "tokens": 1, "perturbation": "shift"})
+    found = client.get(f"/scope/v1/runs/{started_run.json()['run']}").json()
+    assert found["perturbation"]["digest"] == found["header"]["perturbation"]["digest"] == "44dab0bc4f01"
+    assert found["perturbation"]["recipe"] == {"version": 1, **SHIFT}
 
 
 def test_a_stream_gives_the_same_text_as_a_whole_answer(client: httpx.Client) -> None:

@@ -42,6 +42,8 @@ class RunSummary(ApiModel):
     started_at: float | str | None
     tokens: int | None
     tokens_per_second: float | None
+    perturbation: str | None = None
+    """Digest of the recipe that perturbs the run; null: the model as it is."""
     error: RunError | None
 
 
@@ -90,6 +92,15 @@ class ScopeLimits(ApiModel):
     expression_length: int
 
 
+class NamedPerturbation(ApiModel):
+    """A recipe of a perturbation that requests can name."""
+
+    name: Annotated[str, Field(max_length=63)]
+    digest: Annotated[str, Field(max_length=64)]
+    active: bool
+    """Applied to all requests that name no other one."""
+
+
 class Hello(ApiModel):
     """Header of a SCOPE_HELLO frame."""
 
@@ -107,6 +118,8 @@ class Hello(ApiModel):
     reducers: list[str]
     sites: tuple[str, ...] = ()
     """Names of the sites that ranks can capture, those of plugins included."""
+    perturbations: tuple[NamedPerturbation, ...] = ()
+    """Recipes that requests can name."""
     runs: list[RunSummary]
 
 
@@ -131,6 +144,14 @@ class GeneratedToken(ApiModel):
     """Asked for by `candidates=true`; None, too, where the hub holds them no more."""
 
 
+class RunPerturbation(ApiModel):
+    """Perturbation of a run."""
+
+    digest: str
+    recipe: dict[str, Any]
+    """Recipe of docs/perturbation.md."""
+
+
 class RunDetail(ApiModel):
     """Header of SCOPE_RUN, and all tokens that were generated, for each prompt."""
 
@@ -141,6 +162,7 @@ class RunDetail(ApiModel):
     sampling: dict[str, Any] | None = None
     capture: dict[str, Any] | None = None
     tokens: int | None = None
+    perturbation: RunPerturbation | None = None
     error: RunError | None = None
     started_at: float | str | None = None
     tokens_per_second: float | None = None

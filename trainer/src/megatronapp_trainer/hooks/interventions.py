@@ -27,12 +27,16 @@ class WriteHooks:
         self._model = model
         self._handles: list[Any] = []
 
-    def add(self, site: Site, hook: WriteHook) -> None:
-        """Add a hook to all layers of a site. Raises CaptureError for a site that can only be read or is not found."""
+    def add(self, site: Site, hook: WriteHook, *, layers: frozenset[int] | None = None, required: bool = True) -> None:
+        """Add a hook to these layers of a site; None: all.
+
+        Raises CaptureError for a site that can only be read, or that no layer has. With `required` False the latter is
+        no error: other pipeline stages may have it.
+        """
         if site.put is None:
             raise CaptureError(f"site {site.name} can only be read; choose a site that has `put`, such as mlp2")
-        for layer, module in modules_of(site, self._model):
-            if module is not None:
+        for layer, module in modules_of(site, self._model, required=required):
+            if module is not None and (layers is None or not site.per_layer or layer in layers):
                 forward_hook = _forward_hook(site, site.put, layer, hook)
                 self._handles.append(module.register_forward_hook(forward_hook, with_kwargs=True, prepend=True))
 

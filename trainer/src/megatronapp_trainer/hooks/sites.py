@@ -85,6 +85,12 @@ def _hidden(inputs: Inputs, _output: Any) -> torch.Tensor:  # noqa: ANN401
     return _packed(inputs[0])
 
 
+def _by_head(inputs: Inputs, output: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return the output of core attention by head, whose number and width its query has."""
+    packed = _packed(output)
+    return packed.view(*packed.shape[:-1], *inputs[0].shape[-2:])
+
+
 def _value(inputs: Inputs, _output: Any) -> torch.Tensor:  # noqa: ANN401
     return _packed(inputs[2])
 
@@ -123,6 +129,7 @@ BUILT_IN = {
         Site(name="q", where=_ROTATION, take=_made(0), put=_put_at(0), axis=ShardAxis.HEADS, **_ALIVE),
         Site(name="k", where=_ROTATION, take=_made(1), put=_put_at(1), axis=ShardAxis.KEY_HEADS, **_ALIVE),
         Site(name="v", where=_ATTENTION, take=_value, axis=ShardAxis.KEY_HEADS, **_ALIVE),
+        Site(name="head_output", where=_ATTENTION, take=_by_head, put=_put_first, axis=ShardAxis.HEADS, **_ALIVE),
         Site(
             name="attention_output",
             where="self_attention.linear_proj",
@@ -238,15 +245,15 @@ def module_at(site: Site, root: torch.nn.Module) -> torch.nn.Module | None:
     return found[0][1] if found else None
 
 
-def modules_of(site: Site, model: Any) -> list[tuple[int, torch.nn.Module | None]]:  # noqa: ANN401 - GPTModel
+def modules_of(site: Site, model: Any, *, required: bool = True) -> list[tuple[int, torch.nn.Module | None]]:  # noqa: ANN401 - GPTModel
     """Find the modules of a site, with their layers; layer -1 for a site without layers.
 
-    Raises CaptureError if the model has layers, and none of them has such a module.
+    Raises CaptureError if the module is required, the model has layers, and none of them has such a module.
     """
     roots = [(-1, model)]
     if site.per_layer:
         roots = [(layer.layer_number - 1, layer) for layer in model.decoder.layers]
     found = [(number, module_at(site, root)) for number, root in roots]
-    if site.per_layer and roots and all(module is None for _, module in found):
+    if required and site.per_layer and roots and all(module is None for _, module in found):
         raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
     return found

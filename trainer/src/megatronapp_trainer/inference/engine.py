@@ -20,6 +20,7 @@ from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.model.sampling import SampledOutput
+from megatronapp_trainer.inference.perturbed_steps import RankRecipes, check_number_of_recipes, check_recipes
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
 from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
@@ -57,6 +58,7 @@ class Engine:
         self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
         self._commands: list[tuple[str, Any]] = []
+        self._recipes = RankRecipes(gang.command)
         self.failure: EngineLostError | None = None
         """Error that a rank was lost or failed: the process should end, so that the gang is started again."""
 
@@ -76,9 +78,11 @@ class Engine:
                 vocab_size=stage.vocab_size,
                 has_text=self._decode is not None,
             )
+        check_recipes(stage.perturbation.check, requests)
         with self._lock:
             if self.failure is not None:
                 raise self.failure
+            check_number_of_recipes({request.digest for request in requests} | self._scheduler.open_digests())
             self._scheduler.add(*requests)
             self._work.notify_all()
 
@@ -152,7 +156,11 @@ class Engine:
             if planned is None:
                 self._gang.send_heartbeat()
             else:
+                self._recipes.add(planned.recipe)
                 events += self._observe(planned, self._gang.execute(planned.plan))
+            with self._lock:
+                used = self._scheduler.open_digests()
+            self._recipes.keep(used)
         except Exception as error:  # any error must reach the clients that wait for their tokens
             events += self._fail(error)
         return events

@@ -27,6 +27,8 @@ from megatronapp_trainer.inference.model.cached_attention import (
 )
 from megatronapp_trainer.inference.model.kv_cache import KvCache, KvCacheShape
 from megatronapp_trainer.inference.model.stage_transfer import StageTransfer
+from megatronapp_trainer.inference.model.step_perturbation import StepPerturbation
+from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -118,6 +120,14 @@ class ModelRunner:
         )
         self._buffer_set = 0
         self._graphs = GraphCache(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
+        self.perturbation = StepPerturbation(
+            model,
+            layout,
+            device,
+            vocab_size=vocab_size,
+            slots=options.slots,
+            drop_graphs=self._graphs.drop,
+        )
 
     def run(self, plan: StepPlan) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
@@ -125,8 +135,10 @@ class ModelRunner:
         Returns logits [R, V] of its outputs on the last stage, without meaning if it has none; None on other stages.
         """
         self.plan = plan
+        self.perturbation.activate(plan, self.cache.clear_slot)
         with torch.no_grad():
             result = self._decode(plan) if plan.decode else self._prefill(plan)
+            self.perturbation.end_pass()
             if self.layout.is_last_stage:
                 return result
             self._transfer.send(result)
@@ -166,6 +178,7 @@ class ModelRunner:
         hidden = self._transfer.receive(len(tokens))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
         rows = self._selected([output.row for output in plan.outputs], len(tokens))
+        self.perturbation.begin_prefill(plan, inputs_3N[1], rows)
         result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), captured is not None)
         self._finish(found, result, captured is not None)
         return result
@@ -176,6 +189,7 @@ class ModelRunner:
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
+        self.perturbation.begin_decode(plan, self._inputs[slots][1])
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
         captured = self._begin(plan, self._inputs[slots])
         # Two sets of buffers alternate while a step is observed: one is read while the step fills the other.
@@ -190,7 +204,8 @@ class ModelRunner:
             return self._seen(forward, captured is not None)
 
         buffer_set = 0 if captured is None else self._buffer_set
-        result, found = self._graphs.run(captured, (slots, attended), seen, buffer_set=buffer_set)
+        family = captured if plan.digest is None else PerturbedGraphs(digest=plan.digest, captured=captured)
+        result, found = self._graphs.run(family, (slots, attended), seen, buffer_set=buffer_set)
         if self.layout.is_last_stage:
             rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
             result = result if rows is None else result.index_select(0, rows)
@@ -205,8 +220,9 @@ class ModelRunner:
             StepContext(segments=plan.segments, output_rows=rows, decode=plan.decode, positions_N=inputs_3N[1])
         )
 
-    def _forgotten(self, captured: Hashable) -> None:
-        if self.observer is not None:
+    def _forgotten(self, family: Hashable) -> None:
+        captured = family.captured if isinstance(family, PerturbedGraphs) else family
+        if self.observer is not None and captured is not None:
             self.observer.forget(captured)
 
     def _seen(self, forward: Callable[[], torch.Tensor], is_captured: bool) -> tuple[torch.Tensor, Any]:

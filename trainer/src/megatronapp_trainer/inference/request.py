@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.inference.errors import RequestError
 
 MOST_CANDIDATES = 100
@@ -51,6 +52,19 @@ class GenerationRequest:
     """
     is_background: bool = False
     """Wait after all requests that are not in the background. Requests of a group are alike in this."""
+    perturbation: Recipe | None = None
+    """Perturb the model for this request. Requests with other recipes, or none, share no step with it; requests of a
+    group are alike in this."""
+    sample: int = 0
+    """Index among the prompts or choices of one call: the noise of perturbations differs between them."""
+
+    prompt_length: int | None = None
+    """Length of the prompt for perturbations, where some of its tokens were generated before; None: all of it."""
+
+    @property
+    def digest(self) -> str | None:
+        """Return the name of the recipe; None without perturbation."""
+        return None if self.perturbation is None else self.perturbation.digest
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt)

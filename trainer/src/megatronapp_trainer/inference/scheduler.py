@@ -4,11 +4,13 @@ import collections
 import dataclasses
 from collections import deque
 
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
 from megatronapp_trainer.inference.model.sampling import noise_keys
+from megatronapp_trainer.inference.perturbed_steps import PerturbedStep, RecipeRotation
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 
@@ -87,6 +89,8 @@ class ScheduledStep:
 
     plan: StepPlan
     rows: tuple[ScheduledRow, ...]
+    recipe: Recipe | None = None
+    """Perturbation of the step."""
 
 
 MOST_AHEAD = 8
@@ -103,7 +107,9 @@ class Scheduler:
         self._free = list(range(slots))
         self._chunk = prefill_chunk
         self._most_waiting = most_waiting
-        self._decoded_last = True
+        self._decoded_last: dict[str | None, bool] = {}
+        """Recipes, and true for those whose last step decoded."""
+        self._rotation = RecipeRotation()
         self._ahead = 0
         """Number of requests that were admitted while one of the background waited."""
 
@@ -137,6 +143,10 @@ class Scheduler:
         """Return the ids of all requests that have not ended."""
         return {request.id for request in self.waiting} | {sequence.request.id for sequence in self.running}
 
+    def open_digests(self) -> set[str | None]:
+        """Return the perturbations of all requests that have not ended."""
+        return {request.digest for request in self.waiting} | {sequence.request.digest for sequence in self.running}
+
     def next_admissible(self) -> bool:
         """Return true if a request waits and a slot is free."""
         return bool(self.waiting and self._free)
@@ -166,23 +176,54 @@ class Scheduler:
         self._free.append(sequence.slot)
 
     def plan(self) -> ScheduledStep | None:
-        """Return the next step; None without work. Reading prompts and generating alternate if both are due."""
-        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
+        """Return the next step; None without work.
+
+        Recipes of perturbations take turns. Within each, reading prompts and generating alternate if both are due.
+        """
         prefilling_groups = self._groups_prefilling()
-        decoding = [
-            sequence
-            for sequence in self.running
-            if not sequence.is_prefilling and sequence.request.group not in prefilling_groups
-        ]
-        if not prefilling and not decoding:
+        due: dict[str | None, list[Sequence]] = {}
+        for sequence in self.running:
+            if sequence.is_prefilling or sequence.request.group not in prefilling_groups:
+                due.setdefault(sequence.request.digest, []).append(sequence)
+        if not due:
             return None
-        self._decoded_last = not prefilling or (bool(decoding) and not self._decoded_last)
-        return _decode(decoding) if self._decoded_last else _prefill(prefilling, self._chunk)
+        digest = self._rotation.next(due)
+        prefilling = [sequence for sequence in due[digest] if sequence.is_prefilling]
+        decoding = [sequence for sequence in due[digest] if not sequence.is_prefilling]
+        decodes = not prefilling or (bool(decoding) and not self._decoded_last.get(digest, True))
+        known = {None, digest, *due}
+        self._decoded_last = {other: last for other, last in self._decoded_last.items() if other in known}
+        self._decoded_last[digest] = decodes
+        return _decode(decoding) if decodes else _prefill(prefilling, self._chunk)
+
+
+def _scheduled(
+    sequences: list[Sequence],
+    segments: list[Segment],
+    outputs: list[OutputRequest],
+    rows: list[ScheduledRow],
+    *,
+    decode: bool,
+) -> ScheduledStep:
+    """Return the step of these sequences, all of one recipe; there is one segment for each, in their order."""
+    recipe = sequences[0].request.perturbation
+    perturbed = None
+    if recipe is not None:
+        requests = [sequence.request for sequence in sequences[: len(segments)]]
+        perturbed = PerturbedStep(
+            digest=recipe.digest,
+            samples=tuple(request.sample for request in requests),
+            prompt_lengths=tuple(request.prompt_length or len(request.prompt) for request in requests),
+        )
+    plan = StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=decode, perturbed=perturbed)
+    return ScheduledStep(plan=plan, rows=tuple(rows), recipe=recipe)
 
 
 def _decode(sequences: list[Sequence]) -> ScheduledStep:
     """Plan the newest token of each sequence."""
-    segments, outputs, rows = [], [], []
+    segments: list[Segment] = []
+    outputs: list[OutputRequest] = []
+    rows: list[ScheduledRow] = []
     for row, sequence in enumerate(sequences):
         segments.append(
             Segment(
@@ -196,7 +237,7 @@ def _decode(sequences: list[Sequence]) -> ScheduledStep:
         assert output is not None
         outputs.append(output)
         rows.append(ScheduledRow(sequence=sequence, position=sequence.read))
-    return ScheduledStep(plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
+    return _scheduled(sequences, segments, outputs, rows, decode=True)
 
 
 def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:
@@ -216,6 +257,4 @@ def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:
                 outputs.append(output)
                 rows.append(ScheduledRow(sequence=sequence, position=position))
         used += len(tokens)
-    return ScheduledStep(
-        plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows)
-    )
+    return _scheduled(sequences, segments, outputs, rows, decode=False)

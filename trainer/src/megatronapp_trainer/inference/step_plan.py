@@ -6,6 +6,7 @@ All tokens of a step are packed into one sequence, so prompts of unequal length 
 import dataclasses
 
 from megatronapp_trainer.hooks.forward_observer import Segment
+from megatronapp_trainer.inference.perturbed_steps import PerturbedStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,3 +46,10 @@ class StepPlan:
     segments: tuple[Segment, ...]
     outputs: tuple[OutputRequest, ...]
     decode: bool
+    perturbed: PerturbedStep | None = None
+    """Recipe that all segments have; None: the model as it is."""
+
+    @property
+    def digest(self) -> str | None:
+        """Return the name of the recipe; None without perturbation."""
+        return None if self.perturbed is None else self.perturbed.digest

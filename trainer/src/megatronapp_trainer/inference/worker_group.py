@@ -12,6 +12,7 @@ from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.model.sampling import SampledOutput, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.model_runner import ModelRunner
+from megatronapp_trainer.inference.perturbed_steps import TOPIC
 from megatronapp_trainer.inference.rank_channel import ControlMessage, EngineCommand, RankChannel
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
@@ -33,7 +34,10 @@ class WorkerGroup:
         """Window of the time in which this rank's thread waits."""
         self.prompt_reader: PromptReader | None = None
         """Reader of steps that read prompts; set on all ranks or on none."""
-        self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
+        self._handlers: dict[str, Callable[[Any], None]] = {
+            "forget_graphs": lambda _payload: stage.forget_graphs(),
+            TOPIC: stage.perturbation.change,
+        }
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - of torch

@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol import SOCKET
@@ -29,11 +30,16 @@ class RankScope:
 
 
 def open_scope(
-    group: WorkerGroup, run_dir: pathlib.Path, *, attempt: int, limits: Mapping[str, int] | None = None
+    group: WorkerGroup,
+    run_dir: pathlib.Path,
+    *,
+    attempt: int,
+    limits: Mapping[str, int] | None = None,
+    perturbations: Sequence[Mapping[str, Any]] = (),
 ) -> RankScope:
     """Open MegaScope on every rank, before the first step. Nothing is captured until rank 0 begins a run.
 
-    `limits`: limits of a run, which rank 0 publishes.
+    `limits`: limits of a run, `perturbations`: recipes that requests can name; rank 0 publishes both.
     """
     publishers: list[FramePublisher] = []
 
@@ -43,7 +49,7 @@ def open_scope(
     capture = StepCapture(group.stage, attempt=attempt, sink=post)
     hello = capture.hello()
     if limits is not None and hello.header["rank"] == 0:
-        hello = Frame(hello.type, {**hello.header, "limits": dict(limits)})
+        hello = Frame(hello.type, {**hello.header, "limits": dict(limits), "perturbations": list(perturbations)})
     window = group.idle_window if capture.waits_for_device else None
     publishers.append(FramePublisher(run_dir / SOCKET, hello, idle_window=window))
     capture.attach(group)

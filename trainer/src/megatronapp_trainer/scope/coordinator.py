@@ -10,7 +10,7 @@ import numpy as np
 
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
-from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_common.scope.protocol_requests import CaptureSettings, PerturbedTexts, ProbeRequest
 from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import ATTENTION, site_of
 from megatronapp_trainer.inference.engine import Engine
@@ -143,9 +143,14 @@ class CaptureCoordinator:
         all_logits = any(site.site == LOGITS for site in body.sites)
         return probe, [
             GenerationRequest(
-                id=request_id(probe, sample), prompt=ids, max_new_tokens=0, prompt_logprobs=all_logits, temperature=0
+                id=request_id(probe, text),
+                prompt=ids,
+                max_new_tokens=0,
+                prompt_logprobs=all_logits,
+                temperature=0,
+                **perturbed_fields(body.perturbation, text),
             )
-            for sample, ids in enumerate(body.ids)
+            for text, ids in enumerate(body.ids)
         ]
 
     def set_basis(self, frame: Frame) -> None:
@@ -213,6 +218,17 @@ class CaptureCoordinator:
                 raise CaptureError(
                     f"sites.{place}: {probe_site.site} has {shard.num_layers} layers and {heads} heads, from 0 on"
                 )
+
+
+def perturbed_fields(perturbation: PerturbedTexts | None, text: int) -> dict[str, Any]:
+    """Return the fields of a GenerationRequest that reads a text with the perturbation of its run."""
+    if perturbation is None:
+        return {}
+    return {
+        "perturbation": perturbation.recipe,
+        "sample": perturbation.samples[text],
+        "prompt_length": perturbation.prompt_lengths[text],
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from megatronapp_common.field_errors import describe, place_of
+from megatronapp_common.scope.perturbation.choice import NAME_TAG, RECIPE_TAG
 from megatronapp_common.web import problems
 from megatronapp_common.web.problems import HttpError, problem_response
 from megatronapp_trainer.inference.errors import EngineLostError, GenerationError, QueueFullError, RequestError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
-UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>", "<parts>"})
+UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>", "<parts>", RECIPE_TAG, NAME_TAG})
 """Names of union members in schemas, which are no part of a field's location."""
 RETRY_S = {429: 1, 503: 5}
 _PARAMS = {

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
@@ -75,7 +75,7 @@ def serve(command: ServeCommand, config: TrainerConfig) -> ExitCode:
         front = stack.enter_context(open_front(command, stop_request)) if layout.rank == 0 else None
         stack.enter_context(PeerLossListener(_no_broker if front is None else front.on_rank_lost))
         gang = load(command, config)
-        open_capture = functools.partial(start_scope, gang, stack, limits_of(command, config))
+        open_capture = functools.partial(start_scope, gang, stack, published_of(command, config))
         if front is None:
             open_capture()
             freeze_gc()
@@ -123,16 +123,24 @@ def load(command: ServeCommand, config: TrainerConfig) -> "WorkerGroup":
     return gang
 
 
-def start_scope(gang: "WorkerGroup", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "RankScope | None":
+def start_scope(gang: "WorkerGroup", stack: contextlib.ExitStack, published: Mapping[str, Any]) -> "RankScope | None":
     """Start MegaScope of this rank, until the stack ends; None, and nothing loaded, without a hub."""
     folder = os.environ.get(Env.RUN_DIR)
     if not os.environ.get(Env.HUB_URL) or not folder:
         return None
     from megatronapp_trainer.scope.assemble import open_scope
 
-    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")), limits=limits)
+    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")), **published)
     stack.callback(scope.close)
     return scope
+
+
+def published_of(command: ServeCommand, config: TrainerConfig) -> dict[str, Any]:
+    """Return what rank 0 publishes of this server: limits of runs, and recipes that requests can name."""
+    from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbations
+
+    recipes = read_perturbations(command.options.scope_perturbations)
+    return {"limits": limits_of(command, config), "perturbations": recipes.listed()}
 
 
 def limits_of(command: ServeCommand, config: TrainerConfig) -> dict[str, int]:
@@ -183,6 +191,7 @@ class HttpFrontend:
         )
         if model.chat.flaw is not None:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
+        check_recipes(gang, model)
         engine.warm_up()
         self._open(engine, model, open_capture)
         freeze_gc()
@@ -236,6 +245,18 @@ class HttpFrontend:
             )
 
 
+def check_recipes(gang: "WorkerGroup", model: "ServedModel") -> None:
+    """Raise UsageError for a recipe of the command line that this model cannot be perturbed by."""
+    from megatronapp_common.scope.perturbation.recipe import RecipeError
+    from megatronapp_trainer.serve.perturbation.named_recipes import FLAG
+
+    for named in model.perturbations.recipes:
+        try:
+            gang.stage.perturbation.check(named.recipe)
+        except RecipeError as error:
+            raise UsageError(f"{FLAG}, recipe {named.name}: {error}") from error
+
+
 def _blamed(failure: "EngineLostError") -> "GenerationError":
     """Return the failure with the exit code of its cause: a peer, or this rank itself."""
     from megatronapp_trainer.inference.errors import GenerationError
@@ -285,6 +306,7 @@ def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
     """Describe the model for users. Raises DataError, CheckpointError for files of its folder that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
     from megatronapp_trainer.serve.chat_template import read_template
+    from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbations
     from megatronapp_trainer.serve.served_model import ServedModel
 
     data = config.data
@@ -304,6 +326,7 @@ def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
         most_tokens=command.options.max_tokens,
         tokenizer=tokenizer,
         tokens=read_text_tokens(folder),
+        perturbations=read_perturbations(command.options.scope_perturbations),
         chat=read_template(folder, *_folder_of(data.tokenizer_file or data.vocab_file)),
     )
 

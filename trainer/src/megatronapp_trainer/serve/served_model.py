@@ -13,6 +13,7 @@ from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.serve.chat_template import ChatTemplate
+from megatronapp_trainer.serve.perturbation.named_recipes import ServedPerturbations
 
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
@@ -54,6 +55,7 @@ class ServedModel:
     tokens: TextTokens = dataclasses.field(default_factory=TextTokens)
     """Tokens that the model expects around a text, and those that end one."""
     chat: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
+    perturbations: ServedPerturbations = dataclasses.field(default_factory=ServedPerturbations)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from megatronapp_trainer.checkpoint.foreign import answer
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.fields import StrictParser, add_section, option, read_section
 from megatronapp_trainer.errors import CheckpointError, UsageError
+from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbations
 
 LARGEST_PORT = 65535
 _NO_TRAINING = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
@@ -32,6 +33,7 @@ class ServeOptions:
     queue_length: int = option(32, "prompts that may wait; the most texts of a request are these and --max-batch-size")
     prefill_chunk: int = option(512, "tokens of prompts that one forward pass reads")
     scope_plugins: tuple[str, ...] | None = option(None, "modules of your own that register places for MegaScope")
+    scope_perturbations: str | None = option(None, "JSON list of recipes of perturbations that requests can name")
     precision: str | None = option(None, "weights and activations; default: as trained", choices=("fp32", "bf16"))
 
 
@@ -119,6 +121,7 @@ def _check(options: ServeOptions) -> None:
         raise UsageError(f"--port {options.port} is no port; write 1 to {LARGEST_PORT}, or 0 for a free one")
     for name in ("max_batch_size", "max_tokens", "prefill_chunk"):
         _at_least(name, getattr(options, name), 1)
+    read_perturbations(options.scope_perturbations)
     _at_least("queue_length", options.queue_length, 0)
     if options.max_length is not None:
         _at_least("max_length", options.max_length, 2)

@@ -157,6 +157,7 @@ class ViewerFeed:
             "presets": PRESETS,
             "reducers": list(NAMES),
             "sites": sorted(self._publishers.sites),
+            "perturbations": self._publishers.perturbations,
             "runs": self.runs.summaries(),
         }
 

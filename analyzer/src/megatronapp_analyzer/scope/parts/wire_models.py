@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_common.scope.perturbation.recipe import DIGEST_PATTERN
 from megatronapp_common.scope.protocol import RunState
 from megatronapp_common.scope.protocol_requests import CaptureSettings
 
@@ -42,6 +43,14 @@ class ErrorHeader(HeaderModel):
     hint: str = ""
 
 
+class PerturbationHeader(HeaderModel):
+    """Perturbation with which a run is generated."""
+
+    digest: Annotated[str, Field(pattern=DIGEST_PATTERN)]
+    recipe: dict[str, Any]
+    """Recipe of docs/perturbation.md; a newer rank 0 may send one with more fields."""
+
+
 class RunHeader(HeaderModel):
     """SCOPE_RUN, without its number."""
 
@@ -52,6 +61,8 @@ class RunHeader(HeaderModel):
     sampling: dict[str, Any] | None = None
     capture: CaptureSettings | None = None
     tokens: Number | None = None
+    perturbation: PerturbationHeader | None = None
+    """None: the model as it is."""
     error: ErrorHeader | None = None
     started_at: float | str | None = None
     tokens_per_second: float | None = None

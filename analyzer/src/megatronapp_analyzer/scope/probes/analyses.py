@@ -10,6 +10,7 @@ from typing import Any
 from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.analysis_store import key_of
+from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -67,7 +68,10 @@ class AnalysisService:
             raise HttpError(429, "too-many-probes", message, "Ask again once some are done.", retry_s=RETRY_S)
 
     async def _request_analysis(self, run: ScopeRun, sample: int, request: Request, count: int) -> Frame:
-        answer = await self._probe_client.serving.analyze({**request, "ids": run.ids(sample)[:count]})
+        body = {**request, "ids": run.ids(sample)[:count]}
+        if (texts := perturbed_texts(run, [sample])) is not None:
+            body["perturbation"] = texts.model_dump(mode="json", exclude_none=True)
+        answer = await self._probe_client.serving.analyze(body)
         try:
             unpack(answer)
         except FrameError as error:

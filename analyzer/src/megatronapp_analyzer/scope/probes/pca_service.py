@@ -19,6 +19,7 @@ from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_of, frame_of_points, stride_of
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
+from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_common.frames import Frame, FrameType
@@ -139,15 +140,14 @@ class PcaService:
 
         Layers that are not fitted are read, too: all coordinates of a version arrive together.
         """
-        texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
-        wanted = _probe_of(self._core.publishers.model, texts, sorted({*layers, *self.bases}))
+        wanted = _probe_of(self._core.publishers.model, run, samples, sorted({*layers, *self.bases}))
 
         def done(pieces: Sequence[ShardTensor]) -> None:
             rows, states = _states(check(pieces, wanted))
             if over is not None:
                 over.set()
             if len(rows) > 1:
-                fit = FitTarget(layers=layers, refit=refit, tokens=sum(map(len, texts)))
+                fit = FitTarget(layers=layers, refit=refit, tokens=sum(map(len, wanted.ids)))
                 self._start(self._fit(run, states, rows, fit))
 
         what = ("refit", samples) if refit else ("first fit",)
@@ -253,8 +253,7 @@ class PcaService:
         """Fetch coordinates of a span of rows; return whether they arrived. Raises HttpError if they are refused
         finally."""
         version, over = self.version, asyncio.Event()
-        text = tuple(run.ids(sample)[: run.length(sample)])
-        whole = _probe_of(self._core.publishers.model, (text,), sorted(self.bases))
+        whole = _probe_of(self._core.publishers.model, run, [sample], sorted(self.bases))
         wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
 
         def done(pieces: Sequence[ShardTensor]) -> None:
@@ -286,10 +285,16 @@ async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still:
 
 
 def _probe_of(
-    model: Mapping[str, Any] | None, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]
+    model: Mapping[str, Any] | None, run: ScopeRun, samples: Sequence[int], layers: Sequence[int]
 ) -> ProbeRequest:
+    texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
     stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
-    return ProbeRequest(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
+    return ProbeRequest(
+        ids=texts,
+        sites=(ProbeSite(site=SITE, layers=tuple(layers)),),
+        stride=stride,
+        perturbation=perturbed_texts(run, samples),
+    )
 
 
 def wants(run: ScopeRun) -> bool:

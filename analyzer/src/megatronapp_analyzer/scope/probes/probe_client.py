@@ -20,6 +20,7 @@ from megatronapp_analyzer.scope.parts.probe_tracker import (
 )
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.store.audit_log import AuditLog
+from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_analyzer.scope.store.tile_pooling import HeadKey
 from megatronapp_analyzer.scope.views import encode
@@ -130,7 +131,13 @@ class ProbeClient:
     ) -> str:
         """Request rows of one site, once until they arrive. Return the probe's id. Raises HttpError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
-        wanted = ProbeRequest(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
+        wanted = ProbeRequest(
+            ids=(ids,),
+            sites=(site,),
+            queries=(queries.start, queries.stop),
+            stride=queries.step,
+            perturbation=perturbed_texts(run, [sample]),
+        )
         put = keep or keep_rows
         key = (run.id, sample, site, queries, put)
 

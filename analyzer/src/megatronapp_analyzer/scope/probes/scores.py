@@ -11,6 +11,7 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
 from megatronapp_analyzer.scope.store.run import PromptScores, ScopeRun
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -63,7 +64,11 @@ class ScoreService:
         if len(self._asking) >= MAX_REQUESTS:
             words = "as many prompts are read as the model takes at a time"
             raise HttpError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
-        return ScoreRequest(ids=tuple(ids), candidates=min(100, capture.get("candidates") or 20))
+        return ScoreRequest(
+            ids=tuple(ids),
+            candidates=min(100, capture.get("candidates") or 20),
+            perturbation=perturbed_texts(run, [sample]),
+        )
 
     async def _request_scores(self, run: ScopeRun, sample: int, asked: ScoreRequest) -> PromptScores:
         frame = await self._probe_client.serving.scores(asked)

@@ -2,10 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.step_assembler import number
+from megatronapp_analyzer.scope.schemas import NamedPerturbation
+from megatronapp_common.scope.perturbation.recipe import MAX_NAMED
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 
 SIZES = ("layers", "hidden", "heads", "keyHeads", "headWidth", "mlpWidth", "vocabulary", "maxLength")
@@ -15,6 +19,7 @@ MAX_LAYERS = 4096
 MAX_SITES = 256
 MOST = {"prompts": MAX_PROMPTS, "tokens": MAX_TOKENS}
 """Limits of any run, even if the model could take more."""
+_RECIPES = TypeAdapter(Annotated[list[NamedPerturbation], Field(max_length=MAX_NAMED)])
 LEADER = 0
 """The rank that takes runs."""
 UNKNOWN = -1
@@ -97,6 +102,16 @@ def parse_limits(limits: object) -> dict[str, int] | None:
     return {name: min(most, number(limits, name)) for name, most in MOST.items()}
 
 
+def parse_perturbations(recipes: object) -> list[dict[str, Any]] | None:
+    """Recipes that requests can name, if a PUBLISHER frame lists them. Raises ProtocolError."""
+    if recipes is None:
+        return None
+    try:
+        return [entry.model_dump() for entry in _RECIPES.validate_python(recipes)]
+    except ValidationError as error:
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: perturbations is not a list of recipes") from error
+
+
 def _names(sites: object) -> set[str]:
     if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(one, str) for one in sites):
         raise ProtocolError("bad-publisher", f"PUBLISHER frame: sites is not a list of at most {MAX_SITES} names")
@@ -113,6 +128,8 @@ class PublisherRegistry:
         self.layout: dict[str, Any] = {"tensor": 1, "pipeline": 1}
         self.limits = dict(MOST)
         self.sites: set[str] = set()
+        self.perturbations: list[dict[str, Any]] = []
+        """Name, digest and state of each recipe that requests can name."""
 
     def begin(self, attempt: int) -> bool:
         """Begin an attempt if it is newer, and return whether it is."""
@@ -132,6 +149,8 @@ class PublisherRegistry:
         self.sites |= _names(header.get("sites"))
         self.layout = parse_layout(header.get("layout")) or self.layout
         self.limits = parse_limits(header.get("limits")) or self.limits
+        recipes = parse_perturbations(header.get("perturbations"))
+        self.perturbations = self.perturbations if recipes is None else recipes
 
     def remove(self, attempt: int, worker: int, rank: int | None = None) -> list[int]:
         """Remove the ranks of a worker, or one of them; return those that were known."""

@@ -169,7 +169,13 @@ class ScopeRun:
         """Return the entry of a list of runs."""
         names = ("state", "position", "startedAt", "tokens", "tokensPerSecond", "error")
         prompts = [str(prompt.get("text", ""))[:200] for prompt in self.header["prompts"]]
-        return {"run": self.id, "prompts": prompts} | {name: self.header.get(name) for name in names}
+        known = {name: self.header.get(name) for name in names}
+        return {
+            "run": self.id,
+            "prompts": prompts,
+            "perturbation": (self.header.get("perturbation") or {}).get("digest"),
+            **known,
+        }
 
     def detail(self) -> dict[str, Any]:
         """Return the header of SCOPE_RUN, with all tokens that were generated."""

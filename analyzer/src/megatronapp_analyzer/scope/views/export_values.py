@@ -14,7 +14,7 @@ MEDIA = {"json": "application/json", "csv": "text/csv; charset=utf-8", "npy": "a
 MAX_TEXT_NUMBERS = 4_000_000
 """In JSON and CSV; more only as NPY."""
 LAYERLESS = frozenset({"embedding", "final_norm", "logits"})
-HEADED = frozenset({"q", "k", "v", "attention"})
+HEADED = frozenset({"q", "k", "v", "head_output", "attention"})
 LAYERED = frozenset({"attention_output", "mlp_in", "mlp1", "mlp2", "residual"})
 SITES = LAYERLESS | HEADED | LAYERED
 

@@ -95,6 +95,11 @@ class KvCache:
         """Return the cache of each layer."""
         return [LayerKvCache(*pair) for pair in zip(self.keys_LZTGD, self._values_LZTGD, strict=True)]
 
+    def clear_slot(self, slot: int) -> None:
+        """Zero the keys and values of a slot."""
+        self.keys_LZTGD[:, slot].zero_()
+        self._values_LZTGD[:, slot].zero_()
+
 
 class LayerKvCache:
     """Keys and values of one layer, each [Z, T, G, D], written after rotation."""

@@ -16,7 +16,7 @@ from megatronapp_trainer.scope.analysis.analyzer import RankAnalyzer
 from megatronapp_trainer.scope.analysis.commands import TOPIC, BeginAnalysis, EndAnalysis
 from megatronapp_trainer.scope.analysis.logit_lens import LensRows
 from megatronapp_trainer.scope.capture.tracked_requests import request_id
-from megatronapp_trainer.scope.coordinator import TextOf
+from megatronapp_trainer.scope.coordinator import TextOf, perturbed_fields
 
 
 class AnalysisService:
@@ -35,7 +35,12 @@ class AnalysisService:
         name = secrets.token_hex(6)
         self._engine.command(TOPIC, BeginAnalysis(name=name, request=body))
         request = GenerationRequest(
-            id=request_id(name, 0), prompt=body.ids, max_new_tokens=0, temperature=0, is_background=True
+            id=request_id(name, 0),
+            prompt=body.ids,
+            max_new_tokens=0,
+            temperature=0,
+            is_background=True,
+            **perturbed_fields(body.perturbation, 0),
         )
         return name, request
 

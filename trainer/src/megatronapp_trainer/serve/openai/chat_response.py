@@ -40,6 +40,7 @@ class ChatResponse(CompletionResponse):
                 for choice in choices
             ],
             usage=self.usage(),
+            perturbation=self.perturbation,
         )
 
     def chunk(self, choices: list[Choice], usage: Usage | None = None) -> ChatChunk:
@@ -54,6 +55,7 @@ class ChatResponse(CompletionResponse):
                 for choice in choices
             ],
             usage=usage,
+            perturbation=self.perturbation,
         )
 
     def _delta(self, choice: Choice) -> ChatDelta:

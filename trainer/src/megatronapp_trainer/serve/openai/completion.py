@@ -22,6 +22,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     StreamOptions,
     Usage,
 )
+from megatronapp_trainer.serve.perturbation.named_recipes import applied
 from megatronapp_trainer.serve.problems import error_body, http_error
 from megatronapp_trainer.serve.request_broker import Disconnected, PromptProgress, QueueEvent, RequestHandle
 from megatronapp_trainer.serve.served_model import PromptEcho, ServedModel
@@ -52,6 +53,7 @@ class CompletionResponse:
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
+        self.perturbation = applied(self.requests[0].perturbation)
         self.ids = tuple(request.id for request in self.requests)
         self._index = {request_id: index for index, request_id in enumerate(self.ids)}
         self._reported = [0] * len(self.ids)
@@ -87,7 +89,13 @@ class CompletionResponse:
     def chunk(self, choices: list[Choice], usage: Usage | None = None) -> BaseModel:
         """Return a chunk of a stream with these texts."""
         return Completion(
-            id=self.name, created=self.created, model=self.model.name, seed=self.seed, choices=choices, usage=usage
+            id=self.name,
+            created=self.created,
+            model=self.model.name,
+            seed=self.seed,
+            choices=choices,
+            usage=usage,
+            perturbation=self.perturbation,
         )
 
     def usage(self) -> Usage:

@@ -31,6 +31,7 @@ def completion_requests(model: ServedModel, body: CompletionRequest, name: str, 
         max_new_tokens=body.max_tokens,
         candidates=body.logprobs or 0,
         prompt_logprobs=body.echo and body.logprobs is not None,
+        perturbation=model.perturbations.choose(body.perturbation),
         **_sampling_settings(body),
     )
     ids = [model.ids_of(prompt, special=body.add_special_tokens) for prompt in prompts]
@@ -48,7 +49,12 @@ def chat_requests(model: ServedModel, body: ChatRequest, name: str, seed: int) -
     most = min(free_tokens, model.most_tokens) if body.most_new is None else body.most_new
     model.check_tokens(most, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
     common = GenerationRequest(
-        id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_sampling_settings(body)
+        id=name,
+        prompt=ids,
+        max_new_tokens=most,
+        candidates=body.top_logprobs,
+        perturbation=model.perturbations.choose(body.perturbation),
+        **_sampling_settings(body),
     )
     requests = _copies(common, [ids], body.n, seed)
     check_logprobs(body, requests)
@@ -99,6 +105,6 @@ def _sampling_settings(body: GenerationBody) -> dict[str, Any]:
 def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int) -> list[GenerationRequest]:
     """Return `n` requests for each prompt, each with a separate seed."""
     return [
-        dataclasses.replace(common, id=f"{common.id}-{index}", prompt=ids, seed=(seed + index) % SEEDS)
+        dataclasses.replace(common, id=f"{common.id}-{index}", prompt=ids, seed=(seed + index) % SEEDS, sample=index)
         for index, ids in enumerate(ids for ids in prompts for _ in range(n))
     ]

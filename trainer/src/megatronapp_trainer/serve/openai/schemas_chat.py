@@ -15,6 +15,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     Usage,
 )
 from megatronapp_trainer.serve.openai.schemas_neutral import Name, NeutralChatBody
+from megatronapp_trainer.serve.perturbation.named_recipes import AppliedPerturbation
 
 MOST_MESSAGES = 4096
 Role = Literal["system", "developer", "user", "assistant"]
@@ -167,6 +168,8 @@ class ChatCompletion(BaseModel):
     """Seed that was used."""
     choices: list[ChatChoice]
     usage: Usage
+    perturbation: AppliedPerturbation | None = None
+    """null: the model as it is."""
 
 
 class ChatDelta(BaseModel):
@@ -198,6 +201,7 @@ class ChatChunk(BaseModel):
     seed: int
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    perturbation: AppliedPerturbation | None = None
 
 
 class TokenizeRequest(RequestBody):

@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
+from megatronapp_common.scope.perturbation.choice import PerturbationChoice
 from megatronapp_trainer.inference.request import LONGEST_STOP, MOST_STOPS
 from megatronapp_trainer.serve.body import RequestBody
 from megatronapp_trainer.serve.openai.neutral_fields import AllowedValues
 from megatronapp_trainer.serve.openai.schemas_neutral import NeutralBody
+from megatronapp_trainer.serve.perturbation.named_recipes import AppliedPerturbation
 
 MOST_LOGPROBS = 20
 MOST_PROMPTS = 1024
@@ -107,6 +109,9 @@ class GenerationBody(NeutralBody):
     """Omit the texts of special tokens from the answer; the token that ends it is never in its text."""
     ignore_eos: bool = False
     """Continue after the end of a document."""
+    perturbation: PerturbationChoice | None = None
+    """Perturb the model for this request: a recipe, or the name or digest of one of this server. `none`: the model as
+    it is; default: the active recipe of the server, if it has one."""
     stream: bool = False
     """Send the text while it is generated, as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -195,6 +200,8 @@ class Completion(BaseModel):
     """Seed that was used."""
     choices: list[Choice]
     usage: Usage | None = None
+    perturbation: AppliedPerturbation | None = None
+    """null: the model as it is."""
 
 
 class QueueNotice(BaseModel):
@@ -272,5 +279,7 @@ class RunStatus(BaseModel):
     ids: list[list[int]]
     tokens: int
     seed: int
+    perturbation: dict[str, Any] | None
+    """Digest and recipe; null: the model as it is."""
     error: dict[str, str] | None
     startedAt: str

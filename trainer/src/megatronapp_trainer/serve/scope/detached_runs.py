@@ -21,6 +21,7 @@ from megatronapp_trainer.inference.errors import GenerationError
 from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
+from megatronapp_trainer.serve.perturbation.named_recipes import perturbation_document
 from megatronapp_trainer.serve.problems import http_error
 from megatronapp_trainer.serve.request_broker import PromptProgress, QueueEvent, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope.schemas import ReportedSample, RunDetail
@@ -89,6 +90,8 @@ class RunRecord:
     prompts: Sequence[Mapping[str, Any]]
     """Text, ids and offsets of each prompt, as in frames."""
     announce: Announce
+    perturbation: Mapping[str, Any] | None = None
+    """Digest and recipe; None: the model as it is."""
     state: RunState = "queued"
     error: dict[str, str] | None = None
 
@@ -124,6 +127,7 @@ class RunRecord:
             "sampling": self.body.sampling.model_dump(mode="json", by_alias=True) | {"seed": self.seed},
             "capture": self.capture.model_dump(mode="json", by_alias=True),
             "tokens": self.body.tokens,
+            "perturbation": self.perturbation,
             "error": self.error,
             "startedAt": self.started_at,
             "tokensPerSecond": self._tokens_per_second(),
@@ -150,6 +154,7 @@ class RunRecord:
             "ids": [list(sample.ids) for sample in self.samples],
             "tokens": self.body.tokens,
             "seed": self.seed,
+            "perturbation": self.perturbation,
             "error": self.error,
             "startedAt": self.started_at,
         }
@@ -222,6 +227,7 @@ class RunStore:
                 started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 prompts=prompts,
                 announce=self._announce,
+                perturbation=perturbation_document(requests[0].perturbation),
             )
             record.announce(record.header())
         self._records[run] = record
@@ -273,6 +279,7 @@ class RunStore:
         Waiting prompts have precedence. Raises HttpError, and as `RequestBroker.submit` does.
         """
         self._needed()
+        from megatronapp_trainer.scope.coordinator import perturbed_fields
         from megatronapp_trainer.scope.scores import scores_frame
 
         request = GenerationRequest(
@@ -283,6 +290,7 @@ class RunStore:
             prompt_logprobs=True,
             measures=min(body.candidates, model.vocab_size),
             is_background=True,
+            **perturbed_fields(body.perturbation, 0),
         )
         events = await _readings(self._broker.submit([request]))
         text_of = None if model.tokenizer is None else model.text_of

@@ -35,6 +35,7 @@ def run_requests(model: ServedModel, body: RunRequest, name: str, seed: int) -> 
     model.check_texts(len(body.prompts), model.most_prompts, "prompts")
     model.check_tokens(body.tokens, "tokens")
     sampling = body.sampling
+    perturbation = model.perturbations.choose(body.perturbation)
     return [
         GenerationRequest(
             id=f"{name}-{sample}",
@@ -45,6 +46,8 @@ def run_requests(model: ServedModel, body: RunRequest, name: str, seed: int) -> 
             top_p=sampling.top_p,
             seed=(seed + sample) % SEEDS,
             stop_texts=sampling.stop,
+            perturbation=perturbation,
+            sample=sample,
         )
         for sample, prompt in enumerate(body.prompts)
     ]

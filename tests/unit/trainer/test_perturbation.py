@@ -1,0 +1,290 @@
+"""Perturbed generation: null tests, plain torch's ablations, noise equal on every layout, and turns of recipes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from generating_ranks import LAYOUTS, VARIANTS, config_of, generated, groups_of, model_of, open_engine, plain_of
+from perturbing_ranks import (
+    GAUSSIAN,
+    NEW,
+    PROMPTS,
+    Values,
+    calculation,
+    logits_of,
+    noise_alone,
+    read,
+    recipe,
+    request,
+    run,
+    samples,
+    storage,
+)
+from plain_gpt import PlainGpt
+
+from megatronapp_common.scope.protocol_requests import PerturbedTexts
+from megatronapp_trainer.device.cuda_graphs import GraphCache
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.errors import RequestError
+from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
+from megatronapp_trainer.inference.worker_group import WorkerGroup
+from megatronapp_trainer.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.perturbation.storage import PerturbedParameters
+from megatronapp_trainer.scope.coordinator import perturbed_fields
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+SITES = ("embedding", "q", "k", "head_output", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm")
+ZERO = {"type": "zero"}
+LENGTH = len(PROMPTS[0])
+
+
+def alone(checks: tuple[str, ...], chunk: int) -> None:
+    """Run some of the checks below against an engine of one process, which must be as before each time."""
+    with groups_of("") as (layout, device):
+        config = config_of(VARIANTS["rotary-grouped"])
+        model = model_of(config, layout, device)
+        plain = plain_of(model, config)
+        gang, engine = open_engine(model, config, layout, device, prefill_chunk=chunk)
+        assert engine is not None
+        for check in checks:
+            globals()[check](gang, engine, plain)
+
+
+def nulls(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that coefficient 0 and undone perturbations change no bit of logits and parameters."""
+    before = {name: parameter.clone() for name, parameter in gang.stage.model.named_parameters()}
+    clean = logits_of(run(engine, request("clean")), "clean")
+    for kind in ("gaussian", "uniform"):
+        none = {"type": kind, "coefficient": 0.0}
+        zero = recipe(
+            *(calculation(site, none) for site in (*SITES, "logits")),
+            {"kind": "system", "action": none},
+            *(storage(module, none) for module in ("mlp.linear_fc1", "embedding.word_embeddings")),
+        )
+        assert torch.equal(logits_of(run(engine, request("zero", zero)), "zero"), clean)
+    broken = storage("mlp.linear_fc1", {"type": "bitFlip", "bits": "exponent", "rate": 0.2})
+    strong = recipe(broken, calculation("q", GAUSSIAN), {"kind": "system", "action": GAUSSIAN})
+    assert bool(logits_of(run(engine, request("strong", strong)), "strong").isnan().any())
+    assert torch.equal(logits_of(run(engine, request("clean")), "clean"), clean)
+    after = dict(gang.stage.model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(not module._forward_hooks for module in gang.stage.model.modules())
+
+
+def ablations(_gang: WorkerGroup, engine: Engine, plain: PlainGpt) -> None:
+    """Check ablations against plain torch with the weights that write into the residual set to zero."""
+    width, layer = plain._shape.channels, "decoder.layers.1."
+    for site, module, columns, heads in (
+        ("mlp2", "mlp.linear_fc2", slice(None), {}),
+        ("head_output", "self_attention.linear_proj", slice(2 * width, 3 * width), {"heads": [2]}),
+    ):
+        weights = {name: value.clone() for name, value in plain._weights.items()}
+        weights[f"{layer}{module}.weight"][:, columns] = 0
+        edited = PlainGpt(weights, plain._shape)
+        for zero in (calculation(site, ZERO, layers=[1], **heads), storage(module, ZERO, layers=[1], **heads)):
+            events = run(engine, request("zero", recipe(zero)))
+            expected = edited.logits([*PROMPTS[0], *generated(events, "zero")])[:-1]
+            assert torch.allclose(logits_of(events, "zero"), expected, atol=1e-4, rtol=1e-4)
+
+
+def means(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check means: given ones, and those of the prompt, which sizes of chunks change by rounding alone."""
+    clean = read(gang, engine, ("mlp2",), samples(None))
+    prompt = torch.stack([clean["mlp2", 0, 0, position] for position in range(LENGTH)]).double().mean(0).float()
+    over = calculation("mlp2", {"type": "mean", "over": "prompt"}, layers=[0])
+    given = calculation("mlp2", {"type": "mean", "values": prompt.tolist()}, layers=[0], steps={"first": 1})
+    for perturbation, first in ((over, LENGTH - 1), (given, LENGTH)):
+        found = read(gang, engine, ("mlp2",), samples(recipe(perturbation)))
+        for position in range(LENGTH + NEW - 1):
+            expected = prompt if position >= first else clean["mlp2", 0, 0, position]
+            assert torch.allclose(found["mlp2", 0, 0, position], expected, atol=1e-6, rtol=1e-6)
+
+
+def selections(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check which positions, layers and heads change; values that no changed one leads to keep every bit."""
+    clean = read(gang, engine, ("head_output",), samples(None))
+    ranges = [{"first": 2, "end": 4}, {"origin": "promptEnd", "first": -1}]
+    noise = calculation("head_output", GAUSSIAN, layers=[1], heads=[0, 3], positions=ranges)
+    found = read(gang, engine, ("head_output",), samples(recipe(noise)))
+    for (site, layer, sample, position), value in found.items():
+        if layer > 1 or position >= LENGTH:
+            continue  # they depend on changed values
+        same = [torch.equal(*pair) for pair in zip(value, clean[site, layer, sample, position], strict=True)]
+        changes = layer == 1 and position in {2, 3, LENGTH - 1}
+        assert same == [not changes, True, True, not changes]
+
+
+def interleaved(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check requests of three recipes and none that generate together: each as if it were alone."""
+    recipes = [
+        None,
+        recipe(calculation("mlp2", GAUSSIAN)),
+        recipe(storage("mlp.linear_fc1", {"type": "gaussian", "coefficient": 0.1}), seed=1),
+        recipe({"kind": "system", "action": {"type": "uniform", "coefficient": 0.4}}, seed=2),
+    ]
+    requests = [
+        request(str(place), perturbation, prompt=PROMPTS[place % 2], temperature=1.0, seed=place, sample=place // 4)
+        for place, perturbation in enumerate([*recipes, *recipes])
+    ]
+    apart = {mine.id: logits_of(run(engine, mine), mine.id) for mine in requests}
+    events = run(engine, *requests)
+    for mine in requests:
+        assert torch.allclose(logits_of(events, mine.id), apart[mine.id], atol=1e-4, rtol=1e-4)
+    assert len({tuple(generated(events, mine.id)) for mine in requests}) == len(requests)
+    assert engine._recipes.is_empty
+
+
+def rereads(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that a probe reads the text of a perturbed run, generated tokens included, as the run did."""
+    places = {"positions": [{"origin": "promptEnd", "first": -2}], "steps": {"first": 1, "end": 4}}
+    noise = recipe(calculation("mlp2", GAUSSIAN, **places), {"kind": "system", "action": GAUSSIAN})
+    (mine,) = samples(noise)
+    mine = dataclasses.replace(mine, sample=3)
+    tokens = generated(run(engine, mine), mine.id)
+    seen = read(gang, engine, ("residual",), [mine])
+    texts = PerturbedTexts(recipe=noise, samples=(3,), prompt_lengths=(LENGTH,))
+    text = (*PROMPTS[0], *tokens[:-1])
+    again = request(mine.id, prompt=text, max_new_tokens=0, prompt_logprobs=True, **perturbed_fields(texts, 0))
+    found = read(gang, engine, ("residual",), [again])
+    assert set(seen) == set(found)
+    assert all(torch.allclose(value, found[key], atol=1e-4, rtol=1e-4) for key, value in seen.items())
+
+
+def graphs_of_recipes(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that graphs are captured for each recipe apart and dropped with it. With a fake of CUDA graphs."""
+    families: list[set[Any]] = []
+
+    def capture(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
+        families.append(set(gang.stage._graphs._families))
+        return (lambda: None), compute(), pool
+
+    gang.stage._graphs = GraphCache(enabled=True, capture=capture)
+    gang.stage.perturbation._drop_graphs = gang.stage._graphs.drop
+    noise = recipe(calculation("mlp2", GAUSSIAN))
+    run(engine, request("clean"), request("noise", noise))
+    assert {PerturbedGraphs(digest=noise.digest, captured=None)} in families
+    assert not gang.stage._graphs._families
+
+
+def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that what the model lacks is refused with its place."""
+    mean = {"type": "mean", "values": [1.0]}
+    for perturbation, message in (
+        (calculation("v", ZERO), "perturbations.0.site: v can only be read; write one of embedding, q"),
+        (calculation("nothing", ZERO), "perturbations.0.site: nothing is not a site of this model"),
+        (calculation("mlp2", ZERO, layers=[4]), "perturbations.0.layers.0: there is no layer 4; write 0 to 3"),
+        (calculation("k", ZERO, heads=[0, 2]), "perturbations.0.heads.1: k has no head 2; write 0 to 1"),
+        (calculation("mlp2", ZERO, heads=[0]), "perturbations.0.heads: mlp2 has no heads; leave heads out"),
+        (calculation("final_norm", ZERO, layers=[0]), "perturbations.0.layers: final_norm belongs to no layer"),
+        (calculation("q", mean), "perturbations.0.action.values: has 1 numbers, and q has 16 features"),
+        (calculation("logits", {"type": "mean", "over": "prompt"}), "perturbations.0.action.over: logits are not"),
+        (storage("mlp.fc1", ZERO), "perturbations.0.parameter: this model has no mlp.fc1.weight; modules with"),
+        (storage("mlp.linear_fc1", ZERO, tensor="bias"), "this model has no mlp.linear_fc1.bias"),
+        (storage("mlp.linear_fc1", ZERO, part="key"), "has no part key; write one of gate, up"),
+        (storage("self_attention.linear_qkv", ZERO, heads=[0]), "part: must be given with heads"),
+        (storage("embedding.position_embeddings", ZERO), "this model has no learned positions"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            engine.submit(request("bad", recipe(perturbation)))
+        assert message in str(caught.value)
+
+
+CHECKS = ("nulls", "ablations", "means", "selections", "interleaved", "rereads", "graphs_of_recipes", "refusals")
+
+
+def test_a_single_process(run_ranks: RunRanks) -> None:
+    run_ranks(1, alone, CHECKS, 16)
+
+
+def test_means_of_prompts_in_chunks(run_ranks: RunRanks) -> None:
+    run_ranks(1, alone, ("means",), 5)
+
+
+STORED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("self_attention.linear_qkv", {}),
+    ("self_attention.linear_qkv", {"part": "key", "heads": [1]}),
+    ("self_attention.linear_proj", {"heads": [0, 3]}),
+    ("mlp.linear_fc1", {}),
+    ("mlp.linear_fc2", {}),
+    ("embedding.word_embeddings", {}),
+)
+
+
+def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[str, torch.Tensor]]:
+    """Tensor rank, noise of sites, and perturbed parameters of a rank."""
+    with groups_of(flags) as (layout, device):
+        config = config_of(f"{flags} {VARIANTS[variant]}")
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device, prefill_chunk=chunk)
+        noise = recipe(*(entry for site in SITES for entry in noise_alone(site)), seed=4)
+        values = read(gang, engine, SITES, samples(noise, PROMPTS))
+        stored = recipe(*(storage(module, GAUSSIAN, **fields) for module, fields in STORED), seed=4)
+        shard = model_shard_of(gang.stage.model, layout, vocabulary=gang.stage.vocab_size)
+        PerturbedParameters(stored, gang.stage.model, shard).swap_in()
+        return layout.tensor_rank, values, global_names(gang.stage.model)
+
+
+def global_names(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters of a rank by their names in the whole model."""
+    found = dict(model.named_parameters(prefix="", recurse=True))
+    named = {name: value.detach() for name, value in found.items() if not name.startswith("decoder.layers.")}
+    for layer in model.decoder.layers:
+        prefix = f"decoder.layers.{layer.layer_number - 1}."
+        named |= {prefix + name: value.detach() for name, value in layer.named_parameters()}
+    return named
+
+
+def shard_of(name: str, whole: torch.Tensor, like: torch.Tensor, rank: int, *, gated: bool) -> torch.Tensor:
+    """Apply the written rule: two equal parts along an axis; of [gate; up] a part of each."""
+    if whole.shape == like.shape:
+        return whole
+    axis = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0
+    if gated and ("linear_fc1" in name or name == "mlp1"):
+        return torch.cat([half.chunk(2)[rank] for half in whole.chunk(2)])
+    return whole.chunk(2, axis)[rank]
+
+
+def check_layout(alone: Any, ranks: list[Any], *, gated: bool) -> None:
+    """Compare the noise of all ranks with that of one process, bit for bit."""
+    _, values, parameters = alone
+    parameters |= {"output_layer.weight": parameters.get("output_layer.weight", parameters[EMBEDDING])}
+    for rank, found, perturbed in ranks:
+        for key, value in found.items():
+            assert torch.equal(value, shard_of(key[0], values[key], value, rank, gated=gated)), key
+        for name, value in perturbed.items():
+            assert torch.equal(value, shard_of(name, parameters[name], value, rank, gated=gated)), name
+    assert {key for _, found, _ in ranks for key in found} == set(values)
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@pytest.mark.full("each split of tensors and layers, with every kind of model", but=("TP2xPP2-rotary-grouped",))
+@pytest.mark.parametrize("variant", ["rotary-grouped", "learned-tied"])
+@pytest.mark.parametrize("layout", ["TP2xPP2", "TP2", "PP2"])
+def test_noise_is_equal_on_every_layout(run_ranks: RunRanks, layout: str, variant: str) -> None:
+    """Check it also streamed in chunks, against one process that reads prompts at once."""
+    world, flags = LAYOUTS[layout]
+    (whole,) = run_ranks(1, draw, "", variant)
+    check_layout(whole, run_ranks(world, draw, flags, variant, 5), gated=variant != "learned-tied")
+
+
+def at_once() -> None:
+    """Check that a text that is read as one prompt has the noise of the same tokens when they were generated."""
+    with groups_of("") as (layout, device):
+        config = config_of(VARIANTS["rotary-grouped"])
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device, prefill_chunk=64)
+        noise = recipe(*noise_alone("q"), *noise_alone("mlp1"))
+        streamed = read(gang, engine, ("q", "mlp1"), samples(noise, PROMPTS))
+        longer = [prompt + (1,) * NEW for prompt in PROMPTS]
+        whole = read(gang, engine, ("q", "mlp1"), samples(noise, longer, 1))
+        assert all(torch.equal(value, whole[key]) for key, value in streamed.items())
+        places = [("q", 0, 0, 3), ("q", 0, 1, 3), ("q", 1, 0, 3), ("q", 0, 0, 4)]
+        assert len({tuple(whole[place].flatten().tolist()) for place in places}) == len(places)
+
+
+def test_noise_is_equal_streamed_and_at_once(run_ranks: RunRanks) -> None:
+    run_ranks(1, at_once)

@@ -1,0 +1,116 @@
+"""Perturbation of a model runner's steps: which recipe is active, and whose tokens the step has."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.inference.model.kv_cache import free_bytes
+from megatronapp_trainer.inference.perturbed_steps import AddRecipe, DropRecipe, PerturbedGraphs, PerturbedStep
+from megatronapp_trainer.inference.step_plan import StepPlan
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.perturbation.check import check_recipe
+from megatronapp_trainer.perturbation.model_perturbations import ModelPerturbations
+from megatronapp_trainer.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.perturbation.row_context import PromptPart, RowContext
+from megatronapp_trainer.perturbation.storage import copied_bytes
+
+
+class StepPerturbation:
+    """Recipes of one rank of a generating model. Steps without one run the model as it is."""
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - GPTModel
+        layout: Layout,
+        device: Device,
+        *,
+        vocab_size: int,
+        slots: int,
+        drop_graphs: Callable[[Callable[[Hashable], bool]], None],
+    ) -> None:
+        """`drop_graphs` drops the CUDA graphs of the families for which a function is true."""
+        self._drop_graphs = drop_graphs
+        self._model = model
+        self._device = device
+        self._shard = model_shard_of(model, layout, vocabulary=vocab_size)
+        self._perturbations = ModelPerturbations(model, self._shard, slots=slots)
+        self._perturbed_slots: set[int] = set()
+        """Slots whose cache a perturbed step has written since it was cleared."""
+        self._origins: dict[int, torch.Tensor] = {}
+        """Samples, prompt lengths and slots of decode steps, int64 [3, B] by number of slots, for CUDA graphs."""
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise RecipeError where the model lacks what a recipe names, or this rank the memory for it; on rank 0."""
+        check_recipe(recipe, self._model, self._shard)
+        needed, free = copied_bytes(recipe, self._model, self._shard), free_bytes(self._device)
+        if needed > free:
+            raise RecipeError(
+                f"perturbations: the copies of parameters take {needed >> 20} MiB on a rank, and {free >> 20} MiB are "
+                "free; choose fewer layers or modules"
+            )
+
+    def change(self, command: AddRecipe | DropRecipe) -> None:
+        """Prepare a recipe, or forget it with its CUDA graphs; at a step boundary."""
+        if isinstance(command, AddRecipe):
+            self._perturbations.add(command.recipe)
+            return
+        digest = command.digest
+        self._drop_graphs(lambda family: isinstance(family, PerturbedGraphs) and family.digest == digest)
+        self._perturbations.drop(digest)
+
+    def activate(self, plan: StepPlan, clear_slot: Callable[[int], None]) -> None:
+        """Let the model compute with the recipe of a plan, or as it is.
+
+        A slot that a perturbed sequence has left is cleared for the next one: a decode step multiplies keys and values
+        beyond the end of a sequence by 0, and that is NaN if a perturbation has made them infinite.
+        """
+        self._perturbations.activate(plan.digest)
+        if self._perturbed_slots:
+            for segment in plan.segments:
+                if segment.start == 0 and segment.slot in self._perturbed_slots:
+                    clear_slot(segment.slot)
+                    self._perturbed_slots.discard(segment.slot)
+        if plan.perturbed is not None:
+            self._perturbed_slots.update(segment.slot for segment in plan.segments)
+
+    def begin_prefill(self, plan: StepPlan, positions_N: torch.Tensor, output_rows: torch.Tensor | None) -> None:
+        """Set the tokens of prompts that a step reads, and the rows whose logits it computes (None: all)."""
+        if plan.perturbed is not None:
+            self._perturbations.set_rows(self._prompt_rows(plan, plan.perturbed, positions_N), output_rows)
+
+    def begin_decode(self, plan: StepPlan, positions_B: torch.Tensor) -> None:
+        """Set the tokens of a decode step, one for each slot; `positions_B` is at the same address in each step."""
+        if plan.perturbed is not None:
+            self._perturbations.set_rows(self._decode_rows(plan, plan.perturbed, positions_B))
+
+    def end_pass(self) -> None:
+        """Perturb no activation until the next step begins, such as when modules are called to read a step."""
+        self._perturbations.set_rows(None)
+
+    def _prompt_rows(self, plan: StepPlan, step: PerturbedStep, positions_N: torch.Tensor) -> RowContext:
+        parts: list[PromptPart] = []
+        origins: list[tuple[int, int, int]] = []
+        for segment, sample, length in zip(plan.segments, step.samples, step.prompt_lengths, strict=True):
+            rows = slice(len(origins), len(origins) + len(segment.tokens))
+            parts.append(PromptPart(rows=rows, slot=segment.slot, start=segment.start, prompt_length=length))
+            origins += [(sample, length, segment.slot)] * len(segment.tokens)
+        samples_N, prompts_N, slots_N = self._device.to_device(torch.tensor(origins).T.contiguous()).unbind()
+        return RowContext(
+            positions_N=positions_N, samples_N=samples_N, prompts_N=prompts_N, slots_N=slots_N, parts=parts
+        )
+
+    def _decode_rows(self, plan: StepPlan, step: PerturbedStep, positions_B: torch.Tensor) -> RowContext:
+        """Write the step into the buffer that the graph of this size reads."""
+        slots = positions_B.size(0)
+        origins_3B = torch.tensor([[0] * slots, [1] * slots, list(range(slots))])
+        for segment, sample, length in zip(plan.segments, step.samples, step.prompt_lengths, strict=True):
+            origins_3B[0, segment.slot], origins_3B[1, segment.slot] = sample, length
+        if slots not in self._origins:
+            self._origins[slots] = torch.empty(3, slots, dtype=torch.int64, device=self._device.torch_device)
+        source = origins_3B.pin_memory() if self._device.is_cuda else origins_3B
+        self._origins[slots].copy_(source, non_blocking=True)
+        samples_B, prompts_B, slots_B = self._origins[slots].unbind()
+        return RowContext(positions_N=positions_B, samples_N=samples_B, prompts_N=prompts_B, slots_N=slots_B)

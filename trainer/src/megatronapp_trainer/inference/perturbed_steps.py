@@ -1,0 +1,104 @@
+"""Recipes of perturbations in the engine: commands to the ranks, the order of recipes, and coordinates of a step."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Set
+from typing import TYPE_CHECKING, Any
+
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
+from megatronapp_trainer.inference.errors import QueueFullError, RequestError
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.inference.request import GenerationRequest
+
+TOPIC = "perturbation"
+MOST_RECIPES = 8
+"""Limit of different recipes of all open requests."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AddRecipe:
+    """Command to draw the noise of a recipe before the first step that uses it."""
+
+    recipe: Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DropRecipe:
+    """Command to forget a recipe that no open request uses."""
+
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PerturbedStep:
+    """Recipe of a step, and for each of its segments the coordinates that noise depends on."""
+
+    digest: str
+    samples: tuple[int, ...]
+    """Index of the prompt or choice within its request."""
+    prompt_lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PerturbedGraphs:
+    """Family of CUDA graphs with the hooks and parameters of a recipe baked in."""
+
+    digest: str
+    captured: Hashable
+
+
+def check_recipes(check: Callable[[Recipe], None], requests: Iterable["GenerationRequest"]) -> None:
+    """Check the recipe of each request. Raises RequestError where `check` raises RecipeError."""
+    recipes = {request.perturbation.digest: request.perturbation for request in requests if request.perturbation}
+    for recipe in recipes.values():
+        try:
+            check(recipe)
+        except RecipeError as error:
+            raise RequestError("perturbation", str(error)) from error
+
+
+def check_number_of_recipes(digests: Set[str | None]) -> None:
+    """Raise QueueFullError if these are more different recipes than may be open."""
+    if len(digests - {None}) > MOST_RECIPES:
+        raise QueueFullError(f"open requests have {MOST_RECIPES} different perturbations already; try again later")
+
+
+class RecipeRotation:
+    """Fair order of recipes (None: no perturbation) that have work at the same time."""
+
+    def __init__(self) -> None:
+        self._last_steps: dict[str | None, int] = {}
+        self._steps = 0
+
+    def next(self, due: Iterable[str | None]) -> str | None:
+        """Choose the digest whose last step is longest ago, of at least one."""
+        chosen = min(due, key=lambda digest: self._last_steps.get(digest, -1))
+        self._steps += 1
+        self._last_steps = {digest: step for digest, step in self._last_steps.items() if digest in due}
+        self._last_steps[chosen] = self._steps
+        return chosen
+
+
+class RankRecipes:
+    """The recipes that the ranks know. Used in the engine's thread."""
+
+    def __init__(self, command: Callable[[str, Any], None]) -> None:
+        self._command = command
+        self._known: set[str] = set()
+
+    def add(self, recipe: Recipe | None) -> None:
+        """Send a recipe to all ranks before the first step that uses it."""
+        if recipe is not None and recipe.digest not in self._known:
+            self._command(TOPIC, AddRecipe(recipe=recipe))
+            self._known.add(recipe.digest)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return true if the ranks know no recipe."""
+        return not self._known
+
+    def keep(self, used: Iterable[str | None]) -> None:
+        """Let all ranks forget the recipes that are not among the used ones."""
+        for digest in sorted(self._known.difference(used)):
+            self._command(TOPIC, DropRecipe(digest=digest))
+            self._known.discard(digest)

@@ -1,0 +1,192 @@
+"""Calculation and system perturbations: write hooks that change activations in each forward pass."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatronapp_common.scope.perturbation.recipe import Perturbation, Recipe
+from megatronapp_trainer.hooks.interventions import WriteHooks
+from megatronapp_trainer.hooks.sites import Site, site_of
+from megatronapp_trainer.perturbation.model_shard import GlobalFeatures, ModelShard, global_features
+from megatronapp_trainer.perturbation.noise import activation_block, gaussian, noise_key, scaled
+from megatronapp_trainer.perturbation.philox import RandomBlock, Uint32
+from megatronapp_trainer.perturbation.prompt_means import PromptMeans
+from megatronapp_trainer.perturbation.row_context import RowContext, selected_rows
+
+LOGITS, LAYER_BOUNDARY = "logits", "residual"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedPerturbation:
+    """A perturbation and its index in the recipe."""
+
+    place: int
+    perturbation: Perturbation
+
+
+class ActivationPerturbations:
+    """The activation perturbations of a recipe on one rank; `rows` are set before each forward pass."""
+
+    def __init__(self, recipe: Recipe, model: Any, shard: ModelShard, *, slots: int) -> None:  # noqa: ANN401 - GPTModel
+        self.rows: RowContext | None = None
+        """Tokens of the forward pass; None: activations are unchanged."""
+        self.output_rows: torch.Tensor | None = None
+        """Rows whose logits are computed, int64 on the device; None: all."""
+        self._hooks = WriteHooks(model)
+        self._seed = recipe.seed
+        self._shard = shard
+        self._slots = slots
+        self._features: dict[tuple[str, torch.Size], GlobalFeatures] = {}
+        self._means: dict[tuple[int, int], PromptMeans] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        """Given means on the device, by index of the perturbation: a CUDA graph cannot copy them from the host."""
+        self._by_site = _by_site(recipe)
+
+    def install(self) -> None:
+        """Perturb forward passes from now on. Sites that this rank does not hold are skipped."""
+        for name, placed in self._by_site.items():
+            layers = _layers_of(placed)
+            self._hooks.add(site_of(name), _SiteHook(self, site_of(name), placed), layers=layers, required=False)
+
+    def remove(self) -> None:
+        """Let the model compute as before."""
+        self._hooks.remove()
+
+    def changed(self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation) -> torch.Tensor:
+        """Return a value with one perturbation applied: [N, features] or [N, heads, channels]."""
+        assert self.rows is not None
+        perturbation, rows = placed.perturbation, self._rows_of(site, self.rows)
+        where = self._coordinates(site, value)
+        new = self._new_value(value, layer, site, placed, rows)
+        chosen = _chosen(perturbation, value, rows, where, self._shard.vocabulary if site.name == LOGITS else None)
+        return new if chosen is None else torch.where(chosen, new, value)
+
+    def _rows_of(self, site: Site, rows: RowContext) -> RowContext:
+        if site.name == LOGITS and self.output_rows is not None:
+            return rows.of_rows(self.output_rows)
+        return rows
+
+    def _coordinates(self, site: Site, value: torch.Tensor) -> GlobalFeatures:
+        key = (site.name, value.shape[1:])
+        if key not in self._features:
+            self._features[key] = global_features(site, value.shape[1:], self._shard, value.device)
+        return self._features[key]
+
+    def _new_value(
+        self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> torch.Tensor:
+        action = placed.perturbation.action
+        if action.type == "zero":
+            return torch.zeros_like(value)
+        if action.type == "mean":
+            return self._mean(value, layer, site, placed, rows)
+        assert action.coefficient is not None
+        block = self._block(value, layer, site, placed, rows)
+        return (gaussian if action.type == "gaussian" else scaled)(value, action.coefficient, block)
+
+    def _block(
+        self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> RandomBlock:
+        where = self._coordinates(site, value)
+        positions: Uint32 = 0
+        samples: Uint32 = 0
+        features: Uint32 = where.features
+        name = site.name
+        if placed.perturbation.kind == "system":
+            name = "system"
+            features = 0 if placed.perturbation.action.type == "uniform" else where.features
+        else:
+            axes = (-1, *([1] * (value.ndim - 1)))
+            positions, samples = rows.positions_N.view(axes), rows.samples_N.view(axes)
+        return activation_block(
+            noise_key(self._seed, placed.place, name, layer),
+            features=features,
+            positions=positions,
+            samples=samples,
+            heads=0 if where.heads is None else where.heads,
+            device=value.device,
+        )
+
+    def _mean(
+        self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> torch.Tensor:
+        action = placed.perturbation.action
+        if action.value is not None:
+            return torch.full_like(value, action.value)
+        if action.values is not None:
+            if placed.place not in self._values:
+                self._values[placed.place] = torch.tensor(action.values, dtype=value.dtype, device=value.device)
+            features = self._coordinates(site, value).features.clamp_max(len(action.values) - 1)
+            return self._values[placed.place][features].expand_as(value)
+        means_of = self._means.setdefault((placed.place, layer), PromptMeans(self._slots))
+        return means_of.replacement(value, rows)
+
+
+class _SiteHook:
+    """Write hook of one site: its perturbations in the order of the recipe."""
+
+    def __init__(self, owner: ActivationPerturbations, site: Site, placed: Sequence[PlacedPerturbation]) -> None:
+        self._owner = owner
+        self._site = site
+        self._placed = placed
+
+    def __call__(self, value: torch.Tensor, layer: int) -> torch.Tensor | None:
+        if self._owner.rows is None:
+            return None
+        changed = value
+        for placed in self._placed:
+            layers = placed.perturbation.layers
+            if layers is None or layer in layers:
+                changed = self._owner.changed(changed, layer, self._site, placed)
+        return None if changed is value else changed
+
+
+def _by_site(recipe: Recipe) -> dict[str, list[PlacedPerturbation]]:
+    found: dict[str, list[PlacedPerturbation]] = {}
+    for place, perturbation in enumerate(recipe.perturbations):
+        if perturbation.kind != "storage":
+            site = LAYER_BOUNDARY if perturbation.kind == "system" else perturbation.site or ""
+            found.setdefault(site, []).append(PlacedPerturbation(place=place, perturbation=perturbation))
+    return found
+
+
+def _layers_of(placed: Sequence[PlacedPerturbation]) -> frozenset[int] | None:
+    """Return the layers that any of the perturbations selects; None: all."""
+    layers = [entry.perturbation.layers for entry in placed]
+    return None if None in layers else frozenset(layer for some in layers for layer in some or ())
+
+
+def _chosen(
+    perturbation: Perturbation,
+    value: torch.Tensor,
+    rows: RowContext,
+    where: GlobalFeatures,
+    vocabulary: int | None,
+) -> torch.Tensor | None:
+    """Return which numbers are selected, a bool tensor that broadcasts against the value; None: all.
+
+    `vocabulary`: number of features that are no padding; None: all.
+    """
+    masks = []
+    if (chosen_N := selected_rows(perturbation, rows)) is not None:
+        masks.append(chosen_N.view(-1, *([1] * (value.ndim - 1))))
+    if perturbation.heads is not None and where.heads is not None:
+        masks.append(_among(where.heads, perturbation.heads))
+    if vocabulary is not None:
+        masks.append(where.features < vocabulary)
+    if not masks:
+        return None
+    chosen = masks[0]
+    for mask in masks[1:]:
+        chosen = chosen & mask
+    return chosen
+
+
+def _among(values: torch.Tensor, choices: Sequence[int]) -> torch.Tensor:
+    """Return which values are among the choices, without a copy from the host: a CUDA graph could not repeat it."""
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    for choice in choices:
+        chosen = chosen | (values == choice)
+    return chosen

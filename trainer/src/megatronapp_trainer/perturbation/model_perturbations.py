@@ -1,0 +1,60 @@
+"""The recipes that a rank knows, by digest, and the one that its model computes with now."""
+
+from typing import Any
+
+import torch
+
+from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_trainer.perturbation.activations import ActivationPerturbations
+from megatronapp_trainer.perturbation.model_shard import ModelShard
+from megatronapp_trainer.perturbation.row_context import RowContext
+from megatronapp_trainer.perturbation.storage import PerturbedParameters
+
+
+class ModelPerturbations:
+    """Perturbations of one rank's model; at most one recipe is active. Without one the model has no hook of ours."""
+
+    def __init__(self, model: Any, shard: ModelShard, *, slots: int) -> None:  # noqa: ANN401 - GPTModel
+        """`slots`: number of sequences that are generated at a time."""
+        self._model = model
+        self._shard = shard
+        self._slots = slots
+        self._parameters: dict[str, PerturbedParameters] = {}
+        self._activations: dict[str, ActivationPerturbations] = {}
+        self.active: str | None = None
+        """Digest of the active recipe."""
+
+    def add(self, recipe: Recipe) -> None:
+        """Draw the noise of parameters; a recipe that is known already is unchanged."""
+        if recipe.digest not in self._activations:
+            self._parameters[recipe.digest] = PerturbedParameters(recipe, self._model, self._shard)
+            self._activations[recipe.digest] = ActivationPerturbations(
+                recipe, self._model, self._shard, slots=self._slots
+            )
+
+    def drop(self, digest: str) -> None:
+        """Forget a recipe, and free its copies of parameters."""
+        if self.active == digest:
+            self.activate(None)
+        del self._parameters[digest], self._activations[digest]
+
+    def activate(self, digest: str | None) -> None:
+        """Compute with this recipe from now on; None: with the model as it is."""
+        if digest == self.active:
+            return
+        if self.active is not None:
+            self._activations[self.active].remove()
+            self._parameters[self.active].swap_out()
+        self.active = digest
+        if digest is not None:
+            self._parameters[digest].swap_in()
+            self._activations[digest].install()
+
+    def set_rows(self, rows: RowContext | None, output_rows: torch.Tensor | None = None) -> None:
+        """Set the tokens of the next forward pass (None: leave activations as they are), and the rows with logits.
+
+        `output_rows` None: logits of all rows are computed.
+        """
+        if self.active is not None:
+            activations = self._activations[self.active]
+            activations.rows, activations.output_rows = rows, output_rows

@@ -1,0 +1,1 @@
+"""Perturbations that a server knows by name."""
