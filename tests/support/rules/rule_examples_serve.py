@@ -29,6 +29,17 @@ def _of_training(field: str, value: object, *more: Changes) -> list[Example]:
 _CONTROLLED: Changes = {"spec.scope": {"training": {"startPaused": True}}, "spec.analyzer.enabled": True}
 """Changes that let a training be controlled."""
 
+
+def _named(name: str, *, active: bool = False) -> dict[str, object]:
+    """A recipe of a manifest."""
+    action = {"type": "gaussian", "coefficient": 0.1}
+    return {"name": name, "active": active, "recipe": {"perturbations": [{"kind": "system", "action": action}]}}
+
+
+def _perturbed(*recipes: dict[str, object]) -> Changes:
+    return SERVED | {"spec.scope": {"perturbations": list(recipes)}, "spec.analyzer.enabled": True}
+
+
 SERVE_EXAMPLES: tuple[Example, ...] = (
     *good("model-given", {}, SERVED, _WITH_MODEL),
     *bad("model-given", "spec.model", ({"spec.model": None}, "is missing; write model with a block of fields")),
@@ -64,6 +75,27 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
             _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "startPaused": True}}},
             "is false, so that startPaused and resumeAfterSeconds mean nothing",
         ),
+    ),
+    *good("scope-perturbations-of-mode-serve", _CONTROLLED),
+    *bad(
+        "scope-perturbations-of-mode-serve",
+        "spec.scope.perturbations",
+        (
+            _CONTROLLED | {"spec.scope": {"training": {}, "perturbations": [_named("a")]}},
+            "belongs to mode: serve: a model that trains cannot be perturbed",
+        ),
+    ),
+    *good("perturbations-named-once", SERVED, _perturbed(_named("a"), _named("b"))),
+    *bad(
+        "perturbations-named-once",
+        "spec.scope.perturbations",
+        (_perturbed(_named("a"), _named("a")), "two recipes have one name"),
+    ),
+    *good("one-active-perturbation", SERVED, _perturbed(_named("a", active=True), _named("b"))),
+    *bad(
+        "one-active-perturbation",
+        "spec.scope.perturbations",
+        (_perturbed(_named("a", active=True), _named("b", active=True)), "several recipes are active"),
     ),
     *good("serve-needs-a-checkpoint", SERVED),
     *bad(

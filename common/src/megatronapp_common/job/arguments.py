@@ -146,6 +146,7 @@ OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
     "--bf16": "training.precision",
     "--faults": "faults",
+    "--scope-perturbations": "scope.perturbations",
     "--fbd-forward-ranks-apart": "fbd.forward",
     "--fbd-forward-on-cpu": "fbd.forward.gpus_per_node",
 }
@@ -206,6 +207,9 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
             flags.append("--fbd-forward-on-cpu")
     if job.spec.faults:
         flags += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]
+    if job.spec.mode == "serve" and job.spec.scope is not None and job.spec.scope.perturbations:
+        recipes = [named.model_dump(mode="json", exclude_defaults=True) for named in job.spec.scope.perturbations]
+        flags += ["--scope-perturbations", json.dumps(recipes, separators=(",", ":"))]
     return [*flags, *job.spec.args]
 
 

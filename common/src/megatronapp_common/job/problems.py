@@ -30,6 +30,7 @@ from megatronapp_common.job.fields import (
     walk,
     without_none,
 )
+from megatronapp_common.scope.perturbation.recipe import DIGEST_PATTERN
 
 SHOWN_CHARACTERS = 60
 LISTED_CHOICES = 3
@@ -58,6 +59,8 @@ def _sentence(detail: ErrorDetails, root: type[BaseModel]) -> str:
     constraint = _CONSTRAINTS.get(kind)
     if constraint is not None:
         return f"{value} {constraint(detail.get('ctx', {}))}"
+    if kind == "value_error":  # of a validator of ours, whose message has the correction
+        return str(detail["ctx"]["error"])
     if kind == "literal_error":
         return _not_a_choice(detail["input"], expected)
     return f"{value} is not {describe_type(expected)}; {_instead(detail['input'], expected)}"
@@ -136,6 +139,7 @@ PATTERNS = {
     QUANTITY_PATTERN: "a quantity such as 4, 500m or 16Gi",
     VARIABLE_PATTERN: "letters, digits and '_', no digit first",
     MODULE_PATTERN: "the dotted name of a Python module, such as team.places",
+    DIGEST_PATTERN: "12 hex digits, such as 0123456789ab",
     SPLIT_PATTERN: "up to three numbers with commas between, such as 98,2,0",
 }
 _CONSTRAINTS: dict[str, Callable[[Mapping[str, Any]], str]] = {

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.scope.perturbation.recipe import MAX_NAMED, NamedRecipe
 
 MODULE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]
@@ -28,3 +29,5 @@ class Scope(ManifestModel):
     """Python modules that each rank imports before it loads the model; they register sites. Only in mode serve."""
     training: TrainingControl | None = None
     """Control of the running training; only in mode train."""
+    perturbations: Annotated[tuple[NamedRecipe, ...], Field(max_length=MAX_NAMED)] = ()
+    """Recipes of perturbations (docs/perturbation.md) that requests choose by name; only in mode serve."""

@@ -93,6 +93,25 @@ SERVE_RULES = (
         message="is false, so that startPaused and resumeAfterSeconds mean nothing; leave them out, or write true",
     ),
     Rule(
+        id="scope-perturbations-of-mode-serve",
+        field=".scope.perturbations",
+        rule=f"!({_TRAINS}) || !has(self.scope) || self.scope.perturbations.size() == 0",
+        message="belongs to mode: serve: a model that trains cannot be perturbed yet; leave it out",
+    ),
+    Rule(
+        id="perturbations-named-once",
+        field=".scope.perturbations",
+        rule="!has(self.scope) || self.scope.perturbations.all(one, "
+        "self.scope.perturbations.filter(other, other.name == one.name).size() == 1)",
+        message="two recipes have one name; give each another name",
+    ),
+    Rule(
+        id="one-active-perturbation",
+        field=".scope.perturbations",
+        rule="!has(self.scope) || self.scope.perturbations.filter(one, one.active).size() <= 1",
+        message="several recipes are active; write active: true for one at most",
+    ),
+    Rule(
         id="serve-needs-a-checkpoint",
         field=".checkpoint.load",
         rule=f"!({_SERVES}) || has(self.checkpoint.load)",
