@@ -1,7 +1,6 @@
 """MegaScope's screen over a recorded session: pictures and files show its numbers, by keyboard alone too."""
 
 import csv
-import dataclasses
 import io
 import json
 import pathlib
@@ -19,6 +18,7 @@ import scope_replay
 import scope_script
 import scope_session
 from axe import CONTRAST, RULES, violations
+from scope_replay_page import ReplayedHub, saved
 
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common.frames import FrameType, encode
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
 PINNED = (1, 2)
 """Layer and head whose attention the session holds."""
-FOLLOWED = int(scope_analysis.lens_logs(scope_session.record(), 0)[5, 1].argmax())
-"""Token that the lens of the session follows: the likeliest one of layer 1 at position 5."""
 PIXELS = """(canvas, places) => {
   const context = canvas.getContext("2d"), ratio = window.devicePixelRatio;
   return places.map(([x, y]) => [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3));
@@ -42,33 +40,13 @@ PROBABILITY_DARK = [
 """Constants of frontend/src/render/maps.ts."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplayedHub:
-    """A session that is served, and the numbers that it was made of."""
-
-    url: str
-    token: str
-    recording: scope_session.Recording
-
-    def view(self, view: str, **selection: Any) -> str:
-        """Address of a panel."""
-        return f"{self.url}/?{urllib.parse.urlencode({'page': 'scope', 'view': view, **selection})}"
-
-    def open(self, page: pw.Page, view: str, **selection: Any) -> None:
-        """Show a panel with all that the session has."""
-        page.goto(self.view(view, **selection))
-        pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
-        pw.expect(page.get_by_test_id("tokens")).to_be_visible()
-
-
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayedHub]:
     folder = tmp_path_factory.mktemp("replay")
     recording = scope_session.record()
     file = folder / "tiny.scope"
     core = scope_session.core_of(recording, tp=2, pp=2)
-    for token in (None, FOLLOWED):
-        core.runs[RUN].analyses.put(scope_analysis.recorded_lens(recording, 0, token))
+    core.runs[RUN].analyses.put(scope_analysis.recorded_lens(recording, 0))
     file.write_bytes(session_file.dump(core.feed, RUN))
     with scope_replay.replaying(file, folder / "replay.log") as running:
         yield ReplayedHub(url=running.url, token=running.token, recording=recording)
@@ -127,13 +105,6 @@ def test_attention_map_paints_the_colours_of_the_exact_probabilities(scope: pw.P
     assert wrong == []
 
 
-def saved(page: pw.Page, card: str, name: str) -> bytes:
-    """The file that a button of a panel saves."""
-    with page.expect_download() as download:
-        page.get_by_role("region", name=card).get_by_role("button", name=name).click()
-    return pathlib.Path(download.value.path()).read_bytes()
-
-
 def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     sites = replay.recording.sites[0]
@@ -154,32 +125,6 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> N
     points = basis.project(sites["residual"][:1, layer])
     first = [float(rows[0][f"pc{number + 1}"]) for number in range(8)]
     np.testing.assert_allclose(first, points[0], rtol=1e-5, atol=1e-5)
-
-
-def test_the_lens_shows_what_each_layer_predicts(scope: pw.Page, replay: ReplayedHub) -> None:
-    logs = scope_analysis.lens_logs(replay.recording, 0)
-    layer, position = 1, 5
-    replay.open(scope, "lens", layer=layer, token=position)
-    best = np.argsort(-logs[position, layer], kind="stable")[:10]
-    rows = scope.get_by_test_id("lens-candidates").locator("tbody tr")
-    pw.expect(rows).to_have_count(10)
-    titles = [row.get_attribute("title") for row in rows.get_by_role("rowheader").all()]
-    assert titles == [f"token {token}" for token in best]
-    matrix = scope.get_by_role("region", name="Logit lens")
-    lines = list(csv.DictReader(io.StringIO(saved(scope, "Logit lens", "CSV").decode())))
-    cell = next(line for line in lines if (line["layer"], line["position"]) == (str(layer), str(position)))
-    assert float(cell["probability"]) == pytest.approx(np.exp(logs[position, layer].max()), rel=1e-4)
-    following = (replay.recording.prompts[0] + replay.recording.generated[0])[position + 1]
-    assert int(cell["rank of the next token"]) == (logs[position, layer] > logs[position, layer, following]).sum()
-    scope.get_by_test_id("lens-matrix").focus()
-    scope.keyboard.press("ArrowDown")
-    pw.expect(matrix.locator("[aria-live]")).to_contain_text("layer 2 predicts")
-    pw.expect(scope).to_have_url(re.compile("layer=2(&|$)"))
-    scope.keyboard.press("ArrowUp")
-    rows.first.get_by_role("button", name="Follow").click()
-    pw.expect(matrix.get_by_role("radio", name="Followed")).to_be_checked()
-    matrix.get_by_role("button", name="Table").click()
-    pw.expect(matrix.get_by_role("table")).to_contain_text("rank 0")
 
 
 def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: ReplayedHub) -> None:

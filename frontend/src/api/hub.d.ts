@@ -321,6 +321,51 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/scope/runs/{run}/attribution": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Attribution
+         * @description Direct logit attribution: what each head, MLP and bias adds to the logit of the token after a position.
+         *
+         *     By default of the newest position that was read, and of the token that follows it in the text. `against`: a token
+         *     whose logit is subtracted. `neurons`: the strongest neurons of each layer, by contribution or activation.
+         */
+        get: operations["getAttribution"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}/heads": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Head Scores
+         * @description Scores of all heads over the text of a sample, by which previous-token, induction and sink heads are found.
+         *
+         *     `random`: instead of the text, over this number of random tokens, read twice, drawn with `seed`.
+         */
+        get: operations["getHeadScores"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/scope/runs/{run}/lens": {
         parameters: {
             query?: never;
@@ -766,6 +811,40 @@ export interface components {
             retryMs: number;
         };
         /**
+         * Attribution
+         * @description Direct logit attribution: summands of a logit, lists over layers. Their sum is `logit`.
+         */
+        Attribution: {
+            /** Against */
+            against: number | null;
+            /** Attentionbias */
+            attentionBias: (number | null)[];
+            /** Constant */
+            constant: number | null;
+            /** Embedding */
+            embedding: number | null;
+            /** Heads */
+            heads: (number | null)[][];
+            /** Logit */
+            logit: number | null;
+            /** Mlp */
+            mlp: (number | null)[];
+            /** Mlpbias */
+            mlpBias: (number | null)[];
+            /** Neurons */
+            neurons: components["schemas"]["Neuron"][][];
+            /** Position */
+            position: number;
+            /** Sample */
+            sample: number;
+            /** Texts */
+            texts: string[];
+            /** Token */
+            token: number;
+            /** Tokens */
+            tokens: number[];
+        };
+        /**
          * Candidate
          * @description A likely token at a position; its text is None if rank 0 has no texts.
          */
@@ -1138,6 +1217,22 @@ export interface components {
             layer: number;
         };
         /**
+         * HeadScores
+         * @description Scores of heads, between 0 and 1: means of attention probabilities over the queries for which one is defined.
+         */
+        HeadScores: {
+            /** Counts */
+            counts: number[];
+            /** Sample */
+            sample: number;
+            /** Scores */
+            scores: string[];
+            /** Tokens */
+            tokens: number;
+            /** Values */
+            values: (number | null)[][][];
+        };
+        /**
          * Health
          * @description Answer of the probes.
          */
@@ -1466,6 +1561,18 @@ export interface components {
             digest: string;
             /** Name */
             name: string;
+        };
+        /**
+         * Neuron
+         * @description A neuron of an MLP: its place in the whole model, and what it adds to the logit.
+         */
+        Neuron: {
+            /** Activation */
+            activation: number | null;
+            /** Contribution */
+            contribution: number | null;
+            /** Index */
+            index: number;
         };
         /**
          * OpenSpan
@@ -3887,6 +3994,209 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getAttribution: {
+        parameters: {
+            query?: {
+                sample?: number;
+                position?: number | null;
+                token?: number | null;
+                against?: number | null;
+                neurons?: number;
+                order?: "contribution" | "activation";
+                format?: "json" | "csv";
+            };
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Attribution"];
+                    "text/csv": string;
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnswerPending"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getHeadScores: {
+        parameters: {
+            query?: {
+                sample?: number;
+                random?: number | null;
+                seed?: number;
+                format?: "json" | "csv";
+            };
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HeadScores"];
+                    "text/csv": string;
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AnswerPending"];
+                };
             };
             /** @description Unauthorized */
             401: {

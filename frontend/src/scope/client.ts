@@ -40,17 +40,14 @@ export interface ValuePlace {
 }
 
 export type Lens = Schemas["Lens"];
+export type Attribution = Schemas["Attribution"];
+export type HeadScores = Schemas["HeadScores"];
 
-/** Positions of a text whose predictions at every layer are wanted. */
-export interface LensPlace {
-  readonly run: string;
-  readonly sample: number;
-  readonly first: number;
-  readonly end: number;
-  /** Number of likeliest tokens of each cell. */
-  readonly top: number;
-  /** A token to follow through the layers; null: none. */
-  readonly token: number | null;
+/** Answers of the routes of analyses, by their names. */
+interface Analyses {
+  readonly lens: Lens;
+  readonly attribution: Attribution;
+  readonly heads: HeadScores;
 }
 
 /** Shortest wait between retries while numbers are computed, also if the hub asks for a shorter one, and the number of retries. */
@@ -148,20 +145,20 @@ export class ScopeClient {
     await this.brought(`scope/runs/${encodeURIComponent(run)}/scores?sample=${sample}`, signal);
   }
 
-  /** What each layer predicts at some positions; waits while the model reads the text once more. */
-  async lens(place: LensPlace, signal?: AbortSignal): Promise<Lens> {
-    const { run, sample, first, end, top, token } = place;
-    const query = new URLSearchParams({
-      sample: String(sample),
-      positions: `${first}-${end - 1}`,
-      top: String(top),
-      ...(token === null ? {} : { token: String(token) }),
-    });
+  /** An analysis of a text of a run; waits while the model reads the text once more. */
+  async analysis<K extends keyof Analyses>(
+    kind: K,
+    run: string,
+    query: Readonly<Record<string, string | number | null>>,
+    signal?: AbortSignal,
+  ): Promise<Analyses[K]> {
+    const given = Object.entries(query).filter(([, value]) => value !== null);
+    const search = new URLSearchParams(given.map(([key, value]) => [key, String(value)]));
     const response = await this.brought(
-      `scope/runs/${encodeURIComponent(run)}/lens?${query.toString()}`,
+      `scope/runs/${encodeURIComponent(run)}/${kind}?${search.toString()}`,
       signal,
     );
-    return (await response.json()) as Lens;
+    return (await response.json()) as Analyses[K];
   }
 
   sessionAddress = (run: string): string => `${this.api.root}scope/runs/${encodeURIComponent(run)}/session`;

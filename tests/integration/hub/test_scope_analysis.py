@@ -8,6 +8,7 @@ import scope_analysis
 import scope_rank_zero
 from scope_pages import RUN, RUNS, fetched, recording, shown
 
+from megatronapp_analyzer.scope import routes_analysis
 from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
@@ -44,6 +45,39 @@ async def test_a_lens_is_computed_once_and_stored_in_the_session(
         replayed = core.runs[RUN].analyses.get(1, body, 0)
         assert replayed is not None
         assert replayed.header["tokens"] == lens["tokens"]
+
+
+async def test_a_logit_is_the_sum_of_its_contributions_and_heads_have_scores(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        base = f"{RUNS}/{RUN}"
+        found = (await fetched(client, f"{base}/attribution?sample=1&position=3&neurons=2")).json()
+        logit = float(recording().sites[1]["logits"][3, recording().prompts[1][4]])
+        assert (found["token"], found["position"]) == (recording().prompts[1][4], 3)
+        assert found["logit"] == pytest.approx(logit, rel=1e-5)
+        layers = np.sum([np.sum(found[name]) for name in ("heads", "attentionBias", "mlp", "mlpBias")])
+        assert found["embedding"] + layers + found["constant"] == pytest.approx(logit, abs=1e-2)
+        assert found["neurons"][3][1] == {"index": 1, "activation": 1, "contribution": -1}
+        lines = (await fetched(client, f"{base}/attribution?sample=1&position=3&neurons=2&format=csv")).text.split()
+        assert lines[0] == "component,layer,index,contribution,activation"
+        assert lines[-1] == "neuron,3,1,-1,1"
+        scores = (await fetched(client, f"{base}/heads?sample=1")).json()
+        assert scores["scores"] == ["previous", "first", "duplicate", "induction"]
+        assert scores["values"][3][2][1] == pytest.approx(0.213)
+        assert scores["tokens"] == len(recording().prompts[1]) + len(recording().generated[1]) - 1
+        drawn = (await fetched(client, f"{base}/heads?random=9&seed=4")).json()
+        assert drawn["tokens"] == 18
+        ids = [body["ids"] for _, path, body in rank_zero.requests if path == "analyses"][-1]
+        assert ids[:9] == ids[9:] == routes_analysis.random_text(96, 9, 4)[:9]
+        assert max(ids) < recording().shape.vocabulary
+        table = (await fetched(client, f"{base}/heads?sample=1&format=csv")).text.splitlines()
+        assert table[0] == "layer,head,previous,first,duplicate,induction"
+        outside = await client.get(f"{base}/attribution?position=900")
+        assert (outside.status_code, outside.json()["code"]) == (404, "outside")
+        hub.hub.scope.core.runs[RUN].header["perturbation"] = {"recipe": {}}
+        refused = await client.get(f"{base}/heads")
+        assert (refused.status_code, refused.json()["code"]) == (409, "perturbed")
 
 
 async def test_what_a_lens_cannot_show_is_refused_with_its_place(

@@ -449,6 +449,13 @@ async def check_lens(case: ChainCase) -> None:
     close(np.array(lens["logprobs"][-1]), -np.sort(-logs, axis=-1)[:, :4], "lens")
     following = [*case.recording.prompts[0][1:], *case.recording.generated[0]]
     close(np.array(lens["targetLogprob"][-1]), logs[np.arange(len(logits)), following], "lens of the text")
+    found = (await case.page.get(f"{RUNS}/{case.run}/attribution?position=4")).json()
+    layers = sum(float(np.sum(found[name])) for name in ("heads", "attentionBias", "mlp", "mlpBias"))
+    total = np.array(found["embedding"] + layers + found["constant"])
+    close(total, np.array(logits[4, following[4]]), "sum of all contributions")
+    scores = (await case.page.get(f"{RUNS}/{case.run}/heads")).json()["values"]
+    attention = case.sites[0]["attention"].astype(np.float64)
+    close(np.array(scores[1]), attention[:, :, 1:, 0].mean(-1), "scores of the first token")
 
 
 @pytest.mark.full("a model that is cut in both ways has all parts of the chain", but=("TP2 x PP2-GQA",))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from generating_ranks import config_of, drain, groups_of, model_of, open_engine, plain_of, prompts
 from plain_sites import SeenGpt
 
@@ -23,13 +24,24 @@ def prompt_of_other() -> tuple[int, ...]:
     return prompts((9,))[0]
 
 
+REPLICATED = ("linear_proj.bias", "linear_fc2.bias", "final_layernorm.bias", "final_layernorm.weight")
+
+
+def with_biases(model: Any) -> Any:
+    """Give a model biases and a norm that are not those of its initialisation, which are zero and one."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(REPLICATED):
+            parameter.copy_(torch.linspace(-0.5, 1.5, parameter.numel()).roll(len(name)))
+    return model
+
+
 def analyze(flags: str, variants: dict[str, str], bodies: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """On rank 0: the tensors and headers of each request, by variant, and the tokens generated meanwhile."""
     out = {}
     with groups_of(flags) as (layout, device):
         for name, variant in variants.items():
             config = config_of(f"{flags} {variant}")
-            out[name] = _analyze_single(model_of(config, layout, device), config, layout, device, bodies)
+            out[name] = _analyze_single(with_biases(model_of(config, layout, device)), config, layout, device, bodies)
     return out
 
 
@@ -71,6 +83,6 @@ def plain(variants: dict[str, str]) -> dict[str, SeenGpt]:
     with groups_of("") as (layout, device):
         for name, variant in variants.items():
             config = config_of(variant)
-            whole = plain_of(model_of(config, layout, device), config)
+            whole = plain_of(with_biases(model_of(config, layout, device)), config)
             out[name] = SeenGpt(whole._weights, whole._shape)
     return out

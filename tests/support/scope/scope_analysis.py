@@ -7,13 +7,58 @@ import scope_session
 from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.analysis_requests import LensRequest
+from megatronapp_common.scope.analysis_requests import (
+    HEAD_SCORES,
+    AttributionRequest,
+    HeadScoreRequest,
+    LensRequest,
+)
 from megatronapp_common.scope.protocol import Tensor, build_frame
 
 
 def analysis_frame(recording: scope_session.Recording, document: dict[str, Any]) -> Frame:
     """Return the frame SCOPE_ANALYSIS of a request."""
-    return _lens(recording, LensRequest.model_validate(document))
+    if document["kind"] == "lens":
+        return _lens(recording, LensRequest.model_validate(document))
+    if document["kind"] == "heads":
+        return _heads(recording, HeadScoreRequest.model_validate(document))
+    return _attribution(recording, AttributionRequest.model_validate(document))
+
+
+def _heads(recording: scope_session.Recording, body: HeadScoreRequest) -> Frame:
+    """Scores that say where they belong: score, layer and head as digits. Those of the ranks are tested there."""
+    shape = recording.shape
+    places = np.indices((shape.layers, shape.heads, len(HEAD_SCORES)))
+    values = places[0] / 10 + places[1] / 100 + places[2] / 1000
+    header = {"kind": "heads", "scores": list(HEAD_SCORES), "counts": [len(body.ids) - 1, len(body.ids) - 1, 3, 2]}
+    return build_frame(FrameType.SCOPE_ANALYSIS, header, [Tensor("scores", "f32", values.astype("<f4"))])
+
+
+def _attribution(recording: scope_session.Recording, body: AttributionRequest) -> Frame:
+    """Contributions of layers that are true as a sum, of which the heads of a layer have equal parts."""
+    sample = _sample_of(recording, list(body.ids))
+    sites = {name: values[body.row].astype(np.float64) for name, values in recording.sites[sample].items()
+             if name in {"embedding", "attention_output", "mlp2", "residual", "logits"}}  # fmt: skip
+    final = recording.sites[sample]["final_norm"].astype(np.float64)
+    unembedding = np.linalg.lstsq(final, recording.sites[sample]["logits"].astype(np.float64), rcond=None)[0]
+    direction = unembedding[:, body.token] / np.sqrt((sites["residual"][-1] ** 2).mean() + 1e-5)
+    shape, zeros = recording.shape, np.zeros(recording.shape.layers, "<f4")
+    heads = np.repeat((sites["attention_output"] @ direction)[:, None] / shape.heads, shape.heads, axis=1)
+    header = {"kind": "attribution", "row": body.row, "token": body.token, "against": body.against}
+    header |= {"embedding": float(sites["embedding"] @ direction), "constant": 0.0}
+    header |= {"logit": float(sites["logits"][body.token]), "order": body.order}
+    index = np.tile(np.arange(body.neurons, dtype="<u4"), (shape.layers, 1))
+    tensors = [
+        Tensor("heads", "f32", heads.astype("<f4")),
+        Tensor("attention_bias", "f32", zeros),
+        Tensor("mlp", "f32", (sites["mlp2"] @ direction).astype("<f4")),
+        Tensor("mlp_bias", "f32", zeros),
+        Tensor("neuron.index", "u32", index),
+        Tensor("neuron.activation", "f32", index.astype("<f4")),
+        Tensor("neuron.contribution", "f32", -index.astype("<f4")),
+    ]
+    texts = {"tokens": [body.token], "texts": [scope_session.text_of(body.token)]}
+    return build_frame(FrameType.SCOPE_ANALYSIS, header | texts, tensors)
 
 
 def recorded_lens(recording: scope_session.Recording, sample: int, token: int | None = None) -> Frame:
@@ -21,6 +66,11 @@ def recorded_lens(recording: scope_session.Recording, sample: int, token: int | 
     ids = recording.prompts[sample] + recording.generated[sample]
     layers = list(range(recording.shape.layers))
     request = {"kind": "lens", "rows": [0, len(ids) - 1], "layers": layers, "top": 10, "token": token}
+    return recorded(recording, sample, request, ids)
+
+
+def recorded(recording: scope_session.Recording, sample: int, request: dict[str, Any], ids: list[int]) -> Frame:
+    """Return an analysis in the form of a session file."""
     frame = analysis_frame(recording, request | {"ids": ids})
     place = {"run": scope_session.RUN, "sample": sample, "request": request, "count": len(ids)}
     return Frame(frame.type, {**frame.header, **place}, frame.body)

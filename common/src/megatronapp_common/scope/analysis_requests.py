@@ -1,4 +1,4 @@
-"""Requests to analyze a known text: logit lens (docs/reading-a-model.md, docs/scope-protocol.md, 6)."""
+"""Requests to analyze a known text (docs/reading-a-model.md): logit lens, attribution, scores of heads."""
 
 from typing import Annotated, Literal
 
@@ -12,6 +12,10 @@ MAX_CELLS = 1 << 14
 MAX_LENS_TOKENS = 1 << 17
 """Most likely tokens of all cells together."""
 MAX_TOP = 50
+MAX_NEURONS = 100
+NeuronOrder = Literal["contribution", "activation"]
+HEAD_SCORES = ("previous", "first", "duplicate", "induction")
+"""Scores of a head, in the order of their tensor."""
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Text = Annotated[tuple[Token, ...], AsList, Field(min_length=1, max_length=MAX_SCORED)]
 Span = Annotated[tuple[Index, Index], AsList]
@@ -48,4 +52,33 @@ class LensRequest(RequestModel):
         return self
 
 
-AnalysisRequest = LensRequest
+class AttributionRequest(RequestModel):
+    """Request for direct logit attribution: what each component adds to the logit of a token at one position."""
+
+    kind: Literal["attribution"] = "attribution"
+    ids: Text
+    row: Index
+    """Position whose residual predicts the token."""
+    token: Token
+    against: Token | None = None
+    """Token whose logit is subtracted; None: none is."""
+    neurons: Annotated[int, Field(ge=0, le=MAX_NEURONS)] = 10
+    """Number of neurons of each layer."""
+    order: NeuronOrder = "contribution"
+    """Quantity by whose magnitude neurons are ordered."""
+
+    @model_validator(mode="after")
+    def _is_inside(self) -> "AttributionRequest":
+        if self.row >= len(self.ids):
+            raise ValueError(f"row: {self.row} is not within the {len(self.ids)} tokens of the text")
+        return self
+
+
+class HeadScoreRequest(RequestModel):
+    """Request for the scores of all heads over a text: previous token, first token, duplicate token, induction."""
+
+    kind: Literal["heads"] = "heads"
+    ids: Annotated[tuple[Token, ...], AsList, Field(min_length=2, max_length=MAX_SCORED)]
+
+
+AnalysisRequest = Annotated[LensRequest | AttributionRequest | HeadScoreRequest, Field(discriminator="kind")]

@@ -4,7 +4,7 @@ Results are stored with their run, and so in session files; a replay has those t
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
@@ -22,6 +22,8 @@ MAX_REQUESTS = 8
 """Texts that are analyzed at a time, of all pages."""
 Request = Mapping[str, Any]
 """An analysis request in JSON, without the tokens of its text."""
+TEXT_FIELDS = frozenset({"random", "seed"})
+"""Fields of a request that say which text is analyzed; rank 0 receives its tokens instead."""
 
 
 class AnalysisService:
@@ -31,17 +33,18 @@ class AnalysisService:
         self._probe_client = probe_client
         self._pending: dict[tuple[str, int, str, int], asyncio.Task[Frame]] = {}
 
-    async def of(self, run: ScopeRun, sample: int, request: Request, count: int, wait_s: float) -> Frame | None:
-        """Return the result of a request over the first `count` tokens of a sample; None if it takes over `wait_s`.
+    async def of(self, run: ScopeRun, sample: int, request: Request, ids: Sequence[int], wait_s: float) -> Frame | None:
+        """Return the result of a request over a text, which is of a sample of the run; None if it takes over `wait_s`.
 
         Raises HttpError.
         """
+        count = len(ids)
         if (known := run.analyses.get(sample, request, 0 if self._is_replay else count)) is not None:
             return known
         key = run.id, sample, key_of(request), count
         if key not in self._pending:
             self._check(count)
-            task = asyncio.ensure_future(self._request_analysis(run, sample, request, count))
+            task = asyncio.ensure_future(self._request_analysis(run, sample, request, ids))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
             self._pending[key] = task
         task = self._pending[key]
@@ -67,8 +70,9 @@ class AnalysisService:
             message = "as many texts are analyzed as the model takes at a time"
             raise HttpError(429, "too-many-probes", message, "Ask again once some are done.", retry_s=RETRY_S)
 
-    async def _request_analysis(self, run: ScopeRun, sample: int, request: Request, count: int) -> Frame:
-        body = {**request, "ids": run.ids(sample)[:count]}
+    async def _request_analysis(self, run: ScopeRun, sample: int, request: Request, ids: Sequence[int]) -> Frame:
+        body: dict[str, Any] = {name: value for name, value in request.items() if name not in TEXT_FIELDS}
+        body["ids"] = list(ids)
         if (texts := perturbed_texts(run, [sample])) is not None:
             body["perturbation"] = texts.model_dump(mode="json", exclude_none=True)
         answer = await self._probe_client.serving.analyze(body)
@@ -77,7 +81,7 @@ class AnalysisService:
         except FrameError as error:
             message = f"the model sent no analysis: {error}"
             raise HttpError(503, "model-failed", message, "See rank 0's log.") from error
-        place = {"run": run.id, "sample": sample, "request": dict(request), "count": count}
+        place = {"run": run.id, "sample": sample, "request": dict(request), "count": len(ids)}
         frame = Frame(FrameType.SCOPE_ANALYSIS, {**answer.header, **place}, answer.body)
         if self._probe_client.core.runs.holds(run):
             run.analyses.put(frame)

@@ -1,13 +1,24 @@
 /** The logit lens of the positions around the selected token: the model reads the text once more for each request. */
 import { computed, onBeforeUnmount, shallowRef, ref, watch } from "vue";
 import { asApiError, isAbort, type ApiError } from "../../../api/client";
-import type { Lens, LensPlace } from "../../../scope/client";
+import type { Lens } from "../../../scope/client";
 import { isActive } from "../../../scope/protocol";
 import { useScope } from "../useScope";
 import { lastRead, useScopeSelection } from "../useScopeSelection";
 import { windowOf } from "./lensViews";
 
-export const TOP = 10;
+/** Number of likeliest tokens of each cell. */
+const TOP = 10;
+
+/** Positions [first, end) of a text. */
+export interface LensPlace {
+  readonly run: string;
+  readonly sample: number;
+  readonly first: number;
+  readonly end: number;
+  /** A token to follow through the layers; null: none. */
+  readonly token: number | null;
+}
 
 export function useLens() {
   const { client, run, runId, hello, version } = useScope();
@@ -30,12 +41,14 @@ export function useLens() {
     if (runId.value === null || count.value === 0) return null;
     const { first, end } = windowOf(readToken.value, count.value, hello.value?.model.layers ?? 1, TOP);
     const [name, index] = [runId.value, sampleIndex.value];
-    return { run: name, sample: index, first, end, top: TOP, token: followed.value };
+    return { run: name, sample: index, first, end, token: followed.value };
   });
   async function request(at: LensPlace): Promise<void> {
     const { signal } = (pending = new AbortController());
     try {
-      const found = await client.lens(at, signal);
+      const { run: name, sample: index, first, end, token } = at;
+      const query = { sample: index, positions: `${first}-${end - 1}`, top: TOP, token };
+      const found = await client.analysis("lens", name, query, signal);
       if (!signal.aborted) [lens.value, problem.value] = [found, null];
     } catch (error) {
       if (!isAbort(error)) [lens.value, problem.value] = [null, asApiError(error)];

@@ -10,14 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
-from megatronapp_common.scope.analysis_requests import AnalysisRequest
+from megatronapp_common.scope.analysis_requests import (
+    AnalysisRequest,
+    AttributionRequest,
+    HeadScoreRequest,
+    LensRequest,
+)
 from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.hooks.hook_collector import HookCollector
 from megatronapp_trainer.hooks.prompt_reader import PromptReader
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.scope.analysis.attribution import AttributionAnalysis
 from megatronapp_trainer.scope.analysis.chunk_values import ChunkAnalysis, ChunkValues
 from megatronapp_trainer.scope.analysis.commands import TOPIC, AnalysisCommand, BeginAnalysis
+from megatronapp_trainer.scope.analysis.head_scores import HeadScoreAnalysis
 from megatronapp_trainer.scope.analysis.logit_lens import LensAnalysis
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import rank_shard_of
@@ -159,7 +166,13 @@ class RankAnalyzer:
         return works
 
     def _analysis_of(self, request: AnalysisRequest) -> ChunkAnalysis:
-        return LensAnalysis(request, self.shard, self._exchange, self._unembed)
+        match request:
+            case LensRequest():
+                return LensAnalysis(request, self.shard, self._exchange, self._unembed)
+            case AttributionRequest():
+                return AttributionAnalysis(request, self.shard, self._exchange, self._unembed, self._runner.model)
+            case HeadScoreRequest():
+                return HeadScoreAnalysis(request, self.shard, self._runner.keys_LZTGD)
 
     def _unembed(self, residual_RH: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] of residuals, by the norm and the unembedding of the last stage."""
