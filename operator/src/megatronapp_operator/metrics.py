@@ -43,6 +43,8 @@ class JobFacts:
     workers: int = 0
     world_size: int = 0
     queue: str = ""
+    gpus: int = 0
+    """GPUs of all workers."""
     nodes: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Node of each rank, for verdicts without a node; an unknown rank has an empty one."""
 
@@ -262,6 +264,7 @@ class _JobCollector(Collector):
             jobs,
             lambda j: _unknown(j.status),
         )
+        yield from _paused(jobs)
         yield from _slow(jobs)
 
 
@@ -293,6 +296,21 @@ def _gauge(name: str, text: str, jobs: _Jobs, read: Callable[[Status], float | N
         if value is not None:
             family.add_metric(key, value)
     return family
+
+
+def _paused(jobs: _Jobs) -> Iterator[Metric]:
+    since = GaugeMetricFamily(
+        "megatron_job_paused_since_timestamp_seconds", "When the training was paused; absent if it is not.", labels=_JOB
+    )
+    gpus = GaugeMetricFamily(
+        "megatron_job_paused_gpus", "GPUs that a pause leaves idle; absent if there is none.", labels=_JOB
+    )
+    for key, job in jobs:
+        condition = job.status.condition(ConditionType.PAUSED)
+        if condition is not None and condition.status:
+            since.add_metric(key, condition.since)
+            gpus.add_metric(key, job.facts.gpus)
+    yield from (since, gpus)
 
 
 def _slow(jobs: _Jobs) -> Iterator[Metric]:

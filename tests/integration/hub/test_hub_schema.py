@@ -21,7 +21,7 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 DOCUMENT = build_api().openapi()
 OPERATIONS = [(method.upper(), path) for path, item in sorted(DOCUMENT["paths"].items()) for method in item]
 SCOPE = "/api/v1/scope"
-RESERVED = {("POST", f"{SCOPE}/perturbations"), ("POST", f"{SCOPE}/training")}
+RESERVED = {("POST", f"{SCOPE}/perturbations")}
 """These answer 501."""
 OPEN = {"/healthz", "/readyz", "/metrics"}
 

@@ -27,6 +27,7 @@ OPERATIONS = (
     ("GET", "/api/v1/jobs/{namespace}/{name}"),
     ("POST", "/api/v1/jobs/{namespace}/{name}/faults"),
     ("DELETE", "/api/v1/jobs/{namespace}/{name}/faults/{fault}"),
+    ("POST", "/api/v1/jobs/{namespace}/{name}/training/{action}"),
     ("GET", "/api/v1/jobs/{namespace}/{name}/{path}"),
     ("GET", SCOPE),
     ("GET", f"{SCOPE}/{{path}}"),

@@ -152,7 +152,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
             done = [
                 client.request(way, f"{job.path}/scope/{path}", json=body, headers=more) for way, path, body in CONTROL
             ]
-            later = client.post(f"{job.path}/scope/training")
+            later = client.post(f"{job.path}/scope/perturbations")
             long = client.post(f"{job.path}/scope/runs", json={"prompts": ["word " * 12_000] * 8})
             longer = client.post(f"{job.path}/scope/runs", content=b" " * ((1 << 20) + 1))
         with reviewing.client(reviewing.job_token(job.uid, TokenRole.CONTROLLER)) as client:

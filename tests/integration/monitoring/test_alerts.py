@@ -20,7 +20,9 @@ def promtool(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def alerts() -> dict[str, dict[str, Any]]:
     documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(RULES.glob("*.yaml"))]
-    rules = [rule for document in documents for group in document["groups"] for rule in group["rules"]]
+    rules = [
+        rule for document in documents for group in document["groups"] for rule in group["rules"] if "alert" in rule
+    ]
     assert len({rule["alert"] for rule in rules}) == len(rules), "an alert is there twice"
     return {rule["alert"]: rule for rule in rules}
 

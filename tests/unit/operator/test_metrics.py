@@ -98,6 +98,15 @@ def test_a_job_without_information_is_not_reported_as_hanging(
     assert scrape.value("megatron_job_progress_unknown", **JOB, reason="TokenRefused") == 1
 
 
+def test_a_pause_has_a_beginning_and_gpus_while_it_lasts(scrape: Scrape) -> None:
+    paused = Condition(type=ConditionType.PAUSED, status=True, reason="PausedByOrder", since=NOW - 60)
+    scrape.see(Status(phase=Phase.RUNNING, conditions=(paused,)), facts=JobFacts(gpus=16))
+    assert scrape.value("megatron_job_paused_since_timestamp_seconds", **JOB) == NOW - 60
+    assert scrape.value("megatron_job_paused_gpus", **JOB) == 16
+    scrape.see(Status(phase=Phase.RUNNING, conditions=(dataclasses.replace(paused, status=False),)))
+    assert scrape.value("megatron_job_paused_gpus", **JOB) is None
+
+
 def test_facts_stay_until_new_facts_are_reported(scrape: Scrape) -> None:
     scrape.see(Status(), facts=JobFacts(workers=3))
     scrape.see(Status(phase=Phase.STARTING))

@@ -314,7 +314,12 @@ def _facts(memory: JobMemory) -> JobFacts:
     }
     queue = memory.job.spec.scheduling.queue or ""
     return JobFacts(
-        mode=memory.job.spec.mode, workers=world.nodes, world_size=world.world_size, queue=queue, nodes=nodes
+        mode=memory.job.spec.mode,
+        workers=world.nodes,
+        world_size=world.world_size,
+        queue=queue,
+        gpus=world.gpus,
+        nodes=nodes,
     )
 
 

@@ -18,6 +18,7 @@ from megatronapp_operator.plan.policies import (
     group_removal,
     initialize,
     lifecycle,
+    pauses,
     placement,
     report,
     slow_nodes,
@@ -87,6 +88,7 @@ def _single_pass(job: JobState, observed: Observed, now: float, status: Status) 
     report.tokens(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
+    pauses.report_pause(draft)
     report.shared_memory(draft)
     user_actions.controls(draft)
     exclusion.expire(draft)

@@ -55,6 +55,9 @@ KEY_UNKNOWN = "KeyUnknown"
 SHARED_MEMORY_FULL = "SharedMemoryFull"
 SHARED_MEMORY_FREE = "SharedMemoryFree"
 
+PAUSED_BY_ORDER = "PausedByOrder"
+PAUSE_ENDED = "PauseEnded"
+
 SCOPE_CONTROL = "ScopeControl"
 
 NODE_EXCLUDED = "NodeExcluded"

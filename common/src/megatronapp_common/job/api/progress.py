@@ -19,7 +19,9 @@ from megatronapp_common.job.api.status_fields import (
 
 STARTING = "starting"
 """State of a progress document while the ranks have not begun to train."""
-ProgressState = Literal["starting", "training", "evaluating", "saving", "done", "serving"]
+PAUSED = "paused"
+"""State of a progress document while the ranks wait for an order."""
+ProgressState = Literal["starting", "training", "evaluating", "saving", "paused", "done", "serving"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

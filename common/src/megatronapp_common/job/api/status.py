@@ -79,6 +79,8 @@ class ConditionType(enum.StrEnum):
     SHARED_MEMORY_FULL = "SharedMemoryFull"
     """True: rings and documents of a worker may be missing, because its shared memory has no space for them."""
     STALLED = "Stalled"
+    PAUSED = "Paused"
+    """True: a user has paused the training; its workers hold their devices."""
     REMOVAL_BLOCKED = "RemovalBlocked"
     """True: workers were killed but not removed."""
     SLOW_NODE_DETECTED = "SlowNodeDetected"
@@ -96,7 +98,7 @@ class Condition(StatusType):
 
     type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
     """Created, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting, Suspended,
-    SharedMemoryFull, Stalled, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete or Failed."""
+    SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete or Failed."""
     status: Annotated[
         bool,
         PlainValidator(lambda text: text == "True"),

@@ -12,6 +12,7 @@ from megatronapp_common.job.api.status import ConditionType, Failure, FailureAct
 from megatronapp_operator.plan import failure_rules, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.plan_builder import PlanBuilder
+from megatronapp_operator.plan.policies.pauses import is_paused
 from megatronapp_operator.plan.policies.restart import attempt_failed, fail_job
 
 NAMED = 8
@@ -88,12 +89,20 @@ def _unheard(draft: PlanBuilder, limit: float, *, since: float) -> bool:
 
 
 def progress(draft: PlanBuilder) -> bool:
-    """Restart a gang that has not begun a new iteration for too long."""
+    """Restart a gang that has not begun a new iteration for too long.
+
+    In a pause the time counts from the last answer of hub or launcher, so that only their silence ends it.
+    """
     limit, running = draft.job.spec.policy.progress_deadline_s, draft.status.running_time
     if limit is None or running is None:
         return False
     since = max(running, draft.status.progress_time or 0.0, draft.observed.since)
-    due, contact = since + limit, draft.observed.last_contact
+    contact = draft.observed.last_contact
+    if is_paused(draft):
+        if contact is None:
+            return False
+        since = max(since, contact)
+    due = since + limit
     if draft.now < due:
         draft.wake(due)
         return False
