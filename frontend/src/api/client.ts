@@ -6,7 +6,11 @@ import type {
   Heatmap,
   JobEntry,
   JobView,
+  LeaseGrant,
+  LeaseRequest,
   Metric,
+  OrderRequest,
+  OrderView,
   ForwardBackwardView,
   PipelineView,
   Problem,
@@ -117,12 +121,12 @@ export class ApiClient {
 
   pipeline = (signal?: AbortSignal): Promise<PipelineView> => this.get("pipeline", {}, signal);
 
-  addFault = (fault: FaultRequest): Promise<Fault> =>
-    this.request("faults", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(fault),
-    });
+  addFault = (fault: FaultRequest): Promise<Fault> => this.post("faults", fault);
+
+  /** Take, renew or release the control of the training. */
+  controlTraining = (request: LeaseRequest): Promise<LeaseGrant> => this.post("training/lease", request);
+
+  orderTraining = (order: OrderRequest): Promise<OrderView> => this.post("training/orders", order);
 
   endFault = async (id: string): Promise<void> => {
     await this.send(`${this.root}faults/${encodeURIComponent(id)}`, { method: "DELETE" });
@@ -130,6 +134,14 @@ export class ApiClient {
 
   private get<T>(path: string, query: Query, signal: AbortSignal | undefined): Promise<T> {
     return this.request<T>(path, signal ? { signal } : {}, query);
+  }
+
+  private post<T>(path: string, body: object): Promise<T> {
+    return this.request<T>(path, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+    });
   }
 
   private async request<T>(path: string, init: RequestInit, query: Query = {}): Promise<T> {

@@ -14,8 +14,8 @@ Maker = Callable[..., Any]
 def observe(made: Any, state: str, iteration: int, *, contact: bool = True) -> Any:
     """Observe a progress document, and plan."""
     progress = Progress(attempt=0, iteration=iteration, state=state)
-    heard = made.now if contact else made.observed.last_contact
-    made.observed = dataclasses.replace(made.observed, progress=progress, last_contact=heard)
+    answered = made.now if contact else made.observed.last_contact
+    made.observed = dataclasses.replace(made.observed, progress=progress, last_contact=answered)
     return made.plan()
 
 

@@ -1,0 +1,118 @@
+import { flushPromises, mount, type VueWrapper } from "@vue/test-utils";
+import { beforeEach, describe, expect, it, vi } from "vitest";
+import { ApiError } from "../../../api/client";
+import type { TrainingView } from "../../../api/types";
+import ControlBar from "./ControlBar.vue";
+import type { ControlClient } from "./useTrainingControl";
+import { holderText, pauseText } from "./controlText";
+
+const NOW_S = 1_800_000_000;
+const TRAINING: TrainingView = {
+  state: "running",
+  attempt: 0,
+  step: 12,
+  totalSteps: 100,
+  stepsLeft: 0,
+  pausedSince: null,
+  pausedSeconds: 0,
+  gpus: 64,
+  saves: true,
+  resumeAfterSeconds: null,
+  lease: null,
+  orders: [],
+};
+const LEASE = { who: "ann", client: "page", expiresAt: NOW_S + 25 };
+
+function barOf(training: Partial<TrainingView>, connected = true) {
+  const client = {
+    controlTraining: vi.fn(() => Promise.resolve({ key: "k", lease: LEASE })),
+    orderTraining: vi.fn<ControlClient["orderTraining"]>(() => Promise.resolve({} as never)),
+  };
+  const bar = mount(ControlBar, {
+    props: { client, training: { ...TRAINING, ...training }, serverTime: NOW_S, connected },
+  });
+  return { bar, client };
+}
+function button(bar: VueWrapper, name: string) {
+  const [found] = bar.findAll("button").filter((one) => one.text() === name);
+  if (!found) throw new Error(`no button ${name}`);
+  return found;
+}
+const disabled = (bar: VueWrapper, name: string): boolean =>
+  button(bar, name).attributes("disabled") !== undefined;
+
+beforeEach(() => {
+  HTMLDialogElement.prototype.showModal = vi.fn();
+  HTMLDialogElement.prototype.close = vi.fn();
+});
+
+describe("the control bar of a training", () => {
+  it("asks with the cost before it pauses many GPUs, and takes the control for the order", async () => {
+    const { bar, client } = barOf({});
+    await button(bar, "Pause").trigger("click");
+    expect(client.orderTraining).not.toHaveBeenCalled();
+    expect(bar.find("dialog").text()).toContain("64 GPUs stay allocated: 1.07 GPU-hours per minute");
+    await bar.find("dialog .primary").trigger("click");
+    await flushPromises();
+    expect(client.controlTraining).toHaveBeenCalledWith(
+      expect.objectContaining({ action: "take", force: false }),
+    );
+    expect(client.orderTraining).toHaveBeenCalledWith({ lease: "k", kind: "pause", steps: null, id: null });
+    expect(bar.text()).toContain("Release the control");
+  });
+
+  it("steps and resumes only in a pause, and pauses few GPUs at once", async () => {
+    const { bar, client } = barOf({ gpus: 0 });
+    expect(["Resume", "Step 1", "Step"].map((name) => disabled(bar, name))).toEqual([true, true, true]);
+    await button(bar, "Pause").trigger("click");
+    await flushPromises();
+    expect(client.orderTraining).toHaveBeenCalledOnce();
+    await bar.setProps({ training: { ...TRAINING, state: "paused" } });
+    expect(["Pause", "Resume", "Step 1"].map((name) => disabled(bar, name))).toEqual([true, false, false]);
+    await bar.find("input").setValue("7");
+    await bar.find("form").trigger("submit");
+    await flushPromises();
+    expect(client.orderTraining).toHaveBeenLastCalledWith({ lease: "k", kind: "step", steps: 7, id: null });
+    bar.vm.toggle();
+    await flushPromises();
+    expect(client.orderTraining).toHaveBeenLastCalledWith(expect.objectContaining({ kind: "resume" }));
+  });
+
+  it("shows who has the control, and keys do nothing without it", async () => {
+    const { bar, client } = barOf({ lease: LEASE, state: "paused" });
+    expect(bar.text()).toContain("controlled by ann, page (25 s)");
+    expect(["Pause", "Resume", "Stop…"].map((name) => disabled(bar, name))).toEqual([true, true, true]);
+    bar.vm.stepOnce();
+    expect(client.controlTraining).not.toHaveBeenCalled();
+    await button(bar, "Take over…").trigger("click");
+    await bar.find("dialog .primary").trigger("click");
+    await flushPromises();
+    expect(client.controlTraining).toHaveBeenCalledWith(expect.objectContaining({ force: true }));
+  });
+
+  it("shows a refusal, forgets a lease that was lost, and waits without a connection", async () => {
+    const { bar, client } = barOf({ gpus: 0 });
+    client.orderTraining.mockRejectedValueOnce(
+      new ApiError(409, "bob has taken the control", "Look on.", { code: "lease-lost" }),
+    );
+    await button(bar, "Pause").trigger("click");
+    await flushPromises();
+    expect(bar.find("[role=alert]").text()).toBe("bob has taken the control. Look on.");
+    expect(bar.text()).not.toContain("Release the control");
+    await bar.setProps({ connected: false });
+    expect(disabled(bar, "Pause")).toBe(true);
+    expect(bar.text()).toContain("this state may be old");
+    expect(disabled(barOf({ saves: false }).bar, "Stop…")).toBe(true);
+  });
+
+  it("puts lengths and cost into words", () => {
+    const pausedSince = new Date((NOW_S - 720) * 1000).toISOString();
+    expect(pauseText({ ...TRAINING, pausedSince }, NOW_S)).toBe(
+      "paused for 12 min 0 s: 64 GPUs idle, 12.8 GPU-hours",
+    );
+    expect(pauseText(TRAINING, NOW_S)).toBeNull();
+    expect(holderText({ ...TRAINING, lease: LEASE }, NOW_S + 30, false)).toBe(
+      "no client controls this training",
+    );
+  });
+});

@@ -1,0 +1,68 @@
+/** State, cost and holder of a training that obeys orders, in words. */
+import type { TrainingView } from "../../../api/types";
+import { duration, integer } from "../../../store/format";
+
+/** A pause of more GPUs than these asks before it begins. */
+export const MANY_GPUS = 8;
+const HOUR_S = 3600;
+
+const STATES: Readonly<Record<TrainingView["state"], string>> = {
+  starting: "Starting",
+  running: "Running",
+  pausing: "Pausing",
+  paused: "Paused",
+  stepping: "Stepping",
+  stopping: "Stopping",
+  ended: "Ended",
+};
+
+export const stateText = (training: TrainingView): string => STATES[training.state];
+
+const steps = (count: number): string => `${integer(count)} ${count === 1 ? "step" : "steps"}`;
+
+/** What the ranks do now, and from which step on. */
+export function detailText(training: TrainingView): string {
+  const done = training.step === null ? "" : `after ${steps(training.step)}`;
+  switch (training.state) {
+    case "starting":
+      return "the ranks do not train yet";
+    case "pausing":
+      return "the ranks pause after the step that runs";
+    case "stepping":
+      return `${steps(training.stepsLeft)} until the next pause`;
+    case "stopping":
+      return "a checkpoint follows the step that runs";
+    case "paused":
+      return done;
+    case "running":
+    case "ended":
+      return "";
+  }
+}
+
+const gpuHours = (value: number): string => `${value < 10 ? value.toFixed(2) : value.toFixed(1)} GPU-hours`;
+
+/** Length and cost of the pause; null outside of one. `nowS`: real time in seconds. */
+export function pauseText(training: TrainingView, nowS: number): string | null {
+  if (training.pausedSince === null) return null;
+  const lengthS = Math.max(0, nowS - Date.parse(training.pausedSince) / 1000);
+  const cost =
+    training.gpus > 0
+      ? `: ${integer(training.gpus)} GPUs idle, ${gpuHours((training.gpus * lengthS) / HOUR_S)}`
+      : "";
+  return `paused for ${duration(lengthS)}${cost}`;
+}
+
+/** Cost of a minute of a pause. */
+export const minuteText = (training: TrainingView): string =>
+  `${integer(training.gpus)} GPUs stay allocated: ${gpuHours(training.gpus / 60)} per minute`;
+
+/** Who controls the training, with the seconds that are left. */
+export function holderText(training: TrainingView, nowS: number, mine: boolean): string {
+  const { lease } = training;
+  if (lease === null || lease.expiresAt <= nowS) return "no client controls this training";
+  const left = `${Math.max(1, Math.ceil(lease.expiresAt - nowS))} s`;
+  return mine
+    ? `you control this training (${left})`
+    : `controlled by ${lease.who}, ${lease.client} (${left})`;
+}

@@ -1,0 +1,77 @@
+/** Control of a training from this page: takes the lease with the first order, renews it, and gives it back. */
+import { onBeforeUnmount, onMounted, ref } from "vue";
+import { asApiError, errorText, type ApiClient } from "../../../api/client";
+import type { OrderRequest } from "../../../api/types";
+
+const RENEW_MS = 10_000;
+const LOST = new Set(["lease-lost", "no-lease"]);
+
+export type ControlClient = Pick<ApiClient, "controlTraining" | "orderTraining">;
+export type OrderKind = OrderRequest["kind"];
+
+export function useTrainingControl(client: ControlClient) {
+  /** Key of the lease while this page has it. */
+  const key = ref<string | null>(null);
+  const problem = ref<string | null>(null);
+  const busy = ref(false);
+
+  async function attempt(action: () => Promise<void>): Promise<void> {
+    if (busy.value) return;
+    busy.value = true;
+    problem.value = null;
+    try {
+      await action();
+    } catch (error) {
+      const found = asApiError(error);
+      if (LOST.has(found.code ?? "")) key.value = null;
+      problem.value = errorText(found);
+    } finally {
+      busy.value = false;
+    }
+  }
+
+  async function acquire(force: boolean): Promise<string> {
+    if (key.value !== null) return key.value;
+    const taken = await client.controlTraining({ action: "take", client: "page", force, key: null });
+    key.value = taken.key;
+    return taken.key ?? "";
+  }
+
+  const takeOver = (): Promise<void> =>
+    attempt(async () => {
+      key.value = null;
+      await acquire(true);
+    });
+
+  const order = (kind: OrderKind, steps: number | null = null): Promise<void> =>
+    attempt(async () => {
+      const lease = await acquire(false);
+      await client.orderTraining({ lease, kind, steps, id: null });
+    });
+
+  const release = (): Promise<void> =>
+    attempt(async () => {
+      const lease = key.value;
+      if (lease === null) return;
+      key.value = null;
+      await client.controlTraining({ action: "release", key: lease, client: "page", force: false });
+    });
+
+  /** A page that is not seen gives the control up: nobody would notice that it holds GPUs. */
+  const renew = (): void => {
+    const lease = key.value;
+    if (lease === null || document.visibilityState === "hidden" || busy.value) return;
+    void attempt(async () => {
+      await client.controlTraining({ action: "renew", key: lease, client: "page", force: false });
+    });
+  };
+
+  let timer: ReturnType<typeof setInterval> | undefined;
+  onMounted(() => (timer = setInterval(renew, RENEW_MS)));
+  onBeforeUnmount(() => {
+    clearInterval(timer);
+    void release();
+  });
+
+  return { key, problem, busy, order, takeOver, release };
+}
