@@ -130,3 +130,38 @@ def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_pat
         page.emulate_media(color_scheme="light")
         pw.expect(page.locator("html")).to_have_attribute("data-theme", "light")
         assert violations(page, CONTRAST) == []
+
+
+@pytest.mark.full("a training of two ranks; ControlBar.test.ts has the orders and texts")
+def test_a_training_is_paused_stepped_and_stopped_from_its_page(
+    forkserver: Any, tmp_path: pathlib.Path, page: pw.Page
+) -> None:
+    controlled = MANIFEST.replace(f"trainIters: {ITERATIONS}", "trainIters: 1000000")
+    controlled = re.sub(r"  (trace|faults): .*\n", "", controlled)
+    controlled += f"  checkpoint: {{save: {tmp_path / 'checkpoints'}}}\n  scope: {{training: {{startPaused: true}}}}\n"
+    with running(controlled, forkserver, tmp_path) as address:
+        page.goto(address)
+        bar = page.get_by_role("region", name="Control")
+        state, detail = bar.get_by_test_id("training-state"), bar.get_by_test_id("training-detail")
+        pw.expect(state).to_have_text("Paused", timeout=START_MS)
+        pw.expect(bar).to_contain_text("no client controls this training")
+        assert violations(page) == []
+        bar.get_by_role("spinbutton", name="Steps").fill("3")
+        bar.get_by_role("button", name="Step", exact=True).click()
+        pw.expect(bar).to_contain_text("you control this training")
+        header = page.get_by_role("region", name="State of the job")
+        pw.expect(header).to_contain_text("3 / 1")
+        pw.expect(state).to_have_text("Paused")
+        pw.expect(detail).to_contain_text("paused for")
+        page.locator("body").press("p")
+        pw.expect(state).to_have_text("Running")
+        bar.get_by_role("button", name="Pause").click()
+        pw.expect(state).to_have_text("Paused")
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        page.emulate_media(color_scheme="light")
+        assert violations(page, CONTRAST) == []
+        bar.get_by_role("button", name="Stop…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+        pw.expect(state).to_have_text("Ended")
+        assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists()

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.progress import Progress, ProgressState
 from megatronapp_common.job.api.status import ConditionType
 from megatronapp_operator.plan.actions import RecordEvent
 
 Maker = Callable[..., Any]
 
 
-def observe(made: Any, state: str, iteration: int, *, contact: bool = True) -> Any:
+def observe(made: Any, state: ProgressState, iteration: int, *, contact: bool = True) -> Any:
     """Observe a progress document, and plan."""
     progress = Progress(attempt=0, iteration=iteration, state=state)
     answered = made.now if contact else made.observed.last_contact

@@ -108,7 +108,9 @@ class Trainer:
             case BoundaryDecision.CONTINUE:
                 return None
             case BoundaryDecision.STOP:
-                return self._finish()
+                code = self._finish()
+                self._monitor.publish_state("done")
+                return code
             case BoundaryDecision.PREEMPT:
                 return self._stop()
 
