@@ -20,6 +20,7 @@ import yaml
 from operator_simulation import SETTINGS
 
 from megatronapp_common import cli
+from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
 from megatronapp_common.web.tokens import TokenRole, job_secret
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
@@ -38,6 +39,7 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, tmp_path: pathlib.Path
 ) -> None:
     job = gateway.make_job(plane, namespace, "demo")
+    job.document["spec"] |= {"scope": {"training": {"startPaused": True}}}
     out = tmp_path / "trace.json"
     fault = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
     export = ("trace", "export", "demo", "-o", str(out), "--gateway", reviewing.url)
@@ -48,6 +50,7 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
         with reviewing.client(reviewing.job_token(job.uid)) as client:
             gateway.wait_for(lambda: client.get(f"{job.path}/faults").is_success)
             assert [fault["rank"] for fault in client.get(f"{job.path}/faults").json()][-1] == 1
+        _pause(tmp_path / "hub", reviewing, job, run)
         code, text, _ = run(*export, "--from", "2", "--to", "4")
         assert (code, text) == (
             0,
@@ -61,6 +64,28 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
     assert "outside of this world" in run("inject", "--gateway", reviewing.url, *fault[:2], "99", *fault[3:])[2]
     assert "--to is before --from" in run(*export, "--from", "4", "--to", "2")[2]
     assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *export[3:])[2]
+
+
+def _pause(folder: pathlib.Path, at: gateway.Gateway, job: gateway.GatewayJob, run: Run) -> None:
+    """Pause the training of a job through the gateway, up to the page that rank 0 reads; a viewer may not."""
+    control = {"state": "running", "stepsLeft": 0, "pausedSince": None, "pausedSeconds": 0.0, "saves": False}
+    progress = DocumentWriter(folder / "ring.progress")
+    progress.write({"attempt": 0, "iteration": 7, "state": "training", "control": control | {"orders": []}})
+    with at.client(at.job_token(job.uid)) as client:
+        gateway.wait_for(lambda: client.get(f"{job.path}/training").json()["state"] == "running")
+        refused = client.post(f"{job.path}/training/lease", json={"action": "take"})
+        assert (refused.status_code, refused.json()["code"]) == (403, "needs-controller")
+    where = ("--gateway", at.url)
+    assert "pause it first" in run("training", "demo", "step", "2", *where)[2]
+    assert run("training", "demo", "pause", "--no-wait", *where)[:2] == (
+        0,
+        "pause: ordered; the ranks obey at the end of the step that runs\n",
+    )
+    page = DocumentReader(folder / "ring.control")
+    gateway.wait_for(lambda: (page.read() or {})["training"]["orders"] == [{"number": 1, "kind": "pause"}])
+    assert run("training", "demo", "status", *where)[1].startswith("State:    pausing\n")
+    page.close()
+    progress.close()
 
 
 @pytest.mark.full("a second command; faults and traces go the same way")
