@@ -108,7 +108,7 @@ describe("the control bar of a training", () => {
   it("puts lengths and cost into words", () => {
     const pausedSince = new Date((NOW_S - 720) * 1000).toISOString();
     expect(pauseText({ ...TRAINING, pausedSince }, NOW_S)).toBe(
-      "paused for 12 min 0 s: 64 GPUs idle, 12.8 GPU-hours",
+      "for 12 min 0 s: 64 GPUs idle, 12.8 GPU-hours",
     );
     expect(pauseText(TRAINING, NOW_S)).toBeNull();
     expect(holderText({ ...TRAINING, lease: LEASE }, NOW_S + 30, false)).toBe(

@@ -50,7 +50,7 @@ export function pauseText(training: TrainingView, nowS: number): string | null {
     training.gpus > 0
       ? `: ${integer(training.gpus)} GPUs idle, ${gpuHours((training.gpus * lengthS) / HOUR_S)}`
       : "";
-  return `paused for ${duration(lengthS)}${cost}`;
+  return `for ${duration(lengthS)}${cost}`;
 }
 
 /** Cost of a minute of a pause. */
