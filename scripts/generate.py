@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from python_reference import render_client
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -62,6 +63,7 @@ def render() -> dict[str, bytes]:
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
         "docs/from-megatronapp.md": render_page().encode(),
+        "docs/reference-python.md": render_client().encode(),
         "README.md": counted_readme(),
         **render_vectors(),
         "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),

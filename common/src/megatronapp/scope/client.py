@@ -1,0 +1,115 @@
+"""Connection to a hub of MegaScope, by the HTTP interface of docs/scope-protocol.md, section 8."""
+
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from megatronapp.scope.connection import HubConnection
+from megatronapp.scope.run import Run, prompts_of
+
+TIMEOUT_S = 300.0
+"""Longest wait for numbers that the model has to compute."""
+
+
+def connect(address: str, token: str | None = None, *, timeout_s: float = TIMEOUT_S, verify: bool = True) -> "ScopeHub":
+    """Connect to the hub of a job.
+
+    Args:
+        address: of the hub, or what `megatronapp ui JOB --print` prints, whose code logs in once. Through a gateway:
+            `https://GATEWAY/api/v1/jobs/NAMESPACE/NAME`.
+        token: token of a viewer or controller of the job, or of a user of the gateway; None: the code of the address.
+        timeout_s: longest wait for numbers that the model has to compute.
+        verify: check certificates of https.
+
+    Raises:
+        ScopeError: the hub does not answer, or refuses the login.
+    """
+    parts = urllib.parse.urlsplit(address)
+    base = urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    client = httpx.Client(base_url=base, headers=headers, timeout=timeout_s, verify=verify, trust_env=False)
+    connection = HubConnection(client, timeout_s=timeout_s)
+    try:
+        if token is None and (code := _code_of(parts)) is not None:
+            connection.log_in(code)
+        scope = ScopeHub(connection)
+        scope.refresh()
+    except Exception:
+        connection.close()
+        raise
+    return scope
+
+
+def _code_of(parts: urllib.parse.SplitResult) -> str | None:
+    for text in (parts.fragment, parts.query):
+        if found := urllib.parse.parse_qs(text).get("code"):
+            return found[0]
+    return None
+
+
+class ScopeHub:
+    """MegaScope of one job. Use it as a context manager, or call `close`. Not for several threads at once."""
+
+    def __init__(self, connection: HubConnection) -> None:
+        self._connection = connection
+        self.model: Mapping[str, Any] = {}
+        """Sizes of the model: layers, hidden, heads, keyHeads, headWidth, mlpWidth, vocabulary, .."""
+        self.layout: Mapping[str, Any] = {}
+        """How the ranks hold the model."""
+        self.sites: Sequence[str] = ()
+        """Names of the sites that ranks can capture."""
+
+    def __enter__(self) -> "ScopeHub":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections to the hub."""
+        self._connection.close()
+
+    def refresh(self) -> None:
+        """Read model, layout and sites again. Raises ScopeError."""
+        hello = self._connection.get("").json()
+        self.model, self.layout = hello["model"] or {}, hello["layout"]
+        self.sites = tuple(hello.get("sites", ()))
+
+    def runs(self) -> list[Run]:
+        """Return the runs that the hub holds, newest first. Raises ScopeError."""
+        return [Run(self._connection, entry["run"]) for entry in self._connection.get("runs").json()]
+
+    def run(self, run: str) -> Run:
+        """Return the run with this id. Raises ScopeError if the hub does not hold it."""
+        self._connection.get(f"runs/{run}")
+        return Run(self._connection, run)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        tokens: int = 32,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        capture: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> Run:
+        """Generate from prompts, and return the run once it has ended, or at once without `wait`.
+
+        `capture` is as in docs/scope-protocol.md, section 3. Needs the role of a controller. Raises ScopeError.
+        """
+        sampling = {"temperature": temperature, "topK": top_k, "topP": top_p, "seed": seed, "stop": list(stop)}
+        body = {"prompts": prompts_of(prompts), "tokens": tokens, "sampling": sampling}
+        answer = self._connection.request(
+            "POST", "runs", body if capture is None else {**body, "capture": dict(capture)}
+        )
+        run = Run(self._connection, answer.json()["run"])
+        return run.wait() if wait else run
