@@ -79,6 +79,15 @@ export interface RunRequest {
   readonly tokens: number;
   readonly sampling: Sampling;
   readonly capture: Capture;
+  /** A recipe, the name of one of the server, or "none"; absent: the active recipe of the server, if any. */
+  readonly perturbation?: unknown;
+}
+
+/** A recipe of the manifest. */
+export interface NamedPerturbation {
+  readonly name: string;
+  readonly digest: string;
+  readonly active: boolean;
 }
 
 export type RunState = "queued" | "prefill" | "decoding" | "done" | "cancelled" | "failed";
@@ -100,6 +109,8 @@ export interface RunHeader {
   readonly sampling?: Partial<Sampling>;
   readonly capture?: Partial<Capture>;
   readonly tokens?: number;
+  /** Recipe that perturbs the run; null: the model as it is. */
+  readonly perturbation?: { readonly digest: string; readonly recipe: unknown } | null;
   readonly error?: { readonly code: string; readonly message: string; readonly hint: string } | null;
   readonly startedAt?: number | string | null;
   readonly tokensPerSecond?: number | null;
@@ -110,6 +121,8 @@ export interface RunSummary {
   readonly run: string;
   readonly state: RunState;
   readonly prompts?: readonly (string | Prompt)[] | number;
+  /** Digest of the recipe that perturbs the run. */
+  readonly perturbation?: string | null | RunHeader["perturbation"];
   readonly startedAt?: number | string | null;
 }
 
@@ -149,6 +162,8 @@ export interface Hello {
   readonly reducers: unknown;
   /** Names of all sites, those of plugins included; absent from old hubs. */
   readonly sites?: readonly string[];
+  /** Recipes that requests can name; absent from old hubs. */
+  readonly perturbations?: readonly NamedPerturbation[];
   readonly runs: readonly RunSummary[];
 }
 

@@ -10,6 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from megatronapp_common.field_errors import describe
 
+UNION_TAGS = frozenset({"<recipe>", "<name>"})
+"""Names of union members in the schemas of hub and gateway, which are no part of a field's location."""
 DOCUMENT = "/api/v1/openapi.json"
 WHERE = f"See {DOCUMENT} for what there is."
 _CODES = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}
@@ -68,7 +70,9 @@ def problem_response(error: HttpError, body: Mapping[str, Any] | None = None) ->
 
 def invalid_request(_: Request, error: ValidationError) -> HttpError:
     """Convert a request that does not fit its schema."""
-    return HttpError(422, "invalid-request", describe(error.errors()), f"See {DOCUMENT} for the fields.")
+    return HttpError(
+        422, "invalid-request", describe(error.errors(), tags=UNION_TAGS), f"See {DOCUMENT} for the fields."
+    )
 
 
 def install(

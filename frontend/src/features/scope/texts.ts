@@ -37,10 +37,10 @@ export const RUN_STATES: Readonly<Record<RunState, string>> = {
 };
 
 /** One line of the list of runs. */
-export function runTitle({ run, state, prompts }: RunSummary): string {
+export function runTitle({ run, state, prompts, perturbation }: RunSummary): string {
   const [first] = Array.isArray(prompts) ? (prompts as readonly (string | { text: string })[]) : [];
   const text = typeof first === "string" ? first : first?.text;
-  return `${run.slice(0, 6)} ${text === undefined ? "" : `“${shortened(text)}” `}(${RUN_STATES[state].toLowerCase()})`;
+  return `${run.slice(0, 6)} ${text === undefined ? "" : `“${shortened(text)}” `}(${RUN_STATES[state].toLowerCase()}${perturbation ? ", perturbed" : ""})`;
 }
 
 /** Why the user cannot generate here; null: they can. */

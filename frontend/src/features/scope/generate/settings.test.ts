@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { settingsOf } from "./useRunForm";
+import { EXAMPLE, SERVER_DEFAULT } from "./perturbation";
 import { captureText, samplingText } from "./settings";
 import { DEFAULT_CAPTURE } from "../../../scope/protocol";
 
@@ -35,7 +36,8 @@ describe("settings of a run", () => {
 
   it("fill the form, whole, and are no part of the run any more", () => {
     const draft = settingsOf(header);
-    expect(draft).toEqual({ prompts: ["a b"], tokens: 60, sampling, capture: header.capture });
+    const perturbation = { choice: SERVER_DEFAULT, text: EXAMPLE };
+    expect(draft).toEqual({ prompts: ["a b"], tokens: 60, sampling, capture: header.capture, perturbation });
     draft.capture.pinned.pop();
     draft.sampling.stop.pop();
     expect(header.capture.pinned.length + sampling.stop.length).toBe(2);

@@ -8,9 +8,11 @@ import {
   type Capture,
   type Head,
   type RunHeader,
+  type RunRequest,
 } from "../../../scope/protocol";
 import { problemPlaces } from "../../../scope/problems";
 import { useScope } from "../useScope";
+import { draftOf, perturbationField } from "./perturbation";
 import { useSelection } from "../../../composables/useSelection";
 
 type Writable<T> = { -readonly [K in keyof T]: T[K] extends object ? Writable<T[K]> : T[K] };
@@ -24,6 +26,7 @@ function initial() {
     tokens: DEFAULT_TOKENS,
     sampling: { ...DEFAULT_SAMPLING, stop: [] as string[] },
     capture: structuredClone(DEFAULT_CAPTURE) as Writable<Capture>,
+    perturbation: draftOf({}),
   };
 }
 type Draft = ReturnType<typeof initial>;
@@ -45,15 +48,24 @@ function stored(): Draft {
 }
 
 /** Request of a run, with the seed that it got. */
-export function settingsOf({ prompts = [], tokens, sampling, capture }: RunHeader): Draft {
+export function settingsOf({ prompts = [], tokens, sampling, capture, ...header }: RunHeader): Draft {
   const fresh = initial();
   return {
     prompts: prompts.map(({ text }) => text),
     tokens: tokens ?? fresh.tokens,
     sampling: { ...fresh.sampling, ...sampling, stop: [...(sampling?.stop ?? [])] },
     capture: structuredClone({ ...fresh.capture, ...capture }) as Writable<Capture>,
+    perturbation: draftOf(header),
   };
 }
+
+const requestOf = ({ prompts, tokens, sampling, capture, perturbation }: Draft): RunRequest => ({
+  prompts,
+  tokens,
+  sampling,
+  capture: capture as Capture,
+  ...perturbationField(perturbation),
+});
 
 const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head === b.head;
 
@@ -97,7 +109,7 @@ function createForm() {
       attempt(async () => {
         const { prompts, tokens, sampling } = draft;
         sessionStorage.setItem(STORAGE_KEY, JSON.stringify({ prompts, tokens, sampling }));
-        const { run } = await scope.client.start({ ...draft, capture: draft.capture as Capture });
+        const { run } = await scope.client.start(requestOf(draft));
         select({ run, prompt: 0, token: null });
       }),
     /** Fill the form with the settings of the run that is shown: with the same seed it gives the same tokens. */
