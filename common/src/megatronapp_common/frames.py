@@ -67,6 +67,10 @@ class FrameType(enum.IntEnum):
     """rank 0 -> hub: state of a run."""
     SCOPE_LEFT = 36
     """agent -> hub: a rank's connection is over."""
+    TRAINING_RANK = 37
+    """rank -> hub: a rank of a training that captures statistics of layers."""
+    TRAINING_STATISTICS = 38
+    """rank -> hub: statistics of layers in one training step, as far as this rank has them."""
     SCOPE_HELLO = 40
     """hub -> page: model, layout, limits, runs."""
     SCOPE_RUN = 41
