@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
     from megatronapp_trainer.hooks.boundary_control import BoundaryControl
     from megatronapp_trainer.hooks.step_observer import StepObserver
+    from megatronapp_trainer.hooks.training_capture import TrainingCapture
     from megatronapp_trainer.parallel.layout import Layout
     from megatronapp_trainer.pipeline.schedule import PipelineSchedule
     from megatronapp_trainer.training.build import TrainingRun
@@ -104,6 +105,9 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         saves_to = checkpoints if config.checkpoint.save is not None else None
         iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
         control = open_control(run, observer, stop_request, announce=announce, reporter=reporter)
+        capture = open_capture(run)
+        if capture is not None:
+            stack.callback(capture.close)
         trainer = Trainer(
             run,
             iterators,
@@ -113,6 +117,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
             checkpoints=saves_to,
             observer=observer,
             control=control,
+            capture=capture,
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
@@ -161,6 +166,7 @@ def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop
         open_observer,
         stop_requested=lambda: stop_request.requested,
         open_control=lambda observer: open_control(run, observer, stop_request),
+        open_capture=lambda: open_capture(run),
     )
     with contextlib.closing(forward):
         return forward.serve()
@@ -215,6 +221,15 @@ def open_control(
         publish=None if reporter is None else reporter.control,
     )
     return setup.open_control(run.config, run.layout, surroundings, observer)
+
+
+def open_capture(run: "TrainingRun") -> "TrainingCapture | None":
+    """Begin to capture steps with ``--scope-capture-interval``; None, and nothing imported, without."""
+    if run.config.control.scope_capture_interval is None:
+        return None
+    from megatronapp_trainer.scope.statistics import setup
+
+    return setup.open_capture(run.config, run.layout, run.state.chunks, run.device.torch_device)
 
 
 @contextlib.contextmanager

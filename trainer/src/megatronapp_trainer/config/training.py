@@ -46,6 +46,9 @@ class ControlConfig:
         "resume a paused training after this many seconds in which nobody controls it; needs --training-control",
         bounds="(0, inf)",
     )
+    scope_capture_interval: int | None = option(
+        None, "steps between two captures of the statistics of layers, for the job's hub", bounds="[1, inf)"
+    )
     training_ws_port: int | None = option(
         None,
         "of MegatronApp: --training-control with --training-start-paused; pages are at the job's hub, and no server "

@@ -28,6 +28,7 @@ from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.executor import POLL_S
@@ -73,6 +74,7 @@ class ForwardRank:
         observer: StepObserver | None,
         stop_requested: Callable[[], bool],
         control: BoundaryControl | None = None,
+        capture: TrainingCapture | None = None,
     ) -> None:
         """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
 
@@ -93,6 +95,7 @@ class ForwardRank:
         self._observer = observer
         self._stop_requested = stop_requested
         self._control = control
+        self._capture = capture
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
         self._step = 0
@@ -102,7 +105,9 @@ class ForwardRank:
         """Version of the weights; None before the first ones."""
 
     def close(self) -> None:
-        """End the records of the observer."""
+        """End captures and the records of the observer."""
+        if self._capture is not None:
+            self._capture.close()
         if self._observer is not None:
             self._observer.close()
 
@@ -183,7 +188,11 @@ class ForwardRank:
     def _run_step(self, num_microbatches: int) -> None:
         if self._observer is not None:
             self._observer.step_begin(self._iteration)
+        if self._capture is not None:
+            self._capture.step_begin(self._iteration)
         self._train(num_microbatches)
+        if self._capture is not None:
+            self._capture.step_computed()
         if self._observer is not None:
             self._observer.step_end(None)
         self._iteration += 1

@@ -45,6 +45,7 @@ from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
 from megatronapp_trainer.fbd.weights import weight_traffic
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import shared_store
@@ -168,11 +169,12 @@ def build_forward_rank(
     *,
     stop_requested: Callable[[], bool],
     open_control: Callable[[StepObserver | None], BoundaryControl | None] = lambda _: None,
+    open_capture: Callable[[], TrainingCapture | None] = lambda: None,
 ) -> ForwardRank:
     """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
 
     `open_observer` opens the observer of the run once it is known where the training begins, `open_control` the control
-    of the training, if it obeys orders.
+    of the training, if it obeys orders, `open_capture` the captures of its steps, if there are any.
 
     Raises:
         UsageError: a backward rank has another kind of device, and no flag says so.
@@ -221,6 +223,7 @@ def build_forward_rank(
         observer=observer,
         stop_requested=stop_requested,
         control=open_control(observer),
+        capture=open_capture(),
     )
 
 

@@ -13,6 +13,7 @@ from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl, BoundaryDecision
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
@@ -45,6 +46,7 @@ class Trainer:
         checkpoints: CheckpointSaver | None = None,
         observer: StepObserver | None = None,
         control: BoundaryControl | None = None,
+        capture: TrainingCapture | None = None,
     ) -> None:
         """Take a run with its data and schedule. `control`: decides before each step whether there is one more."""
         self._run = run
@@ -61,7 +63,7 @@ class Trainer:
             monitor=self._monitor,
             stop_request=stop_request,
         )
-        self._step = TrainingStep(context, iterators.train)
+        self._step = TrainingStep(context, iterators.train, capture)
         self._evaluator = Evaluator(context, iterators)
 
     def train(self) -> ExitCode:

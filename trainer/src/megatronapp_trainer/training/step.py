@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
     reduce_loss,
@@ -18,7 +19,9 @@ from megatronapp_trainer.training.monitor import StepOutcome
 class TrainingStep:
     """Runs optimizer steps. The ranks agree within each whether to stop after it."""
 
-    def __init__(self, context: LoopContext, batches: Iterator[HostMicrobatch]) -> None:
+    def __init__(
+        self, context: LoopContext, batches: Iterator[HostMicrobatch], capture: TrainingCapture | None = None
+    ) -> None:
         """Wrap the optimizer's gradient norm, which refuses values that are not finite from now on."""
         self._context = context
         self._run = context.run
@@ -26,6 +29,7 @@ class TrainingStep:
         self._state = context.run.state
         self._monitor = context.monitor
         self._batches = batches
+        self._capture = capture
         self._pending: PendingLossReduction | None = None
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
@@ -57,7 +61,11 @@ class TrainingStep:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
         feed = StepFeed(self._context.source, self._batches, microbatches, observer=self._monitor.observer)
+        if self._capture is not None:
+            self._capture.step_begin(self._state.iteration)
         reports = self._context.schedule.train(feed, microbatches)
+        if self._capture is not None:
+            self._capture.step_computed()
         with self._monitor.span(RecordKind.LOSS_REDUCE):
             return reduce_loss(
                 reports,

@@ -17,6 +17,10 @@ def control_problems(config: TrainerConfig) -> Iterator[str]:
             control.enabled or not given, f"{flag} needs --training-control; add it, or leave {flag} out"
         )
     yield from require(
+        control.scope_capture_interval is None or not config.logging.skip_train,
+        "--scope-capture-interval captures training steps, and --skip-train runs none; leave one of them out",
+    )
+    yield from require(
         not (control.enabled and config.logging.skip_train),
         "--training-control has nothing to control with --skip-train; leave one of them out",
     )

@@ -1,0 +1,158 @@
+"""Statistics of layers in training steps: those of the values themselves, in every layout, and no bit is changed."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluated_training import MODEL, EvaluationRecorder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.frames import Frame, FrameType, decode, encode
+from megatronapp_common.scope.layer_statistics import (
+    COMPUTED,
+    RECORD,
+    Records,
+    SiteLayer,
+    first_not_finite,
+    merge,
+    of_values,
+    read_statistics,
+    statistics_frame,
+)
+
+RunRanks = Callable[..., list[Any]]
+Found = dict[SiteLayer, Records]
+CAPTURED = 2
+"""The step that is captured: the weights are no longer the drawn ones."""
+FLAGS = "--train-iters 3 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0"
+LAYOUTS = {
+    "DP2": (2, "--use-distributed-optimizer"),
+    "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "SP2xPP2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "dynamic": (2, "--use-dpp --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "pair": (2, "--forward-backward-disaggregating"),
+}
+
+
+def train(flags: str, captures: bool) -> dict[str, Any]:
+    """Train on this rank as `pretrain` does it; returns the losses, and the frames that would go to the agent."""
+    import sys
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer import pretrain
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.training import progress
+
+    frames: list[bytes] = []
+    recorder = EvaluationRecorder()
+    progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
+    if captures:
+        os.environ |= {"MEGATRONAPP_RUN_DIR": "/nowhere", "MEGATRONAPP_HUB_URL": "http://nowhere"}
+        from megatronapp_trainer.scope.statistics import setup
+
+        class Publisher:
+            def __init__(self, _path: object, _hello: Frame) -> None: ...
+
+            def start(self) -> None: ...
+
+            def post(self, job: Any) -> None:
+                assert job.ready()
+                frames.extend(encode(frame) for frame in job.build())
+
+            def close(self) -> None: ...
+
+        setup.FramePublisher = Publisher  # type: ignore[misc, assignment]
+        flags += f" --scope-capture-interval {CAPTURED}"
+    pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
+    if not captures:
+        assert not any(name.startswith("megatronapp_trainer.scope") for name in sys.modules)
+    return {"losses": recorder.losses, "norms": recorder.grad_norms, "frames": frames}
+
+
+def values_of_plain_hooks(flags: str) -> dict[tuple[str, int], list[Any]]:
+    """Values of all sites, and the gradients of all weights, of the captured step of one rank, by torch alone."""
+    import small_training
+    import torch
+
+    run = small_training.prepare(f"{MODEL} {FLAGS} {flags}")
+    trainer = small_training.trainer_of(run)
+    trainer.step()
+    model = run.state.chunks[0].module
+    values: dict[tuple[str, int], list[Any]] = {}
+
+    def hook(name: str, layer: int, module: Any) -> None:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            value, bias = output if isinstance(output, tuple) else (output, None)
+            value = value if bias is None else value + bias
+            values.setdefault((name, layer), []).append(value.detach().double().numpy().copy())
+
+        module.register_forward_hook(keep)
+
+    hook("embedding", -1, model.embedding)
+    hook("final_norm", -1, model.decoder.final_layernorm)
+    for number, layer in enumerate(model.decoder.layers):
+        hook("attention_output", number, layer.self_attention.linear_proj)
+        hook("mlp1", number, layer.mlp.linear_fc1)
+        hook("mlp2", number, layer.mlp.linear_fc2)
+        hook("residual", number, layer)
+    step = run.state.optimizer.step
+
+    def stepping() -> Any:
+        for name, parameter in model.named_parameters():
+            layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
+            values.setdefault(("gradient", layer), []).append(parameter.main_grad.double().numpy().copy())
+            values.setdefault(("weight", layer), []).append(parameter.detach().double().numpy().copy())
+        return step()
+
+    run.state.optimizer.step = stepping
+    assert trainer.step().loss.mean > 0
+    assert torch.is_grad_enabled()
+    return values
+
+
+@pytest.fixture(scope="module")
+def plain(run_ranks: RunRanks) -> dict[SiteLayer, Records]:
+    (values,) = run_ranks(1, values_of_plain_hooks, "")
+    return {
+        SiteLayer(*key): of_values(np.concatenate([part.reshape(-1) for part in parts]))
+        for key, parts in values.items()
+    }
+
+
+def merged(ranks: list[dict[str, Any]]) -> Found:
+    found: Found = {}
+    for rank, result in enumerate(ranks):
+        frames = [decode(data) for data in result["frames"]]
+        assert [(frame.header["rank"], frame.header["step"]) for frame in frames] == [(rank, CAPTURED)]
+        assert frames[0].header["ranks"] == len(ranks)
+        rows, records = read_statistics(frames[0])
+        for row, record in zip(rows, records, strict=True):
+            merge(found.setdefault(row, np.zeros(1, RECORD)), record.reshape(1))
+    return found
+
+
+@pytest.mark.torch
+@pytest.mark.full("all layouts", but=("SP2xPP2", "pair"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_statistics_are_those_of_all_values_and_training_is_bit_equal(
+    run_ranks: RunRanks, plain: Found, layout: str
+) -> None:
+    size, flags = LAYOUTS[layout]
+    ranks = run_ranks(size, train, flags, True)
+    found = merged(ranks)
+    assert found.keys() == plain.keys()
+    assert {row.site for row in found} == {*COMPUTED, "gradient", "weight"}
+    for row, expected in plain.items():
+        assert found[row]["count"] == expected["count"], row
+        for name in ("squares", "largest"):
+            np.testing.assert_allclose(found[row][name], expected[name], rtol=2e-4, err_msg=str((row, name)))
+        bins = np.abs(found[row]["histogram"] - expected["histogram"]).sum()
+        assert bins <= 0.01 * expected["count"][0], row
+    off = run_ranks(size, train, flags, False)
+    assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in off]
+    assert [rank["norms"] for rank in ranks] == [rank["norms"] for rank in off]

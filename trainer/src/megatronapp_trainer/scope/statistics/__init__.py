@@ -1,0 +1,1 @@
+"""Statistics of layers in captured steps of a training. Imported only where captures are turned on."""

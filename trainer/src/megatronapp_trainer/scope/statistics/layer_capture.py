@@ -1,0 +1,119 @@
+"""Captured steps of a training: hooks for the step, one copy to the host, one frame to the agent."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.layer_statistics import SiteLayer, statistics_frame
+from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
+from megatronapp_trainer.scope.statistics.parameters import LayerParameters
+from megatronapp_trainer.scope.statistics.site_hooks import SiteHooks
+from megatronapp_trainer.scope.transfer.device_copy import BufferLayout, DeviceToHostCopier, PackedBuffer, PendingCopy
+from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob
+
+
+class StatisticsJob:
+    """Statistics of a step on their way to the agent."""
+
+    def __init__(self, header: dict[str, Any], rows: Sequence[SiteLayer], copy: PendingCopy) -> None:
+        self._header = header
+        self._rows = rows
+        self._copy = copy
+
+    @property
+    def kind(self) -> DropPolicy:
+        """Policy: waits for an agent that is slow or away."""
+        return DropPolicy.PROMPTS
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the host's memory."""
+        return self._copy.nbytes
+
+    def split(self) -> Sequence[FrameJob]:
+        """Return this job: a step is whole or dropped."""
+        return [self]
+
+    def ready(self) -> bool:
+        """Return True once the copy is done."""
+        return self._copy.ready()
+
+    def build(self) -> Sequence[Frame]:
+        """Return the frame."""
+        return [statistics_frame(FrameType.TRAINING_STATISTICS, self._header, self._rows, self._copy.data.tobytes())]
+
+    def marks(self) -> Sequence[Frame]:
+        """Return a frame without rows, so that the hub knows that the rank was there."""
+        return [statistics_frame(FrameType.TRAINING_STATISTICS, {**self._header, "dropped": True}, (), b"")]
+
+
+class LayerCapture:
+    """`TrainingCapture` of a rank: captures every n-th step."""
+
+    def __init__(
+        self,
+        header: dict[str, Any],
+        sink: Callable[[FrameJob], None],
+        device: torch.device,
+        *,
+        every: int,
+        sites: SiteHooks | None,
+        parameters: LayerParameters | None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take the parts of a rank.
+
+        Args:
+            header: of its frames.
+            sink: takes the statistics of a step.
+            device: of the model.
+            every: steps from one capture to the next, counted over the whole job; 0: none.
+            sites: of a rank that runs forward passes.
+            parameters: of a rank that runs backward passes.
+            end: called by `close`.
+        """
+        self._header = header
+        self._sink = sink
+        self._device = device
+        self._copier = DeviceToHostCopier(device)
+        self._every = every
+        self._sites = sites
+        self._parameters = parameters
+        self._end = end
+        self._step = 0
+        self._statistics: StatisticsAccumulator | None = None
+
+    def step_begin(self, iteration: int) -> None:
+        """Install the hooks if the step is captured."""
+        self._step = iteration + 1
+        if not self._every or self._step % self._every:
+            return
+        rows = [] if self._sites is None else self._sites.rows
+        rows += [] if self._parameters is None else self._parameters.rows
+        self._statistics = StatisticsAccumulator(rows, self._device)
+        if self._sites is not None:
+            self._sites.install(self._statistics)
+
+    def step_computed(self) -> None:
+        """Remove the hooks, and send the statistics of the step if it is captured."""
+        if self._statistics is None:
+            return
+        statistics, self._statistics = self._statistics, None
+        if self._sites is not None:
+            self._sites.remove()
+        if self._parameters is not None:
+            self._parameters.add_to(statistics)
+        self._copier.before_prompts()  # the copies of earlier steps, which are long done
+        layout = BufferLayout(found=(), shapes=(), dtypes=())
+        copy = self._copier.send_step(
+            lambda: PackedBuffer(layout=layout, flat=statistics.packed()), statistics, self._copier.now()
+        )
+        self._sink(StatisticsJob({**self._header, "step": self._step}, statistics.rows, copy))
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        if self._sites is not None:
+            self._sites.remove()
+        self._end()
