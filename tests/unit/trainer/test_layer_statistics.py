@@ -1,6 +1,7 @@
 """Statistics of layers in training steps: those of the values themselves, in every layout, and no bit is changed."""
 
 import os
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +157,59 @@ def test_statistics_are_those_of_all_values_and_training_is_bit_equal(
     off = run_ranks(size, train, flags, False)
     assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in off]
     assert [rank["norms"] for rank in ranks] == [rank["norms"] for rank in off]
+
+
+NUMBERS = st.one_of(
+    st.floats(width=32), st.sampled_from([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 2.0**-24, 1.0, -3.0])
+)
+
+
+@pytest.mark.torch
+@given(parts=st.lists(st.lists(NUMBERS, max_size=20), min_size=1, max_size=4))
+def test_accumulated_and_merged_parts_are_those_of_all_values(parts: list[list[float]]) -> None:
+    import torch
+
+    from megatronapp_trainer.scope.statistics import accumulator
+
+    row = SiteLayer("residual", 3)
+    on_device = accumulator.StatisticsAccumulator([SiteLayer("other", 0), row], torch.device("cpu"))
+    with unittest.mock.patch.object(accumulator, "SLICE", 7):
+        for part in parts:
+            on_device.add(row, torch.tensor(part, dtype=torch.float32).reshape(-1, 1))
+    frame = decode(
+        encode(
+            statistics_frame(
+                FrameType.TRAINING_STATISTICS, {"rank": 0}, on_device.rows, on_device.packed().numpy().tobytes()
+            )
+        )
+    )
+    (_, _), records = read_statistics(frame)
+    host = np.zeros(1, RECORD)
+    for part in parts:
+        merge(host, of_values(np.array(part, np.float32)))
+    expected = of_values(np.array([number for part in parts for number in part], np.float32))
+    for found in (records[1:], host):
+        for name in ("count", "nan", "inf", "zero", "histogram", "largest"):
+            assert np.array_equal(found[name], expected[name]), name
+        np.testing.assert_allclose(found["squares"], expected["squares"], rtol=1e-12)
+        np.testing.assert_allclose(found["sum"], expected["sum"], rtol=1e-9, atol=1e-12 * expected["largest"][0])
+    assert not records[0]["count"]
+
+
+def test_the_first_site_that_is_not_finite_is_that_which_is_computed_first() -> None:
+    broken, whole = of_values(np.array([1.0, np.nan]))[0], of_values(np.array([1.0]))[0]
+    order = [
+        SiteLayer("weight", 9),
+        SiteLayer("embedding", -1),
+        SiteLayer("attention_output", 0),
+        SiteLayer("residual", 0),
+        SiteLayer("attention_output", 1),
+        SiteLayer("final_norm", -1),
+        SiteLayer("gradient", 5),
+        SiteLayer("gradient", 1),
+    ]
+    for place in range(len(order)):
+        rows = order[::-1]
+        records = [whole if order.index(row) < place else broken for row in rows]
+        assert first_not_finite(rows, np.array(records)) == order[place]
+    assert first_not_finite(order, np.array([whole] * len(order))) is None

@@ -8,6 +8,7 @@ from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSam
 from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
 from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.lease import ControlLease
@@ -44,6 +45,9 @@ class HubReader(Protocol):
 
     @property
     def lease(self) -> ControlLease: ...
+
+    @property
+    def captures(self) -> TrainingCaptures: ...
 
     @property
     def verdicts(self) -> VerdictStore: ...

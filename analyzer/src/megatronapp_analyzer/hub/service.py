@@ -22,6 +22,7 @@ from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.lease import ControlLease
@@ -34,7 +35,8 @@ from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
-SCOPE_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
+CAPTURE_TYPES = frozenset({FrameType.TRAINING_RANK, FrameType.TRAINING_STATISTICS})
+SCOPE_TYPES = frozenset(range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)) - CAPTURE_TYPES
 
 
 class Hub:
@@ -53,6 +55,7 @@ class Hub:
         self.orders = TrainingOrders(self._path("orders.json"), writable=live)
         self.orders.on_change = self.send_control_pages
         self.lease = ControlLease()
+        self.captures = TrainingCaptures(self._path("captures.frames"), writable=live)
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
         self.ranks = RankMonitor(
             self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress
@@ -147,6 +150,8 @@ class Hub:
             self._take_ring(link, frame.header, raw)
         elif frame.type == FrameType.BYE:
             self._take_bye(link, str(frame.header.get("reason")))
+        elif frame.type in CAPTURE_TYPES:
+            self.captures.take_frame(frame)
         elif frame.type in SCOPE_TYPES:
             self.scope.core.ingest.take_frame(link.attempt, link.worker, frame)
 
@@ -160,6 +165,7 @@ class Hub:
             return
         if all((link.attempt, ring.worker) in self._said_bye for ring in state.rings.values()):
             self._finish(self._spooled.end_attempt(link.attempt))
+            self.captures.end_attempt()
 
     def _take_ring(self, link: AgentLink, header: Mapping[str, Any], raw: bytes) -> None:
         before = self.ingest.newest

@@ -126,6 +126,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("scope.training.enabled", "--training-control"),
     FlagMapping("scope.training.start_paused", "--training-start-paused"),
     FlagMapping("scope.training.resume_after_seconds", "--training-resume-after"),
+    FlagMapping("scope.training.capture_every", "--scope-capture-interval"),
 )
 """Two fields with the same flag have the same value where both are given (a rule refuses others)."""
 

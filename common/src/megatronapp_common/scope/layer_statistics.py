@@ -22,8 +22,8 @@ COUNTS = ("count", "nan", "inf", "zero")
 RECORD = np.dtype(
     [*((name, "<f8") for name in MOMENTS), *((name, "<i8") for name in COUNTS), ("histogram", "<i8", (BINS,))]
 )
-"""Statistics of one site of one layer. `sum` and `squares` are sums of the finite values and of their squares, `largest`
-is the largest finite magnitude; `histogram` counts the finite values other than 0, which are in `zero`."""
+"""Statistics of one site of one layer. `sum` and `squares` are sums of the finite values and of their squares,
+`largest` is the largest finite magnitude; `histogram` counts the finite values other than 0, which are in `zero`."""
 NO_LAYER = -1
 """Layer of a site without layers."""
 MAX_ROWS = 1 << 14

@@ -19,6 +19,7 @@ from megatronapp_analyzer.hub.http import (
     routes_read,
 )
 from megatronapp_analyzer.hub.http.login import LoginService
+from megatronapp_analyzer.hub.http.training import capture_routes
 from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
@@ -50,6 +51,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_read,
         routes_faults,
         routes_training,
+        capture_routes,
         routes_scope,
         routes_analysis,
         agent_socket,

@@ -20,6 +20,8 @@ class TrainingControl(ManifestModel):
     """Pause before the first step, and again after each restart of the gang."""
     resume_after_seconds: Annotated[int, Field(ge=60, le=31_536_000)] | None = None
     """Seconds without a controlling client after which a paused training resumes; default: it stays paused."""
+    capture_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Steps between two captures of the statistics of layers; default: none are captured."""
 
 
 class Scope(ManifestModel):

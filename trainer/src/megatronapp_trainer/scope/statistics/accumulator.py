@@ -1,4 +1,4 @@
-"""Statistics of tensors, accumulated on the device without a wait for it (`megatronapp_common.scope.layer_statistics`)."""
+"""Statistics of tensors (`megatronapp_common.scope.layer_statistics`), accumulated on the device without a wait."""
 
 from collections.abc import Sequence
 

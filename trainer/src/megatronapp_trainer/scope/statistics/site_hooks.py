@@ -80,5 +80,5 @@ def _hook(row: SiteLayer, site: Site, module: torch.nn.Module, statistics: Stati
 
 def is_recomputing() -> bool:
     """Return True within a backward pass, whose forward passes repeat earlier ones."""
-    current_task: int = torch._C._current_graph_task_id()  # noqa: SLF001 - torch.utils.checkpoint uses it, too
+    current_task: int = torch._C._current_graph_task_id()  # torch.utils.checkpoint uses it, too
     return current_task != -1

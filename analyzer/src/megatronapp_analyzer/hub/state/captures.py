@@ -1,0 +1,67 @@
+"""Captured steps of a training in the hub, and on its disk."""
+
+import logging
+import pathlib
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.ingest.spool import read_frames
+from megatronapp_analyzer.hub.state.capture_store import CapturedStep, CaptureStore
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+
+LOG = logging.getLogger(__name__)
+
+
+class TrainingCaptures:
+    """Captures of one job. Complete steps survive a restart of the hub, and are shown after the job has ended."""
+
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+        self._path = path
+        self._writable = writable
+        self._failed = False
+        self.store = CaptureStore()
+        self.rejected = 0
+        if path is not None:
+            for frame in read_frames(path):
+                try:
+                    self.store.restore(frame)
+                except (FrameError, ProtocolError) as error:
+                    LOG.warning("%s: a captured step is left out: %s", path, error)
+        if not writable:
+            self.store.end()
+
+    def take_frame(self, frame: Frame) -> None:
+        """Take a frame of a rank; one that cannot be used is counted and skipped, as its agent carries others, too."""
+        try:
+            if frame.type == FrameType.TRAINING_RANK:
+                self.store.take_rank(frame)
+            elif (step := self.store.take(frame)) is not None:
+                self._write([step], append=not self.store.thinned)
+        except (FrameError, ProtocolError) as error:
+            self.rejected += 1
+            LOG.warning("what a rank captured is left out: %s", error)
+
+    def end_attempt(self) -> None:
+        """All ranks have ended: store and show what they left incomplete."""
+        self.store.end()
+        self._write(self.store.incomplete(), append=True)
+
+    def _write(self, steps: list[CapturedStep], *, append: bool) -> None:
+        if self._path is None or not self._writable:
+            return
+        steps = steps if append else self.store.all_steps()
+        data = b"".join(frames.encode(step.frame()) for step in steps)
+        try:
+            if append:
+                with self._path.open("ab", buffering=0) as file:
+                    file.write(data)
+            else:
+                beside = self._path.with_suffix(".new")
+                beside.write_bytes(data)
+                beside.replace(self._path)
+                self.store.thinned = False
+        except OSError as error:
+            if not self._failed:
+                LOG.error("%s: cannot be written: %s; free some space; the live view goes on", self._path, error)
+            self._failed = True

@@ -1,0 +1,116 @@
+"""Captured steps of a training in the hub: merged from any split over ranks in any order, bounded, and replaced."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.state.capture_store import CaptureStore
+from megatronapp_analyzer.hub.state.captures import TrainingCaptures
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
+
+ROWS = [SiteLayer("residual", 0), SiteLayer("mlp1", 0), SiteLayer("gradient", -1)]
+
+
+def frame(rank: int, ranks: int, step: int, values: dict[SiteLayer, list[float]], **header: Any) -> Frame:
+    """Frame of a rank that has counted these values."""
+    body = b"".join(of_values(np.array(own)).tobytes() for own in values.values())
+    fields = {"rank": rank, "ranks": ranks, "step": step, "attempt": 0} | header
+    return statistics_frame(FrameType.TRAINING_STATISTICS, fields, list(values), body)
+
+
+@given(
+    values=st.lists(st.tuples(st.sampled_from(ROWS), st.floats(-8, 8), st.integers(0, 3)), max_size=30),
+    order=st.permutations(range(4)),
+    repeated=st.integers(0, 3),
+)
+def test_any_split_over_ranks_in_any_order_is_the_whole(
+    values: list[tuple[SiteLayer, float, int]], order: list[int], repeated: int
+) -> None:
+    store = CaptureStore()
+    for place, rank in enumerate(order):
+        own: dict[SiteLayer, list[float]] = {}
+        for row, number, owner in values:
+            if owner == rank:
+                own.setdefault(row, []).append(number)
+        assert store.shown() == []
+        found = store.take(frame(rank, 4, 7, own))
+        assert (found is not None) == (place == 3)
+        if rank == repeated:  # sent again after a reconnect
+            assert store.take(frame(rank, 4, 7, own)) is None
+    (step,) = store.shown()
+    assert step.missing == []
+    whole: dict[SiteLayer, list[float]] = {}
+    for row, number, _ in values:
+        whole.setdefault(row, []).append(number)
+    assert step.rows.keys() == whole.keys()
+    for row, numbers in whole.items():
+        expected = of_values(np.array(numbers))
+        assert np.array_equal(step.rows[row]["histogram"], expected["histogram"])
+        assert step.rows[row]["largest"] == expected["largest"] and step.rows[row]["count"] == len(numbers)
+        np.testing.assert_allclose(step.rows[row]["sum"], expected["sum"], atol=1e-12)
+
+
+def test_old_steps_are_thinned_and_the_whole_training_stays_visible() -> None:
+    store = CaptureStore(max_steps=16)
+    for step in range(1, 201):
+        store.take(frame(0, 1, step, {ROWS[0]: [1.0]}))
+    steps = [step.step for step in store.shown()]
+    assert 12 <= len(steps) <= 16 and steps[0] == 1 and steps[-3:] == [198, 199, 200]
+    assert max(np.diff(steps)) < 50
+
+
+def test_incomplete_steps_name_their_ranks_and_a_restart_replaces_steps() -> None:
+    store = CaptureStore()
+    store.take(frame(1, 2, 5, {ROWS[0]: [1.0]}))
+    assert store.shown() == [], "the other rank may be about to send"
+    for rank in (0, 1):
+        store.take(frame(rank, 2, 10, {ROWS[0]: [1.0]}, dropped=rank == 1))
+    assert [(step.step, step.missing) for step in store.shown()] == [(5, [0]), (10, [1])]
+    store.take(frame(0, 1, 10, {ROWS[0]: [3.0]}, attempt=1))
+    store.take(frame(0, 2, 10, {ROWS[0]: [9.0]}))  # of ranks that have ended
+    found = store.find(10)
+    assert found is not None and (found.attempt, found.rows[ROWS[0]]["largest"][0]) == (1, 3.0)
+    assert store.find(11) is None
+
+
+def test_complete_steps_survive_the_hub_and_others_are_kept_once_the_ranks_have_ended(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "captures.frames"
+    captures = TrainingCaptures(path)
+    captures.store = CaptureStore(max_steps=8)
+    captures.take_frame(Frame(FrameType.TRAINING_RANK, {"rank": 0, "ranks": 1, "attempt": 0, "every": 5}))
+    for step in range(1, 11):
+        captures.take_frame(frame(0, 1, step, {ROWS[0]: [float(step)]}))
+    captures.take_frame(frame(0, 2, 12, {ROWS[0]: [1.0]}))
+    captures.take_frame(frame(0, 2, 12, {}, attempt="x"))
+    assert (captures.store.every, captures.rejected) == (5, 1)
+    shown = [step.step for step in captures.store.shown()]
+    assert [step.step for step in TrainingCaptures(path).store.shown()][-2:] == shown[-2:]
+    captures.end_attempt()
+    again = TrainingCaptures(path, writable=False).store
+    assert [(step.step, step.missing) for step in again.shown()][-2:] == [(10, []), (12, [1])]
+    assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
+
+
+WRONG: list[dict[str, Any]] = [
+    {"rank": 2},
+    {"step": -1},
+    {"step": 1.5},
+    {"rows": [["x", 0]]},
+    {"rows": 7},
+    {"ranks": None},
+]
+
+
+@pytest.mark.parametrize("header", WRONG, ids=str)
+def test_frames_that_no_rank_sends_are_refused(header: dict[str, Any]) -> None:
+    right = frame(0, 2, 1, {ROWS[0]: [1.0]})
+    wrong = Frame(right.type, {**right.header, **header}, right.body if "rows" not in header else b"")
+    with pytest.raises((ProtocolError, FrameError)):
+        CaptureStore().take(wrong)
