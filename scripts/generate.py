@@ -18,6 +18,7 @@ from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.reference import render_reference
 from megatronapp_common.migration.page import render_page
 from megatronapp_common.scope.codes import TensorCode, decode, encode
+from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
 from megatronapp_common.trace import RECORD, Flag, RecordKind
 from megatronapp_trainer.hooks.sites import known_sites
 
@@ -181,11 +182,23 @@ def valid_frames() -> dict[str, Frame]:
         "metrics": Frame(FrameType.METRICS, {"series": series}),
         "verdicts": Frame(FrameType.VERDICTS, {"verdicts": [{"sentence": text}]}),
         "error": Frame(FrameType.ERROR, problem),
+        **training_frames(),
         **scope_frames(),
         "empty": Frame(FrameType.SNAPSHOT, {}),
         "unknown-type": Frame(200, {"from": "a newer release"}, b"\x00\xff"),
         "body-of-one-byte": Frame(FrameType.RECORDS, {"a": 1}, b"\x01"),
         "numbers": Frame(FrameType.SNAPSHOT, {"values": numbers}),
+    }
+
+
+def training_frames() -> dict[str, Frame]:
+    """Frames of captures of a training."""
+    header = {"rank": 0, "ranks": 1, "attempt": 0}
+    values = of_values(np.array([0.0, 1.0, -2.0])).tobytes()
+    rows = [SiteLayer("residual", 3)]
+    return {
+        "training-rank": Frame(FrameType.TRAINING_RANK, header | {"every": 50}),
+        "training-statistics": statistics_frame(FrameType.TRAINING_STATISTICS, header | {"step": 50}, rows, values),
     }
 
 

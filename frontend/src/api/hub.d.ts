@@ -609,6 +609,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/training/captures": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Captures
+         * @description Statistics of layers over the captured steps: one quantity of one site. At most 256 steps, the newest.
+         */
+        get: operations["getCaptures"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training/captures/{step}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Captured Step
+         * @description All statistics of one captured step, with histograms.
+         */
+        get: operations["getCapturedStep"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/training/lease": {
         parameters: {
             query?: never;
@@ -915,6 +955,80 @@ export interface components {
              *     }
              */
             states: components["schemas"]["StateSelection"];
+        };
+        /**
+         * CapturedStepDetails
+         * @description All numbers of a captured step.
+         */
+        CapturedStepDetails: {
+            /**
+             * Firstexponent
+             * @description Bin b counts magnitudes from 2^(first + b) to 2^(first + b + 1); the outer ones more.
+             */
+            firstExponent: number;
+            /** Statistics */
+            statistics: components["schemas"]["SiteStatistics"][];
+            step: components["schemas"]["CapturedStepView"];
+        };
+        /**
+         * CapturedStepView
+         * @description A captured step without its numbers.
+         */
+        CapturedStepView: {
+            /** Attempt */
+            attempt: number;
+            /** @description First site with NaN or Inf in the order of computation. */
+            firstNotFinite: components["schemas"]["SiteOfLayer"] | null;
+            /**
+             * Missing
+             * @description Ranks of which there is nothing, the first 64.
+             */
+            missing: number[];
+            /**
+             * Step
+             * @description Steps done with it.
+             */
+            step: number;
+        };
+        /**
+         * Captures
+         * @description One quantity of one site, over layers and steps.
+         */
+        Captures: {
+            /**
+             * Every
+             * @description Steps from one capture to the next; null: no rank captures.
+             */
+            every: number | null;
+            /**
+             * Layers
+             * @description -1: no layer, or the weights outside of the layers.
+             */
+            layers: number[];
+            /**
+             * Notfinite
+             * @description Number of NaN and Inf, [layer][step].
+             */
+            notFinite: number[][];
+            /**
+             * Quantity
+             * @enum {string}
+             */
+            quantity: "rms" | "mean" | "largest" | "notFinite" | "zeros";
+            /** Site */
+            site: string;
+            /**
+             * Sites
+             * @description Sites that were captured, in the order of computation.
+             */
+            sites: string[];
+            /** Steps */
+            steps: components["schemas"]["CapturedStepView"][];
+            /**
+             * Values
+             * @description [layer][step]; null: nothing was captured, or no value is finite.
+             */
+            values: (number | null)[][];
         };
         /**
          * Code
@@ -2455,6 +2569,60 @@ export interface components {
              * @description Measured length of a step in this mode.
              */
             stepSeconds?: number | null;
+        };
+        /**
+         * SiteOfLayer
+         * @description A site of a layer.
+         */
+        SiteOfLayer: {
+            /**
+             * Layer
+             * @description -1: no layer, or the weights outside of the layers.
+             */
+            layer: number;
+            /** Site */
+            site: string;
+        };
+        /**
+         * SiteStatistics
+         * @description Statistics of a site of a layer in one step. NaN and Inf are counted, and are in no other field but count.
+         */
+        SiteStatistics: {
+            /** Count */
+            count: number;
+            /**
+             * Histogram
+             * @description Finite values other than 0, by magnitude.
+             */
+            histogram: number[];
+            /** Inf */
+            inf: number;
+            /**
+             * Largest
+             * @description Largest finite magnitude.
+             */
+            largest: number;
+            /**
+             * Layer
+             * @description -1: no layer, or the weights outside of the layers.
+             */
+            layer: number;
+            /**
+             * Mean
+             * @description Of the finite values; null without any.
+             */
+            mean: number | null;
+            /** Nan */
+            nan: number;
+            /**
+             * Rms
+             * @description Root of the mean square of the finite values.
+             */
+            rms: number | null;
+            /** Site */
+            site: string;
+            /** Zero */
+            zero: number;
         };
         /**
          * StateSelection
@@ -5131,6 +5299,118 @@ export interface operations {
             };
             /** @description Conflict */
             409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getCaptures: {
+        parameters: {
+            query?: {
+                site?: string;
+                quantity?: "rms" | "mean" | "largest" | "notFinite" | "zeros";
+                /** @description First step; all if absent. */
+                from?: number | null;
+                /** @description Last step, included; the newest if absent. */
+                to?: number | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Captures"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getCapturedStep: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                step: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CapturedStepDetails"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -50,7 +50,7 @@ def document(folder: pathlib.Path, name: str) -> dict[str, Any]:
             "checkpoint": {"save": str(folder / "checkpoints")},
             "analyzer": {"enabled": True},
             "runPolicy": {"backoff": {"initialSeconds": 0.1}},
-            "scope": {"training": {"startPaused": True}},
+            "scope": {"training": {"startPaused": True, "captureEvery": 2}},
         },
     }
 
@@ -75,6 +75,28 @@ def until_state(job: Served, state: str, attempt: int) -> dict[str, Any]:
 
     job._until(there)
     return found
+
+
+def check_captures(job: Served) -> None:
+    """Step 2 of 3 was captured on both ranks: each has one of the two layers."""
+    found: dict[str, Any] = {}
+
+    def merged() -> bool:
+        with job.hub() as hub:
+            answer = hub.get("training/captures", params={"site": "mlp1", "quantity": "rms"})
+            found.update(answer.raise_for_status().json())
+        return bool(found["steps"])
+
+    job._until(merged)
+    assert [(step["step"], step["missing"], step["firstNotFinite"]) for step in found["steps"]] == [(2, [], None)]
+    assert (found["every"], found["layers"], found["notFinite"]) == (2, [0, 1], [[0], [0]])
+    assert all(0 < values[0] < 10 for values in found["values"])
+    with job.hub() as hub:
+        details = hub.get("training/captures/2").raise_for_status().json()["statistics"]
+        assert hub.get("training/captures/3").status_code == 404
+    assert {(entry["site"], entry["layer"]) for entry in details} >= {("embedding", -1), ("gradient", 1)}
+    for entry in details:
+        assert entry["nan"] + entry["inf"] + entry["zero"] + sum(entry["histogram"]) == entry["count"]
 
 
 def decisions(job: Served, attempt: int) -> list[list[str]]:
@@ -115,6 +137,7 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     assert job.cli("training", job.name, "step", "3") == "runs 3 steps after 0 steps, then pauses again\n"
     job._until(lambda: until_state(job, "paused", 0)["step"] == 3)
     assert job.status()["phase"] == "Running"
+    check_captures(job)
 
     os.kill(job.rank(1), signal.SIGKILL)
     again = until_state(job, "paused", 1)

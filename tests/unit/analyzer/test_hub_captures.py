@@ -80,7 +80,7 @@ def test_incomplete_steps_name_their_ranks_and_a_restart_replaces_steps() -> Non
     assert store.find(11) is None
 
 
-def test_complete_steps_survive_the_hub_and_others_are_kept_once_the_ranks_have_ended(tmp_path: pathlib.Path) -> None:
+def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_have_ended(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "captures.frames"
     captures = TrainingCaptures(path)
     captures.store = CaptureStore(max_steps=8)

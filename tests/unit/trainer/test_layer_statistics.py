@@ -67,7 +67,7 @@ def train(flags: str, captures: bool) -> dict[str, Any]:
 
             def close(self) -> None: ...
 
-        setup.FramePublisher = Publisher  # type: ignore[misc, assignment]
+        setup.FramePublisher = Publisher  # type: ignore[assignment, attr-defined]
         flags += f" --scope-capture-interval {CAPTURED}"
     pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
     if not captures:

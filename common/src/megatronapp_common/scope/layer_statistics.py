@@ -102,11 +102,11 @@ def _row(row: object) -> SiteLayer:
     return SiteLayer(site, layer)
 
 
-def first_not_finite(rows: Iterable[SiteLayer], records: Records) -> SiteLayer | None:
+def first_not_finite(rows: Iterable[SiteLayer], records: Iterable[Any]) -> SiteLayer | None:
     """Return the first site in the order of computation with NaN or infinite values; None without such values.
 
-    Forward passes come first: the embedding, then layer by layer, then the last norm; gradients in the opposite order
-    of layers; weights, which NaN or infinite values in reach through all sites, before all others.
+    Weights are before all others, as NaN in them reaches every site; then the embedding, layer by layer, and the last
+    norm; then gradients in the opposite order of layers.
     """
     marked = [row for row, record in zip(rows, records, strict=True) if record["nan"] or record["inf"]]
     return min(marked, key=_place, default=None)

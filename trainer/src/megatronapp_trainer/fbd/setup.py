@@ -204,19 +204,12 @@ def build_forward_rank(
     observer = open_observer(run)
     found = [destination for of_mode in destinations.values() for of_chunk in of_mode for destination in of_chunk]
     channel = _connect(run, stage, [destination.layout for destination in found], observer)
-    senders = {
-        mode: [
-            ShipmentSender(channel, ForwardRecorder(module, saved), destinations[mode][chunk], chunk=chunk)
-            for chunk, (module, saved) in enumerate(zip(run.state.chunks, of_chunks, strict=True))
-        ]
-        for mode, of_chunks in learned.items()
-    }
     return ForwardRank(
         run,
         stage,
         channel,
         replicas,
-        senders,
+        _senders(run, channel, learned, destinations),
         orders=_orders(run, stage),
         manifest=_forward_manifest(run, stage, channel, destinations),
         iteration=starts[0].iteration,
@@ -225,6 +218,22 @@ def build_forward_rank(
         control=open_control(observer),
         capture=open_capture(),
     )
+
+
+def _senders(
+    run: TrainingRun,
+    channel: Channel,
+    learned: dict[ShipMode, list[SavedTensors]],
+    destinations: dict[ShipMode, list[list[Destination]]],
+) -> dict[ShipMode, list[ShipmentSender]]:
+    """Return the senders of saved tensors, by mode one for each chunk."""
+    return {
+        mode: [
+            ShipmentSender(channel, ForwardRecorder(module, saved), destinations[mode][chunk], chunk=chunk)
+            for chunk, (module, saved) in enumerate(zip(run.state.chunks, of_chunks, strict=True))
+        ]
+        for mode, of_chunks in learned.items()
+    }
 
 
 def _replicas(run: TrainingRun, partners: tuple[int, ...], starts: list[Start]) -> list[Replica]:

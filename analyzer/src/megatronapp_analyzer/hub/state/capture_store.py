@@ -60,7 +60,7 @@ class CapturedStep:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory."""
+        """Return about how much memory it needs."""
         return len(self.rows) * (RECORD.itemsize + 200) + len(self.received) * 32
 
     def add(self, rows: list[SiteLayer], records: Records) -> None:
@@ -104,7 +104,7 @@ class CaptureStore:
     def take(self, frame: Frame) -> CapturedStep | None:
         """Merge a TRAINING_STATISTICS frame of a rank; returns its step once all ranks have sent theirs.
 
-        A frame that comes twice counts once. Raises ProtocolError or FrameError.
+        A frame that is received twice counts once. Raises ProtocolError or FrameError.
         """
         header = frame.header
         step, attempt = _number(header, "step", MAX_STEP), _number(header, "attempt", MAX_FIELD)

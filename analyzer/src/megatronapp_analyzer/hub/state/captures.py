@@ -57,9 +57,9 @@ class TrainingCaptures:
                 with self._path.open("ab", buffering=0) as file:
                     file.write(data)
             else:
-                beside = self._path.with_suffix(".new")
-                beside.write_bytes(data)
-                beside.replace(self._path)
+                replacement = self._path.with_suffix(".new")
+                replacement.write_bytes(data)
+                replacement.replace(self._path)
                 self.store.thinned = False
         except OSError as error:
             if not self._failed:

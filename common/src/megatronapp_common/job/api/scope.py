@@ -12,24 +12,24 @@ Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]
 
 
 class TrainingControl(ManifestModel):
-    """Control of the running training: pause, resume, step, stop, from the page, the command line and the API."""
+    """Control of a running training: pause, resume, step, stop; and captures of its layers."""
 
     enabled: bool = True
-    """Let the ranks obey orders at step boundaries."""
+    """Obey orders at step boundaries."""
     start_paused: bool = False
-    """Pause before the first step, and again after each restart of the gang."""
+    """Pause before the first step, after restarts, too."""
     resume_after_seconds: Annotated[int, Field(ge=60, le=31_536_000)] | None = None
-    """Seconds without a controlling client after which a paused training resumes; default: it stays paused."""
+    """Seconds without a controlling client after which a pause ends."""
     capture_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Steps between two captures of the statistics of layers; default: none are captured."""
+    """Steps between captures of layers; default: none."""
 
 
 class Scope(ManifestModel):
     """MegaScope of a served model, and control of a running training."""
 
     plugins: Annotated[tuple[Module, ...], Field(max_length=16)] = ()
-    """Python modules that each rank imports before it loads the model; they register sites. Only in mode serve."""
+    """Python modules that each rank imports, which register sites; only in mode serve."""
     training: TrainingControl | None = None
-    """Control of the running training; only in mode train."""
+    """Control and captures; only in mode train."""
     perturbations: Annotated[tuple[NamedRecipe, ...], Field(max_length=MAX_NAMED)] = ()
     """Recipes of perturbations (docs/perturbation.md) that requests choose by name; only in mode serve."""

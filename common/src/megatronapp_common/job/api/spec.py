@@ -90,7 +90,7 @@ class Spec(ManifestModel):
     serve: Serve | None = None
     """Address and limits of a served model; only allowed in mode serve."""
     scope: Scope | None = None
-    """MegaScope of a served model, and control of a running training; needs analyzer.enabled."""
+    """MegaScope of a served model, or of a training; needs analyzer.enabled."""
     dpp: Dpp = Dpp()
     """MegaDPP: a dynamic pipeline schedule."""
     fbd: Fbd = Fbd()

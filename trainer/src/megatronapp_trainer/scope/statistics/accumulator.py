@@ -26,7 +26,7 @@ class StatisticsAccumulator:
         """Add all numbers of a tensor of any shape and type."""
         place = self._places[row]
         flat = values.detach().reshape(-1)
-        for part in flat.split(SLICE):
+        for part in torch.split(flat, SLICE):
             self._add_slice(self._moments[place], self._counts[place], part.double())
 
     def packed(self) -> torch.Tensor:

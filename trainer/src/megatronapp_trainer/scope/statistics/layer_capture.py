@@ -24,7 +24,7 @@ class StatisticsJob:
 
     @property
     def kind(self) -> DropPolicy:
-        """Policy: waits for an agent that is slow or away."""
+        """Return the policy: it waits for an agent that is slow or has no connection."""
         return DropPolicy.PROMPTS
 
     @property
@@ -41,7 +41,7 @@ class StatisticsJob:
         return self._copy.ready()
 
     def build(self) -> Sequence[Frame]:
-        """Return the frame."""
+        """Return the frame of the step with all rows."""
         return [statistics_frame(FrameType.TRAINING_STATISTICS, self._header, self._rows, self._copy.data.tobytes())]
 
     def marks(self) -> Sequence[Frame]:

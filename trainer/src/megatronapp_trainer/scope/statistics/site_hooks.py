@@ -44,7 +44,7 @@ class SiteHooks:
             self._handles.append(_hook(row, site, module, statistics))
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks, so that later passes are not counted."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -47,7 +47,7 @@ def details_view(step: CapturedStep) -> schemas.CapturedStepDetails:
 
 def step_view(step: CapturedStep) -> schemas.CapturedStepView:
     """Return a step without its numbers."""
-    first = first_not_finite(step.rows, [record[0] for record in step.rows.values()])
+    first = first_not_finite(step.rows, (record[0] for record in step.rows.values()))
     return schemas.CapturedStepView(
         step=step.step,
         attempt=step.attempt,
