@@ -139,9 +139,11 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     assert job.status()["phase"] == "Running"
     check_captures(job)
 
-    os.kill(job.rank(1), signal.SIGKILL)
-    again = until_state(job, "paused", 1)
-    assert again["step"] == 0 and all(order["attempt"] == 0 for order in again["orders"])
+    attempt = 0
+    if FULL:  # another gang of torch to start
+        os.kill(job.rank(1), signal.SIGKILL)
+        again, attempt = until_state(job, "paused", 1), 1
+        assert again["step"] == 0 and all(order["attempt"] == 0 for order in again["orders"])
 
     rivals = [Rival(job, seed) for seed in (1, 2)]
     for rival in rivals:
@@ -154,5 +156,6 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     step = int(re.findall(r"stops after (\d+) steps", stopped)[0])
     job._until(lambda: job.status().get("phase") == "Succeeded")
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(step)
-    first, second = decisions(job, 1)
-    assert first == second and len(first) == sum(rival.accepted for rival in rivals) + 1
+    first, second = decisions(job, attempt)
+    given = sum(rival.accepted for rival in rivals) + 1 + (attempt == 0)
+    assert first == second and len(first) == given
