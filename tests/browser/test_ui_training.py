@@ -49,6 +49,7 @@ spec:
   data: {{mock: true}}
   trace: {{enabled: true}}
   analyzer: {{enabled: true, retainSeconds: 300}}
+  scope: {{training: {{enabled: false, captureEvery: 4}}}}
 """
 
 
@@ -110,6 +111,24 @@ def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     pw.expect(panel.get_by_test_id("transfers")).to_contain_text("shared memory")
 
 
+def watch_layers(page: pw.Page) -> None:
+    """Both layers in the steps 4, 8 and 12, of which the forward rank and the backward ranks each have a part."""
+    panel = page.get_by_role("region", name="Layers over steps")
+    heat = panel.get_by_test_id("layers-heat")
+    pw.expect(heat).to_have_attribute("aria-label", re.compile("^residual of 2 layers by 3 captured steps"))
+    pw.expect(panel.get_by_test_id("layers-warning")).to_have_count(0)
+    panel.get_by_label("Site").select_option("gradients")
+    pw.expect(heat).to_have_attribute("aria-label", re.compile("^gradients of 3 layers by 3 captured steps"))
+    heat.press("ArrowDown")
+    pw.expect(panel.get_by_test_id("captured-cell")).to_contain_text("gradients, layer 0, step 12")
+    panel.get_by_role("button", name="Table").click()
+    pw.expect(panel.get_by_test_id("data-table").get_by_role("row")).to_have_count(4)
+    with page.expect_download() as saved:
+        panel.get_by_role("button", name="CSV").click()
+    assert len(pathlib.Path(saved.value.path()).read_text().splitlines()) == 1 + 3 * 3
+    panel.get_by_role("button", name="Table").click()
+
+
 @pytest.mark.full("a training of three ranks; MegaFbdPanel.test.ts has the panel's texts")
 def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_path: pathlib.Path, page: pw.Page) -> None:
     with running(ROLES, forkserver, tmp_path) as address:
@@ -126,6 +145,7 @@ def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_pat
         legend = page.get_by_role("list", name="Colours of the spans")
         pw.expect(legend).to_contain_text("Shipment to a backward rank")
         pw.expect(page.get_by_text("Stage 0, forward")).to_be_visible()
+        watch_layers(page)
         assert violations(page) == []
         page.emulate_media(color_scheme="light")
         pw.expect(page.locator("html")).to_have_attribute("data-theme", "light")

@@ -1,5 +1,8 @@
 /** Thin client of a hub, directly or behind a gateway: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
 import type {
+  CapturedStepDetails,
+  Captures,
+  Quantity,
   GatewayJob,
   Fault,
   FaultRequest,
@@ -120,6 +123,12 @@ export class ApiClient {
     this.get("forward-backward", {}, signal);
 
   pipeline = (signal?: AbortSignal): Promise<PipelineView> => this.get("pipeline", {}, signal);
+
+  captures = (site: string, quantity: Quantity, signal?: AbortSignal): Promise<Captures> =>
+    this.get("training/captures", { site, quantity }, signal);
+
+  capturedStep = (step: number, signal?: AbortSignal): Promise<CapturedStepDetails> =>
+    this.get(`training/captures/${step}`, {}, signal);
 
   addFault = (fault: FaultRequest): Promise<Fault> => this.post("faults", fault);
 

@@ -1031,6 +1031,22 @@ export interface components {
             values: (number | null)[][];
         };
         /**
+         * CapturesSummary
+         * @description Interval of captures, and the newest of them.
+         */
+        CapturesSummary: {
+            /**
+             * Every
+             * @description Steps from one capture to the next; null: no rank captures.
+             */
+            every: number | null;
+            /**
+             * Newest
+             * @description Newest captured step; null before the first one.
+             */
+            newest: number | null;
+        };
+        /**
          * Code
          * @description Logs one browser in, once and within a minute, at `/#code=CODE`.
          */
@@ -1469,6 +1485,8 @@ export interface components {
         JobView: {
             /** Attempt */
             attempt: number;
+            /** @description Captures of layers (getCaptures); null where there are none. */
+            captures: components["schemas"]["CapturesSummary"] | null;
             /** Faults */
             faults: components["schemas"]["Fault"][];
             layout: components["schemas"]["Layout"];

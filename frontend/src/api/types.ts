@@ -5,6 +5,10 @@ import type { components } from "./hub";
 export type Schemas = components["schemas"];
 
 export type ForwardBackward = Schemas["ForwardBackward"];
+export type Captures = Schemas["Captures"];
+export type CapturedStepDetails = Schemas["CapturedStepDetails"];
+export type SiteStatistics = Schemas["SiteStatistics"];
+export type Quantity = Captures["quantity"];
 export type ForwardBackwardView = Schemas["ForwardBackwardView"];
 export type GatewayJob = GatewayComponents["schemas"]["GatewayJob"];
 export type Fault = Schemas["Fault"];

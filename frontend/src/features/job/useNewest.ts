@@ -13,6 +13,8 @@ export type NewestState<T> =
 export interface NewestSource<T> {
   readonly state: ShallowRef<NewestState<T>>;
   readonly retry: () => void;
+  /** Fetch at once, and show the older answer until then: the user asked for something else. */
+  readonly reload: () => void;
 }
 
 /** `newest` returns what changes with the newest step. An error shows only where there is nothing older to show. */
@@ -53,6 +55,7 @@ export function useNewest<T>(
   });
   return {
     state,
+    reload: () => void load(),
     retry: () => {
       state.value = { kind: "loading" };
       void load();

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatronapp_analyzer.hub.http.training.capture_schemas import CapturesSummary
 from megatronapp_analyzer.hub.http.training.schemas import TrainingView
 from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
@@ -105,6 +106,9 @@ class JobView(ApiModel):
     tracer: TracerHealth
     progress: Progress | None
     training: Annotated[TrainingView | None, Field(description="Control of the training; null where it has none.")]
+    captures: Annotated[
+        CapturesSummary | None, Field(description="Captures of layers (getCaptures); null where there are none.")
+    ]
     server_time: Annotated[float, Field(description="Seconds of real time.")]
 
 

@@ -58,6 +58,13 @@ class SiteStatistics(ApiModel):
     histogram: Annotated[list[int], Field(description="Finite values other than 0, by magnitude.")]
 
 
+class CapturesSummary(ApiModel):
+    """Interval of captures, and the newest of them."""
+
+    every: Annotated[int | None, Field(description="Steps from one capture to the next; null: no rank captures.")]
+    newest: Annotated[int | None, Field(description="Newest captured step; null before the first one.")]
+
+
 class CapturedStepDetails(ApiModel):
     """All numbers of a captured step."""
 

@@ -34,6 +34,14 @@ def captures_view(
     )
 
 
+def captures_summary(store: CaptureStore) -> schemas.CapturesSummary | None:
+    """Return what is there of captures; None where no rank captures and no step was captured."""
+    shown = store.shown()
+    if store.every is None and not shown:
+        return None
+    return schemas.CapturesSummary(every=store.every, newest=shown[-1].step if shown else None)
+
+
 def details_view(step: CapturedStep) -> schemas.CapturedStepDetails:
     """Return all numbers of a step, in the order of computation."""
     order = {name: place for place, name in enumerate(SITES)}
