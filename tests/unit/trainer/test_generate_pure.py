@@ -15,6 +15,7 @@ from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullEr
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
 from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
+from megatronapp_trainer.inference.perturbed_steps import RecipeRotation
 from megatronapp_trainer.inference.rank_channel import _packed, _unpacked
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.scheduler import MOST_AHEAD, Scheduler
@@ -263,6 +264,13 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
             place for place, admitted in enumerate(kinds) if admitted is kind
         ]
     assert not seen[0].is_background or all(kinds)
+
+
+def test_recipes_that_come_and_go_take_turns_with_one_that_stays() -> None:
+    rotation = RecipeRotation()
+    chosen = [rotation.next([None, f"new {step}", *([f"new {step - 1}"] if step % 2 else [])]) for step in range(40)]
+    assert chosen.count(None) >= 13
+    assert {rotation.next(["a", "b", "c"]) for _ in range(3)} == {"a", "b", "c"}
 
 
 def shape(**sizes: int) -> KvCacheShape:

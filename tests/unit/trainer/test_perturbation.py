@@ -138,6 +138,20 @@ def interleaved(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     assert engine._recipes.is_empty
 
 
+def joined(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that a recipe that is added while another one is in use is drawn from the model's own weights."""
+    before = {name: parameter.clone() for name, parameter in gang.stage.model.named_parameters()}
+    noises = [recipe(storage("mlp.linear_fc1", {"type": "gaussian", "coefficient": 0.1}), seed=seed) for seed in (1, 2)]
+    first, second = (request(str(place), noise) for place, noise in enumerate(noises))
+    alone = logits_of(run(engine, second), second.id)
+    engine.submit(first)
+    engine.step()
+    assert gang.stage.perturbation._perturbations.active == noises[0].digest
+    assert torch.allclose(logits_of(run(engine, second), second.id), alone, atol=1e-4, rtol=1e-4)
+    after = dict(gang.stage.model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def rereads(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check that a probe reads the text of a perturbed run, generated tokens included, as the run did."""
     places = {"positions": [{"origin": "promptEnd", "first": -2}], "steps": {"first": 1, "end": 4}}
@@ -193,7 +207,17 @@ def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
         assert message in str(caught.value)
 
 
-CHECKS = ("nulls", "ablations", "means", "selections", "interleaved", "rereads", "graphs_of_recipes", "refusals")
+CHECKS = (
+    "nulls",
+    "ablations",
+    "means",
+    "selections",
+    "interleaved",
+    "joined",
+    "rereads",
+    "graphs_of_recipes",
+    "refusals",
+)
 
 
 def test_a_single_process(run_ranks: RunRanks) -> None:

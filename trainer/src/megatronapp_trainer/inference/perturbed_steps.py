@@ -71,10 +71,10 @@ class RecipeRotation:
         self._steps = 0
 
     def next(self, due: Iterable[str | None]) -> str | None:
-        """Choose the digest whose last step is longest ago, of at least one."""
-        chosen = min(due, key=lambda digest: self._last_steps.get(digest, -1))
+        """Choose the digest whose last step is longest ago, of at least one; a new one waits behind those that wait."""
+        self._last_steps = {digest: self._last_steps.get(digest, self._steps) for digest in due}
+        chosen = min(self._last_steps, key=self._last_steps.__getitem__)
         self._steps += 1
-        self._last_steps = {digest: step for digest, step in self._last_steps.items() if digest in due}
         self._last_steps[chosen] = self._steps
         return chosen
 

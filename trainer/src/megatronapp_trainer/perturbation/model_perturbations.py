@@ -25,8 +25,9 @@ class ModelPerturbations:
         """Digest of the active recipe."""
 
     def add(self, recipe: Recipe) -> None:
-        """Draw the noise of parameters; a recipe that is known already is unchanged."""
+        """Draw the noise of parameters; a recipe that is known already is unchanged. Ends the active recipe."""
         if recipe.digest not in self._activations:
+            self.activate(None)  # its parameters would be taken for the model's own
             self._parameters[recipe.digest] = PerturbedParameters(recipe, self._model, self._shard)
             self._activations[recipe.digest] = ActivationPerturbations(
                 recipe, self._model, self._shard, slots=self._slots
