@@ -10,6 +10,9 @@ import pytest_asyncio
 
 from megatronapp_analyzer.hub.settings import ControlSettings
 from megatronapp_analyzer.hub.state.lease import LEASE_S, ControlLease
+from megatronapp_analyzer.hub.state.progress import ControlProgress
+from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
+from megatronapp_common.control.orders import OrderKind
 from megatronapp_common.frames import FrameType
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token
@@ -161,6 +164,17 @@ async def test_a_training_without_control_is_reported(hub: Any) -> None:
         answer = await client.get("/api/v1/training")
         assert answer.status_code == 409 and "spec.scope.training.enabled" in answer.json()["hint"]
     assert (await hub.get("/api/v1/job"))["training"] is None
+
+
+def test_a_hub_without_its_orders_counts_on_from_those_that_the_ranks_report() -> None:
+    report = ControlProgress.model_validate(progress("running", 350, (1, 40), (2, 350))["control"])
+    orders = TrainingOrders(None)
+    orders.observe(1, report)
+    given = orders.add("x", OrderKind.PAUSE, 0, who="page", at=0.0, saves=True)
+    orders.observe(1, report)
+    orders.observe(0, report)  # an agent of an attempt that has ended
+    (kept,) = orders.newest_first
+    assert (given.number, kept.is_pending, orders.page(1)["orders"]) == (3, True, [given.order.to_json()])
 
 
 def test_a_lease_runs_out_unless_it_is_renewed() -> None:

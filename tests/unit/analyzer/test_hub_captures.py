@@ -98,6 +98,28 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
 
 
+def test_a_torn_file_is_replaced_by_the_next_step(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "captures.frames"
+    captures = TrainingCaptures(path)
+    for step in (10, 20, 30):
+        captures.take_frame(frame(0, 1, step, {ROWS[0]: [1.0]}))
+    path.write_bytes(path.read_bytes()[:-7])
+    captures = TrainingCaptures(path)
+    for step in (40, 50):
+        captures.take_frame(frame(0, 1, step, {ROWS[0]: [1.0]}))
+    assert [step.step for step in TrainingCaptures(path).store.shown()] == [10, 20, 40, 50]
+
+
+def test_a_step_that_ranks_still_send_is_never_thinned() -> None:
+    store = CaptureStore(max_steps=32)
+    for step in range(10, 1000, 10):
+        for rank in (0, 1):
+            store.take(frame(rank, 2, step, {ROWS[0]: [1.0]}))
+    for step in range(405, 800, 10):  # between those that are there, after a restart
+        done = [store.take(frame(rank, 2, step, {ROWS[0]: [1.0]}, attempt=1)) for rank in (0, 1)]
+        assert done[0] is None and done[1] is not None and done[1].is_complete
+
+
 WRONG: list[dict[str, Any]] = [
     {"rank": 2},
     {"step": -1},

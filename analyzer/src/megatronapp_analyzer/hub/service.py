@@ -188,6 +188,9 @@ class Hub:
         newest = self.ingest.newest
         if newest is not None and link.attempt != newest.attempt:
             return
+        progress = self.ranks.progress
+        if progress is not None and progress.attempt is not None and link.attempt < progress.attempt:
+            return
         try:
             self.ranks.update(status)
             progress = self.ranks.progress

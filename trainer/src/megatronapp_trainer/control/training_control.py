@@ -134,7 +134,7 @@ class TrainingControl:
         self._paused_seconds += time.monotonic() - began_s
         self._paused_since = None
         self._publish()
-        return stopped
+        return stopped and self._state.state is not TrainingState.STOPPING  # an order to stop is obeyed as such
 
     def _await_orders(self, attended_s: float) -> list[Order]:
         """Return the orders of the next exchange: on rank 0 once there are some or the round is over."""

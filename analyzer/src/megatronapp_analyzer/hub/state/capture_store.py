@@ -173,7 +173,7 @@ class CaptureStore:
 
     def _thin(self) -> None:
         """Remove an eighth of the steps if they are too many: those whose neighbours are the closest, and none of the
-        newest quarter.
+        newest quarter. Steps that ranks still send stay.
         """
         nbytes = sum(step.nbytes for step in self._steps.values())
         if len(self._steps) <= MIN_STEPS or (len(self._steps) <= self._max_steps and nbytes <= self._max_bytes):
@@ -181,9 +181,16 @@ class CaptureStore:
         numbers = sorted(self._steps)
         newest = len(numbers) // 4
         for _ in range(max(1, len(numbers) // 8)):
-            place = min(range(1, len(numbers) - newest), key=lambda at: numbers[at + 1] - numbers[at - 1])
+            places = [at for at in range(1, len(numbers) - newest) if not self._is_awaited(numbers[at])]
+            if not places:
+                break
+            place = min(places, key=lambda at: numbers[at + 1] - numbers[at - 1])
             del self._steps[numbers.pop(place)]
         self.thinned = True
+
+    def _is_awaited(self, number: int) -> bool:
+        step = self._steps[number]
+        return step.attempt == self._attempt and not step.is_complete
 
 
 def _number(header: Mapping[str, Any], name: str, most: int) -> int:

@@ -23,13 +23,21 @@ class TrainingCaptures:
         self.store = CaptureStore()
         self.rejected = 0
         if path is not None:
-            for frame in read_frames(path):
-                try:
-                    self.store.restore(frame)
-                except (FrameError, ProtocolError) as error:
-                    LOG.warning("%s: a captured step is left out: %s", path, error)
+            self._restore(path)
         if not writable:
             self.store.end()
+
+    def _restore(self, path: pathlib.Path) -> None:
+        """Read what is stored. The next step replaces a file that is torn, as nothing behind the tear would be read."""
+        nbytes = 0
+        for frame in read_frames(path):
+            nbytes += len(frames.encode(frame))
+            try:
+                self.store.restore(frame)
+            except (FrameError, ProtocolError) as error:
+                LOG.warning("%s: a captured step is left out: %s", path, error)
+        if path.exists() and path.stat().st_size != nbytes:
+            self.store.thinned = True
 
     def take_frame(self, frame: Frame) -> None:
         """Take a frame of a rank; one that cannot be used is counted and skipped, as its agent carries others, too."""
@@ -55,7 +63,8 @@ class TrainingCaptures:
         try:
             if append:
                 with self._path.open("ab", buffering=0) as file:
-                    file.write(data)
+                    if file.write(data) != len(data):
+                        raise OSError("there is too little space")
             else:
                 replacement = self._path.with_suffix(".new")
                 replacement.write_bytes(data)
@@ -65,3 +74,4 @@ class TrainingCaptures:
             if not self._failed:
                 LOG.error("%s: cannot be written: %s; free some space; the live view goes on", self._path, error)
             self._failed = True
+            self.store.thinned = True  # part of it may have been written

@@ -120,11 +120,15 @@ class TrainingOrders:
 
     def observe(self, attempt: int, report: ControlProgress | None) -> None:
         """Take over what the ranks of an attempt have reported."""
+        if self._attempt is not None and attempt < self._attempt:
+            return
         if attempt != self._attempt:
             self._attempt, self._state = attempt, None
         if report is None:
             return
         self._state = ControlState(TrainingState(report.state), report.steps_left)
+        # A hub that has lost its orders must not use their numbers again: the ranks have seen them.
+        self._newest = max(self._newest, *(order.number for order in report.orders), 0)
         decided = {order.number: order for order in report.orders}
         changed = [self._decided(order, decided.get(order.number)) for order in self._orders]
         if changed != self._orders:

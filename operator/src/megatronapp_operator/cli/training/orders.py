@@ -1,6 +1,7 @@
 """An order from the command line: take the control of the training, give the order, wait until the ranks obey."""
 
 import argparse
+import contextlib
 import datetime
 import json
 import time
@@ -45,7 +46,8 @@ def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float
         if not arguments.no_wait:
             given = _decided(call, key, given, sleep)
     finally:
-        call("POST", "/lease", {"action": "release", "key": key})
+        with contextlib.suppress(HubError):  # after a stop the hub may have ended
+            call("POST", "/lease", {"action": "release", "key": key})
     if given["refusal"] is not None:
         raise HubError(replace_control_characters(str(given["refusal"])))
     print(replace_control_characters(outcome(given)))
