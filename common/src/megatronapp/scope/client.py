@@ -100,16 +100,20 @@ class ScopeHub:
         seed: int | None = None,
         stop: Sequence[str] = (),
         capture: Mapping[str, Any] | None = None,
+        perturbation: Mapping[str, Any] | str | None = None,
         wait: bool = True,
     ) -> Run:
         """Generate from prompts, and return the run once it has ended, or at once without `wait`.
 
-        `capture` is as in docs/scope-protocol.md, section 3. Needs the role of a controller. Raises ScopeError.
+        `capture` is as in docs/scope-protocol.md, section 3; `perturbation` a recipe of docs/perturbation.md, or the
+        name or digest of one of the manifest. Needs the role of a controller. Raises ScopeError.
         """
         sampling = {"temperature": temperature, "topK": top_k, "topP": top_p, "seed": seed, "stop": list(stop)}
-        body = {"prompts": prompts_of(prompts), "tokens": tokens, "sampling": sampling}
-        answer = self._connection.request(
-            "POST", "runs", body if capture is None else {**body, "capture": dict(capture)}
-        )
+        body: dict[str, Any] = {"prompts": prompts_of(prompts), "tokens": tokens, "sampling": sampling}
+        if capture is not None:
+            body["capture"] = dict(capture)
+        if perturbation is not None:
+            body["perturbation"] = perturbation if isinstance(perturbation, str) else dict(perturbation)
+        answer = self._connection.request("POST", "runs", body)
         run = Run(self._connection, answer.json()["run"])
         return run.wait() if wait else run

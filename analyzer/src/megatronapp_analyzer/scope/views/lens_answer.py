@@ -48,8 +48,8 @@ def lens_json(frame: Frame) -> dict[str, Any]:
 
 
 def numbers(values: NDArray[Any]) -> Any:  # noqa: ANN401 - nested lists
-    """Return nested lists with five significant digits; None for what is not finite, which JSON does not have."""
-    flat = [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.reshape(-1).tolist()]
+    """Return nested lists with seven significant digits, as float32 has; None for what is not finite."""
+    flat = [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.reshape(-1).tolist()]
     return nested(flat, values.shape)
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatronapp_common.errors import CommonError
 from megatronapp_common.field_errors import describe
@@ -50,7 +50,12 @@ Bits = Literal["sign", "exponent", "mantissa"]
 TensorPart = Literal["query", "key", "value", "gate", "up"]
 Amount = Annotated[float, Field(ge=0, le=1e6)]
 Position = Annotated[int, Field(gt=-(1 << 20), lt=1 << 20)]
-Indices = Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_SELECTED), AsList]
+Indices = Annotated[
+    tuple[Index, ...],
+    Field(min_length=1, max_length=MAX_SELECTED),
+    AfterValidator(lambda indices: tuple(sorted(set(indices)))),
+    AsList,
+]
 Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 PerturbationName = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 
