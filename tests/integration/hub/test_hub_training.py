@@ -173,8 +173,8 @@ def test_a_hub_without_its_orders_counts_on_from_those_that_the_ranks_report() -
     given = orders.add("x", OrderKind.PAUSE, 0, who="page", at=0.0, saves=True)
     orders.observe(1, report)
     orders.observe(0, report)  # an agent of an attempt that has ended
-    (kept,) = orders.newest_first
-    assert (given.number, kept.is_pending, orders.page(1)["orders"]) == (3, True, [given.order.to_json()])
+    (pending,) = orders.newest_first
+    assert (given.number, pending.is_pending, orders.page(1)["orders"]) == (3, True, [given.order.to_json()])
 
 
 def test_a_lease_runs_out_unless_it_is_renewed() -> None:

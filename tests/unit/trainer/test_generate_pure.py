@@ -266,7 +266,7 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
     assert not seen[0].is_background or all(kinds)
 
 
-def test_recipes_that_come_and_go_take_turns_with_one_that_stays() -> None:
+def test_new_recipes_starve_no_other() -> None:
     rotation = RecipeRotation()
     chosen = [rotation.next([None, f"new {step}", *([f"new {step - 1}"] if step % 2 else [])]) for step in range(40)]
     assert chosen.count(None) >= 13
