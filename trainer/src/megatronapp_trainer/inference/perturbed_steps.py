@@ -71,7 +71,7 @@ class RecipeRotation:
         self._steps = 0
 
     def next(self, due: Iterable[str | None]) -> str | None:
-        """Choose the digest whose last step is longest ago, of at least one; a new one waits behind those that wait."""
+        """Choose the digest whose last step is longest ago, of at least one; a new one counts from now."""
         self._last_steps = {digest: self._last_steps.get(digest, self._steps) for digest in due}
         chosen = min(self._last_steps, key=self._last_steps.__getitem__)
         self._steps += 1

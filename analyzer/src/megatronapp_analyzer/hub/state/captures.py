@@ -28,7 +28,7 @@ class TrainingCaptures:
             self.store.end()
 
     def _restore(self, path: pathlib.Path) -> None:
-        """Read what is stored. The next step replaces a file that is torn, as nothing behind the tear would be read."""
+        """Read what is stored. The next step replaces a torn file, of which only the beginning can be read."""
         nbytes = 0
         for frame in read_frames(path):
             nbytes += len(frames.encode(frame))
