@@ -3,11 +3,10 @@
 Results are stored with their run, and so in session files; a replay has those that were requested.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
+from megatronapp_analyzer.scope.probes.pending_requests import PendingRequests
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.analysis_store import key_of
 from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
@@ -18,8 +17,6 @@ from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.scope.protocol_requests import MAX_SCORED
 from megatronapp_common.web.problems import HttpError
 
-MAX_REQUESTS = 8
-"""Texts that are analyzed at a time, of all pages."""
 Request = Mapping[str, Any]
 """An analysis request in JSON, without the tokens of its text."""
 TEXT_FIELDS = frozenset({"random", "seed"})
@@ -31,7 +28,7 @@ class AnalysisService:
 
     def __init__(self, probe_client: ProbeClient) -> None:
         self._probe_client = probe_client
-        self._pending: dict[tuple[str, int, str, int], asyncio.Task[Frame]] = {}
+        self._pending = PendingRequests[Frame]()
 
     async def of(self, run: ScopeRun, sample: int, request: Request, ids: Sequence[int], wait_s: float) -> Frame | None:
         """Return the result of a request over a text, which is of a sample of the run; None if it takes over `wait_s`.
@@ -44,16 +41,8 @@ class AnalysisService:
         key = run.id, sample, key_of(request), count
         if key not in self._pending:
             self._check(count)
-            task = asyncio.ensure_future(self._request_analysis(run, sample, request, ids))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
-            self._pending[key] = task
-        task = self._pending[key]
-        done, _ = await asyncio.wait({task}, timeout=wait_s)
-        if not done:
-            return None
-        if self._pending.get(key) is task:  # another waiter may have forgotten it, and asked again
-            del self._pending[key]
-        return task.result()
+            self._pending.begin(key, self._request_analysis(run, sample, request, ids))
+        return await self._pending.result(key, wait_s)
 
     @property
     def _is_replay(self) -> bool:
@@ -65,10 +54,7 @@ class AnalysisService:
             raise HttpError(404, "not-recorded", message, "Take one that was; a replay has no model.")
         if count > MAX_SCORED:
             raise HttpError(413, "too-large", f"a text of {count} tokens is not analyzed", f"At most {MAX_SCORED} are.")
-        self._pending = {key: task for key, task in self._pending.items() if not task.done()}
-        if len(self._pending) >= MAX_REQUESTS:
-            message = "as many texts are analyzed as the model takes at a time"
-            raise HttpError(429, "too-many-probes", message, "Ask again once some are done.", retry_s=RETRY_S)
+        self._pending.check_limit()
 
     async def _request_analysis(self, run: ScopeRun, sample: int, request: Request, ids: Sequence[int]) -> Frame:
         body: dict[str, Any] = {name: value for name, value in request.items() if name not in TEXT_FIELDS}
@@ -89,7 +75,4 @@ class AnalysisService:
 
     async def close(self) -> None:
         """Cancel all requests that are under way."""
-        tasks, self._pending = list(self._pending.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pending.close()

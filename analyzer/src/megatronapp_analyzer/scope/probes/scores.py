@@ -3,13 +3,12 @@
 Pages get them as frames SCOPE_OVERVIEW, as they get other numbers of prompts; so they are in session files, too.
 """
 
-import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
+from megatronapp_analyzer.scope.probes.pending_requests import PendingRequests
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.perturbed_texts import perturbed_texts
 from megatronapp_analyzer.scope.store.run import PromptScores, ScopeRun
@@ -22,8 +21,6 @@ from megatronapp_common.web.problems import HttpError
 NAMES = ("top.id", "top.p", "top.logit", "partition", "surprise", "entropy")
 ROWS = 128
 """Rows of a frame: with 100 candidates and their texts it is within the limit of a message."""
-MAX_REQUESTS = 8
-"""Prompts that are read at a time, of all pages."""
 
 
 class ScoreService:
@@ -31,24 +28,16 @@ class ScoreService:
 
     def __init__(self, probe_client: ProbeClient) -> None:
         self._probe_client = probe_client
-        self._asking: dict[tuple[str, int], asyncio.Task[PromptScores]] = {}
+        self._pending = PendingRequests[PromptScores]()
 
     async def of(self, run: ScopeRun, sample: int, wait_s: float) -> PromptScores | None:
         """Return the scores of a prompt; None if they have not arrived within `wait_s`. Raises HttpError."""
         if (known := run.scores.get(sample)) is not None:
             return known
         key = run.id, sample
-        if key not in self._asking:
-            task = asyncio.ensure_future(self._request_scores(run, sample, self._request(run, sample)))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
-            self._asking[key] = task
-        task = self._asking[key]
-        done, _ = await asyncio.wait({task}, timeout=wait_s)
-        if not done:
-            return None
-        if self._asking.get(key) is task:  # another waiter may have forgotten it, and asked again
-            del self._asking[key]
-        return task.result()
+        if key not in self._pending:
+            self._pending.begin(key, self._request_scores(run, sample, self._request(run, sample)))
+        return await self._pending.result(key, wait_s)
 
     def _request(self, run: ScopeRun, sample: int) -> ScoreRequest:
         ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
@@ -60,10 +49,7 @@ class ScoreService:
         if not 2 <= len(ids) <= MAX_SCORED:
             words = f"a prompt of {len(ids)} tokens has no scores"
             raise HttpError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
-        self._asking = {key: task for key, task in self._asking.items() if not task.done()}
-        if len(self._asking) >= MAX_REQUESTS:
-            words = "as many prompts are read as the model takes at a time"
-            raise HttpError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
+        self._pending.check_limit()
         return ScoreRequest(
             ids=tuple(ids),
             candidates=min(100, capture.get("candidates") or 20),
@@ -85,10 +71,7 @@ class ScoreService:
 
     async def close(self) -> None:
         """Cancel all requests that are under way."""
-        tasks, self._asking = list(self._asking.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pending.close()
 
 
 def checked(frame: Frame, rows: int) -> list[Tensor]:
