@@ -121,13 +121,12 @@ def _of_server(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def _validation(rule: Rule) -> Schema:
-    """Return a rule in the form that the API server takes."""
+    """Return a rule in the form that the API server takes; its reason is the default, FieldValueInvalid."""
     return {
         "rule": rule.rule,
         "fieldPath": rule.field,
         "message": rule.message,
         **({"messageExpression": rule.message_expression} if rule.message_expression else {}),
-        "reason": "FieldValueInvalid",
     }
 
 
