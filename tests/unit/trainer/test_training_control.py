@@ -148,6 +148,10 @@ def test_all_ranks_obey_at_the_same_step(run_ranks: RunRanks, world: int, flags:
         ("running", 0), ("paused", 0), ("stepping", 2), ("stepping", 1), ("paused", 0), ("running", 0), ("paused", 0),
         ("running", 0),
     ]  # fmt: skip
+    for report in reported(ranks, "reports"):
+        assert (report["state"] == "paused") == (report["pausedSince"] is not None), report
+    lengths = [report["pausedSeconds"] for report in reported(ranks, "reports") if report["state"] != "paused"]
+    assert lengths == sorted(lengths) and lengths[0] == 0 < lengths[1], "a pause has its length once it has ended"
     environment = {"MEGATRONAPP_JOB_UID": f"plain-{os.getpid()}-{world}"}
     plain = run_ranks(world, undisturbed, f"--train-iters {STEPS} --eval-interval 3 {flags}", environment=environment)
     for name in ("losses", "norms", "evaluations"):
@@ -195,6 +199,30 @@ def test_a_stop_without_a_place_to_save_is_refused_and_an_unattended_pause_ends(
     assert rank["code"] == ExitCode.OK and len(rank["losses"]) == 3
     assert rank["obeyed"] == {1: (0, False), 0: (0, True)}
     assert rank["reports"][0]["state"] == "paused" and rank["reports"][-1]["pausedSeconds"] > 0
+
+
+def test_a_long_pause_has_several_spans() -> None:
+    from megatronapp_trainer.control.training_control import PauseSpan
+
+    now, calls = 0.0, []
+
+    class SpanObserver:
+        def begin(self, kind: int, chunk: int, microbatch: int) -> None:
+            calls.append(("begin", now))
+
+        def end(self, kind: int) -> None:
+            calls.append(("end", now))
+
+        def heartbeat(self) -> None: ...
+
+    observer: Any = SpanObserver()
+    span = PauseSpan(observer, lambda: now)
+    for second in range(1, 75):
+        now = float(second)
+        span.continues()
+    span.end()
+    assert calls == [("begin", 0), ("end", 31), ("begin", 31), ("end", 62), ("begin", 62), ("end", 74)]
+    assert all(end - begin < 34 for (_, begin), (_, end) in zip(calls[::2], calls[1::2], strict=True))
 
 
 def test_orders_fit_states() -> None:

@@ -36,6 +36,8 @@ class ControlReport:
     """Length of the pauses of this attempt that have ended."""
     saves: bool
     """True if a stop can write a checkpoint."""
+    resume_after_s: float | None = None
+    """Length after which a pause ends in which no client controls the training; None: never."""
     orders: tuple[ObeyedOrder, ...]
 
     @property
@@ -54,5 +56,6 @@ class ControlReport:
             else datetime.datetime.fromtimestamp(since, datetime.UTC).isoformat(timespec="milliseconds"),
             "pausedSeconds": round(self.paused_seconds, 3),
             "saves": self.saves,
+            "resumeAfterSeconds": self.resume_after_s,
             "orders": [order.to_json() for order in self.orders[-MAX_REPORTED:]],
         }

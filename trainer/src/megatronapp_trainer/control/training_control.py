@@ -5,10 +5,9 @@ boundary and obey there: no step waits for an order, and no two ranks obey at di
 on the host every `PAUSE_ROUND_S`, so that no deadline of a collective strikes and nothing runs on a device.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from megatronapp_common.control.orders import BY_ITSELF, ControlState, Order, OrderKind, TrainingState
@@ -25,6 +24,8 @@ PAUSE_ROUND_S = 1.0
 """Most time between two exchanges of a paused training."""
 PAGE_POLL_S = 0.05
 """Time between two looks of rank 0 at its page in a pause."""
+SPAN_S = 30.0
+"""Length after which the span of a pause ends and another one begins: a record holds at most 34 s."""
 
 
 class ControlSurroundings(Protocol):
@@ -41,6 +42,35 @@ class ControlSurroundings(Protocol):
 
     def publish(self, report: ControlReport) -> None:
         """Show the state to users; on the reporting rank."""
+
+
+class PauseSpan:
+    """Spans of a pause, as long together as the pause."""
+
+    def __init__(self, observer: StepObserver | None, now_s: Callable[[], float] = time.monotonic) -> None:
+        """Begin the first one."""
+        self._observer = observer
+        self._now_s = now_s
+        self._begin()
+
+    def continues(self) -> None:
+        """Report that the rank lives; begins another span where the open one is long."""
+        if self._observer is None:
+            return
+        self._observer.heartbeat()
+        if self._now_s() - self._began_s > SPAN_S:
+            self.end()
+            self._begin()
+
+    def end(self) -> None:
+        """End the open span."""
+        if self._observer is not None:
+            self._observer.end(RecordKind.PAUSE)
+
+    def _begin(self) -> None:
+        self._began_s = self._now_s()
+        if self._observer is not None:
+            self._observer.begin(RecordKind.PAUSE, 0, NO_MICROBATCH)
 
 
 class TrainingControl:
@@ -92,17 +122,20 @@ class TrainingControl:
         Collective over all ranks of the job. Raises RuntimeError of torch if a rank is lost.
         """
         self._surroundings.announce()
-        before = self._state
+        before, orders = self._state, []
         if not self._is_first_boundary:
             self._state = self._state.after_step()
         if self._pending is not None:
-            self._obey(self._pending.read(), iteration)
+            orders = self._pending.read()
+            self._obey(orders, iteration)
             self._pending = None
-        if self._is_first_boundary or self._state != before:
-            self._publish()
+        is_changed = self._is_first_boundary or self._state != before or orders
         self._is_first_boundary = False
-        if self._state.state is TrainingState.PAUSED and self._pause(iteration):
-            return BoundaryDecision.PREEMPT
+        if self._state.state is TrainingState.PAUSED:
+            if self._pause(iteration):
+                return BoundaryDecision.PREEMPT
+        elif is_changed:
+            self._publish()
         if self._state.state is TrainingState.STOPPING:
             return BoundaryDecision.STOP
         self._pending = self._group.post(iteration, self._next_orders())
@@ -115,22 +148,27 @@ class TrainingControl:
             self._pending = None
 
     def _pause(self, iteration: int) -> bool:
-        """Wait for orders until the pause has ended; True if a signal to some rank ends it."""
+        """Wait for orders until the pause has ended; True if a signal to some rank ends it.
+
+        The pause is published once the device has settled, with its beginning, and its end with its length.
+        """
         self._surroundings.settle()
         self._paused_since = time.time()
         began_s = attended_s = time.monotonic()
         renewals = self._renewals()
         self._publish()
         stopped = False
-        with self._span():
-            while self._state.state is TrainingState.PAUSED and not stopped:
-                if self._renewals() != renewals:
-                    attended_s, renewals = time.monotonic(), self._renewals()
-                orders = self._await_orders(attended_s)
-                if self._observer is not None:
-                    self._observer.heartbeat()
-                orders, stopped = self._group.exchange(iteration, orders, stop=self._surroundings.stop_requested())
-                self._obey(orders, iteration)
+        span = PauseSpan(self._observer)
+        while self._state.state is TrainingState.PAUSED and not stopped:
+            if self._renewals() != renewals:
+                attended_s, renewals = time.monotonic(), self._renewals()
+            orders = self._await_orders(attended_s)
+            span.continues()
+            orders, stopped = self._group.exchange(iteration, orders, stop=self._surroundings.stop_requested())
+            self._obey(orders, iteration)
+            if orders and self._state.state is TrainingState.PAUSED:
+                self._publish()
+        span.end()
         self._paused_seconds += time.monotonic() - began_s
         self._paused_since = None
         self._publish()
@@ -175,8 +213,6 @@ class TrainingControl:
             what = f"{order.kind} x {order.steps}" if order.kind is OrderKind.STEP else order.kind
             log.info("order %d (%s) after %d steps: %s", order.number, what, iteration, refusal or self._state.state)
             self._obeyed = [*self._obeyed, ObeyedOrder(order.number, iteration, refusal)][-MAX_REPORTED:]
-        if orders:
-            self._publish()
 
     def _publish(self) -> None:
         self._surroundings.publish(
@@ -185,14 +221,7 @@ class TrainingControl:
                 paused_since=self._paused_since,
                 paused_seconds=self._paused_seconds,
                 saves=self._saves,
+                resume_after_s=self._resume_after_s,
                 orders=tuple(self._obeyed),
             )
         )
-
-    @contextlib.contextmanager
-    def _span(self) -> Iterator[None]:
-        if self._observer is not None:
-            self._observer.begin(RecordKind.PAUSE, 0, NO_MICROBATCH)
-        yield
-        if self._observer is not None:
-            self._observer.end(RecordKind.PAUSE)
