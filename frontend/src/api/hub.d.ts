@@ -1076,6 +1076,11 @@ export interface components {
              */
             pausedSince?: string | null;
             /**
+             * Resumeafterseconds
+             * @description Length after which a pause ends in which no client controls the training.
+             */
+            resumeAfterSeconds?: number | null;
+            /**
              * Saves
              * @description Whether a stop can write a checkpoint.
              * @default false

@@ -108,17 +108,20 @@ async def test_an_order_reaches_the_ranks_and_their_decision_is_shown(
         assert page["orders"] == [{"number": 1, "kind": "pause"}]
         assert page["attempt"] == 0 and page["renewals"] >= 1
         assert (await state())["state"] == "pausing"
-        await agent.status(progress=progress("paused", 9, (1, 9), pausedSince="2026-01-01T00:00:00+00:00"))
+        since = "2026-01-01T00:00:00+00:00"
+        await agent.status(progress=progress("paused", 9, (1, 9), pausedSince=since, resumeAfterSeconds=60.0))
         await reaches("paused")
         found = await state()
         assert [order["fromStep"] for order in found["orders"]] == [9]
-        assert (found["gpus"], found["resumeAfterSeconds"], found["step"]) == (16, 600.0, 9)
+        assert (found["gpus"], found["resumeAfterSeconds"], found["step"]) == (16, 60.0, 9), "of the ranks"
         assert (await steered.get("/api/v1/job"))["training"]["lease"]["client"] == "page"
-        assert [action["what"] for action in (await steered.get("/api/v1/summary"))["actions"]] == [
-            "paused the training"
-        ]
+        actions = [action["what"] for action in (await steered.get("/api/v1/summary"))["actions"]]
+        assert actions == ["ordered the training to pause", "paused the training after 9 steps"]
         resume = (await controller.post("/training/orders", json={"lease": key, "kind": "resume"})).json()
         assert (await ordered(agent))["orders"] == [{"number": 2, "kind": "resume"}]
+        await agent.status(progress=progress("paused", 9, (1, 9)), closed=True)
+        await reaches("starting")  # the ranks may come again: the job has not ended
+        await refused(controller, "/training/orders", {"lease": key, "kind": "resume"}, "not-training")
     async with steered.agent(fake_job(data=1, attempt=1), 0) as agent:
         await agent.hello()
         await agent.rings()
@@ -126,6 +129,24 @@ async def test_an_order_reaches_the_ranks_and_their_decision_is_shown(
         await reaches("paused")
         (void,) = [order for order in (await state())["orders"] if order["id"] == resume["id"]]
         assert "restarted" in void["refusal"], "an order is not given to the next life of the gang"
+
+
+@pytest.mark.asyncio
+async def test_an_incomplete_capture_is_shown_after_the_end_without_tracing(
+    steered: Any, fake_job: Any, until: Any
+) -> None:
+    async with steered.agent(fake_job(data=1), 0) as agent:
+        await agent.hello()
+        header = {"rank": 0, "ranks": 2, "attempt": 0}
+        await agent.send(FrameType.TRAINING_RANK, header | {"every": 5})
+        await agent.send(FrameType.TRAINING_STATISTICS, header | {"step": 5, "rows": []})
+        await agent.send(FrameType.BYE, {"reason": "done"})
+
+    async def shown() -> bool:
+        steps = (await steered.get("/api/v1/training/captures"))["steps"]
+        return [(step["step"], step["missing"]) for step in steps] == [(5, [1])]
+
+    await until(shown)
 
 
 @pytest.mark.asyncio

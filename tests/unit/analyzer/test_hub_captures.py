@@ -25,6 +25,13 @@ def frame(rank: int, ranks: int, step: int, values: dict[SiteLayer, list[float]]
     return statistics_frame(FrameType.TRAINING_STATISTICS, fields, list(values), body)
 
 
+HELLO = Frame(FrameType.TRAINING_RANK, {"rank": 0, "ranks": 1, "attempt": 0, "every": 5})
+
+
+def take(captures: TrainingCaptures, sent: Frame, worker: int = 0) -> None:
+    captures.take_frame(sent, attempt=int(HELLO.header["attempt"]), worker=worker)
+
+
 @given(
     values=st.lists(st.tuples(st.sampled_from(ROWS), st.floats(-8, 8), st.integers(0, 3)), max_size=30),
     order=st.permutations(range(4)),
@@ -84,29 +91,43 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     path = tmp_path / "captures.frames"
     captures = TrainingCaptures(path)
     captures.store = CaptureStore(max_steps=8)
-    captures.take_frame(Frame(FrameType.TRAINING_RANK, {"rank": 0, "ranks": 1, "attempt": 0, "every": 5}))
+    take(captures, HELLO)
     for step in range(1, 11):
-        captures.take_frame(frame(0, 1, step, {ROWS[0]: [float(step)]}))
-    captures.take_frame(frame(0, 2, 12, {ROWS[0]: [1.0]}))
-    captures.take_frame(frame(0, 2, 12, {}, attempt="x"))
+        take(captures, frame(0, 1, step, {ROWS[0]: [float(step)]}))
+    take(captures, frame(0, 2, 12, {ROWS[0]: [1.0]}))
+    take(captures, frame(0, 2, 12, {}, attempt="x"))
     assert (captures.store.every, captures.rejected) == (5, 1)
     shown = [step.step for step in captures.store.shown()]
     assert [step.step for step in TrainingCaptures(path).store.shown()][-2:] == shown[-2:]
-    captures.end_attempt()
+    captures.end_worker(0, 0)
     again = TrainingCaptures(path, writable=False).store
     assert [(step.step, step.missing) for step in again.shown()][-2:] == [(10, []), (12, [1])]
     assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
+
+
+def test_what_ranks_left_incomplete_is_shown_once_all_workers_that_capture_have_ended() -> None:
+    captures = TrainingCaptures(None)
+    for worker in (0, 1):
+        take(captures, HELLO, worker)
+    take(captures, frame(1, 2, 5, {ROWS[0]: [1.0]}))
+    for attempt, worker in ((0, 1), (0, 1), (0, 7), (1, 0)):
+        captures.end_worker(attempt, worker)
+        assert captures.store.shown() == []
+    captures.end_worker(0, 0)
+    assert [step.missing for step in captures.store.shown()] == [[0]]
+    take(captures, HELLO, 2)
+    assert captures.store.shown() == [], "another worker sends"
 
 
 def test_a_torn_file_is_replaced_by_the_next_step(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "captures.frames"
     captures = TrainingCaptures(path)
     for step in (10, 20, 30):
-        captures.take_frame(frame(0, 1, step, {ROWS[0]: [1.0]}))
+        take(captures, frame(0, 1, step, {ROWS[0]: [1.0]}))
     path.write_bytes(path.read_bytes()[:-7])
     captures = TrainingCaptures(path)
     for step in (40, 50):
-        captures.take_frame(frame(0, 1, step, {ROWS[0]: [1.0]}))
+        take(captures, frame(0, 1, step, {ROWS[0]: [1.0]}))
     assert [step.step for step in TrainingCaptures(path).store.shown()] == [10, 20, 40, 50]
 
 

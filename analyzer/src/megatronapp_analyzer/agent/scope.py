@@ -27,7 +27,9 @@ RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 """Frame types that ranks may send, unassigned numbers included."""
 TYPE_BYTE = 5
 """Offset of the type in an encoded frame."""
-NOTED = frozenset({FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE, FrameType.SCOPE_LEFT})
+HELLOS = frozenset({FrameType.SCOPE_PUBLISHER, FrameType.TRAINING_RANK})
+"""First frames of ranks, which say what they publish."""
+NOTED = HELLOS | {FrameType.SCOPE_RUN_STATE, FrameType.SCOPE_LEFT}
 
 
 class ScopeBuffer:
@@ -66,17 +68,17 @@ class ScopeBuffer:
 
 
 class ScopeResumeState:
-    """Frames that a restarted hub needs again: publishers, running runs, and the runs that ended last. Pure."""
+    """Frames that a restarted hub needs again: hellos, running runs, and the runs that ended last. Pure."""
 
     def __init__(self) -> None:
-        self._publishers: dict[int, bytes] = {}
+        self._hellos: dict[int, bytes] = {}
         self._runs: OrderedDict[str, bytes] = OrderedDict()
         self._ended: OrderedDict[str, bytes] = OrderedDict()
 
     def note(self, frame: Frame, data: bytes) -> None:
         """Record a frame that is sent to the hub."""
-        if frame.type == FrameType.SCOPE_PUBLISHER:
-            self._publishers[frame.header["rank"]] = data
+        if frame.type in HELLOS:
+            self._hellos[frame.header["rank"]] = data
         elif frame.type == FrameType.SCOPE_RUN_STATE:
             self._note_run(frame, data)
         elif frame.type == FrameType.SCOPE_LEFT:
@@ -93,13 +95,13 @@ class ScopeResumeState:
 
     def _forget(self, rank: int) -> None:
         """Remove a rank that has ended; with rank 0 all running runs."""
-        self._publishers.pop(rank, None)
+        self._hellos.pop(rank, None)
         if rank == 0:
             self._runs.clear()
 
     def frames(self) -> Iterator[bytes]:
         """Yield the frames to send again."""
-        yield from self._publishers.values()
+        yield from self._hellos.values()
         yield from self._ended.values()
         yield from self._runs.values()
 
@@ -166,7 +168,7 @@ class ScopeSocket:
         self._wake()
 
     async def _read(self, reader: asyncio.StreamReader, task: asyncio.Task[None]) -> None:
-        """Queue frames until the stream ends, and record publishers. Raises FrameError for bytes that are no frame."""
+        """Queue frames until the stream ends, and record who sends. Raises FrameError for bytes that are no frame."""
         while True:
             await self.buffer.wait_for_space()
             prefix = await reader.readexactly(PREFIX.size)
@@ -178,7 +180,7 @@ class ScopeSocket:
             if length > MAX_PART_BYTES:
                 LOG.warning("a frame of %d bytes is dropped; ranks send at most %d", length, MAX_PART_BYTES)
                 data = _mark(frame)
-            if frame.type == FrameType.SCOPE_PUBLISHER:
+            if frame.type in HELLOS:
                 self._speaks[_rank(frame)] = task
             self.buffer.push(data)
             self._wake()
@@ -197,7 +199,7 @@ def _mark(frame: Frame) -> bytes:
 def _rank(frame: Frame) -> int:
     rank = frame.header.get("rank")
     if not isinstance(rank, int):
-        raise FrameError("PUBLISHER frame: rank is not a number")
+        raise FrameError("first frame of a rank: rank is not a number")
     return rank
 
 

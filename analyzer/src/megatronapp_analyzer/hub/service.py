@@ -28,7 +28,7 @@ from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
-from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
+from megatronapp_analyzer.hub.state.training_orders import StoredOrder, TrainingOrders, described
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.settings import ScopeSettings
@@ -54,6 +54,7 @@ class Hub:
         self.faults.on_change = self.send_control_pages
         self.orders = TrainingOrders(self._path("orders.json"), writable=live)
         self.orders.on_change = self.send_control_pages
+        self.orders.on_decision = self._note_decision
         self.lease = ControlLease()
         self.captures = TrainingCaptures(self._path("captures.frames"), writable=live)
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
@@ -151,7 +152,7 @@ class Hub:
         elif frame.type == FrameType.BYE:
             self._take_bye(link, str(frame.header.get("reason")))
         elif frame.type in CAPTURE_TYPES:
-            self.captures.take_frame(frame)
+            self.captures.take_frame(frame, attempt=link.attempt, worker=link.worker)
         elif frame.type in SCOPE_TYPES:
             self.scope.core.ingest.take_frame(link.attempt, link.worker, frame)
 
@@ -160,12 +161,12 @@ class Hub:
         LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
         self._said_bye.add((link.attempt, link.worker))
         self.scope.core.ingest.on_agent_lost(link.attempt, link.worker, for_good=True)
+        self.captures.end_worker(link.attempt, link.worker)
         state = self.ingest.attempts.get(link.attempt)
         if state is None or len(state.rings) < state.world:
             return
         if all((link.attempt, ring.worker) in self._said_bye for ring in state.rings.values()):
             self._finish(self._spooled.end_attempt(link.attempt))
-            self.captures.end_attempt()
 
     def _take_ring(self, link: AgentLink, header: Mapping[str, Any], raw: bytes) -> None:
         before = self.ingest.newest
@@ -228,6 +229,10 @@ class Hub:
         if self.identity.control is None:
             return page
         return page | {"training": self.orders.page(attempt) | {"renewals": self.lease.renewals}}
+
+    def _note_decision(self, order: StoredOrder) -> None:
+        """Write what became of an order into the actions, which are events of the job."""
+        self.scope.probe_client.actions.note(order.who, described(order))
 
     def take_updates(self) -> tuple[list[StoredStep], list[CurvePoint]]:
         """Return the steps and points of curves that were added since the last call."""

@@ -102,19 +102,21 @@ def test_a_new_hub_receives_the_publishers_and_unfinished_runs() -> None:
         (FrameType.SCOPE_RUN_STATE, {"run": "2", "state": "queued"}),
         (FrameType.SCOPE_RUN_STATE, {"run": "1", "state": "decoding"}),
         (FrameType.SCOPE_RUN_STATE, {"run": "2", "state": "done"}),
+        (FrameType.TRAINING_RANK, {"rank": 2, "every": 50}),
     ):
         standing.note(Frame(kind, header), framed(kind, **header))
     standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 1}), framed(FrameType.SCOPE_LEFT, rank=1))
     replayed = [frames.decode(data) for data in standing.frames()]
     done, unfinished = {"run": "2", "state": "done"}, {"run": "1", "state": "decoding"}
-    assert [frame.header for frame in replayed] == [{"rank": 0}, done, unfinished], (
+    assert [frame.header for frame in replayed] == [{"rank": 0}, {"rank": 2, "every": 50}, done, unfinished], (
         "the end may have been lost on its way"
     )
     for run, state in itertools.product(range(100), ("queued", "cancelled")):
         header = {"run": f"{state}{run}", "state": state}
         standing.note(Frame(FrameType.SCOPE_RUN_STATE, header), framed(FrameType.SCOPE_RUN_STATE, **header))
-    assert len(list(standing.frames())) == 1 + MAX_RUNS + MAX_ENDED
-    standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 0}), framed(FrameType.SCOPE_LEFT, rank=0))
+    assert len(list(standing.frames())) == 2 + MAX_RUNS + MAX_ENDED
+    for rank in (0, 2):
+        standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": rank}), framed(FrameType.SCOPE_LEFT, rank=rank))
     states = [frames.decode(data).header["state"] for data in standing.frames()]
     assert states == ["cancelled"] * MAX_ENDED, "runs of a rank 0 that has gone do not go on"
 

@@ -98,7 +98,8 @@ class CaptureStore:
         """True once a step was removed to save memory, until it is set back."""
 
     def take_rank(self, frame: Frame) -> None:
-        """Take a TRAINING_RANK frame. Raises ProtocolError."""
+        """Take a TRAINING_RANK frame of a rank that begins. Raises ProtocolError."""
+        self._ended = False
         self.every = _number(frame.header, "every", MAX_FIELD)
 
     def take(self, frame: Frame) -> CapturedStep | None:

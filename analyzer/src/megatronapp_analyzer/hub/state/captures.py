@@ -22,6 +22,8 @@ class TrainingCaptures:
         self._failed = False
         self.store = CaptureStore()
         self.rejected = 0
+        self._sending: set[tuple[int, int]] = set()
+        """Attempts and workers whose ranks have begun to capture and have not ended."""
         if path is not None:
             self._restore(path)
         if not writable:
@@ -39,19 +41,27 @@ class TrainingCaptures:
         if path.exists() and path.stat().st_size != nbytes:
             self.store.thinned = True
 
-    def take_frame(self, frame: Frame) -> None:
-        """Take a frame of a rank; one that cannot be used is counted and skipped, as its agent carries others, too."""
+    def take_frame(self, frame: Frame, *, attempt: int, worker: int) -> None:
+        """Take a frame of a rank of a worker; one that cannot be used is counted and skipped, as its agent carries
+        others, too.
+        """
         try:
             if frame.type == FrameType.TRAINING_RANK:
                 self.store.take_rank(frame)
+                self._sending.add((attempt, worker))
             elif (step := self.store.take(frame)) is not None:
                 self._write([step], append=not self.store.thinned)
         except (FrameError, ProtocolError) as error:
             self.rejected += 1
             LOG.warning("what a rank captured is left out: %s", error)
 
-    def end_attempt(self) -> None:
-        """All ranks have ended: store and show what they left incomplete."""
+    def end_worker(self, attempt: int, worker: int) -> None:
+        """The ranks of a worker have ended. After the last one store and show what they left incomplete."""
+        if (attempt, worker) not in self._sending:
+            return
+        self._sending.remove((attempt, worker))
+        if any(other == attempt for other, _ in self._sending):
+            return
         self.store.end()
         self._write(self.store.incomplete(), append=True)
 

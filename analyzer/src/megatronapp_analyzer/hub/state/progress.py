@@ -104,6 +104,9 @@ class ControlProgress(ApiModel):
     paused_since: Annotated[str | None, Field(description="RFC 3339; null outside of a pause.")] = None
     paused_seconds: Annotated[float, Field(description="Length of the earlier pauses of this attempt.")] = 0.0
     saves: Annotated[bool, Field(description="Whether a stop can write a checkpoint.")] = False
+    resume_after_seconds: Annotated[
+        float | None, Field(description="Length after which a pause ends in which no client controls the training.")
+    ] = None
     orders: Annotated[list[DecidedOrder], Field(description="The newest 8, oldest first.")] = Field(
         default_factory=list
     )

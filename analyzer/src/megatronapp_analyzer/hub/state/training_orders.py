@@ -46,6 +46,19 @@ class StoredOrder:
         return Order(self.number, self.kind, self.steps)
 
 
+def described(order: StoredOrder) -> str:
+    """Describe an order, and what became of it, as an action of its client."""
+    count = f"{order.steps} step{'s' * (order.steps != 1)}"
+    ordered = {"step": f"to run {count}"}.get(order.kind, f"to {order.kind}")
+    if order.is_pending:
+        return f"ordered the training {ordered}"
+    if order.refusal is not None:
+        return f"ordered the training {ordered}, without effect: {order.refusal}"
+    done = {"pause": "paused", "resume": "resumed", "step": "stepped", "stop": "stopped"}[order.kind]
+    of_steps = f" by {count}" if order.kind is OrderKind.STEP else ""
+    return f"{done} the training{of_steps} after {order.from_step} step{'s' * (order.from_step != 1)}"
+
+
 class TrainingOrders:
     """Orders of one job. They survive a restart of the hub, so that one is never given twice."""
 
@@ -57,6 +70,8 @@ class TrainingOrders:
         self._attempt: int | None = None
         self._state: ControlState | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_decision: Callable[[StoredOrder], None] = lambda _: None
+        """Takes each order once the ranks have decided on it."""
 
     @property
     def newest_first(self) -> list[StoredOrder]:
@@ -131,9 +146,13 @@ class TrainingOrders:
         self._newest = max(self._newest, *(order.number for order in report.orders), 0)
         decided = {order.number: order for order in report.orders}
         changed = [self._decided(order, decided.get(order.number)) for order in self._orders]
-        if changed != self._orders:
-            self._orders = changed
-            self._changed()
+        if changed == self._orders:
+            return
+        before, self._orders = self._orders, changed
+        self._changed()
+        for former, order in zip(before, changed, strict=True):
+            if former.is_pending and not order.is_pending:
+                self.on_decision(order)
 
     def _decided(self, order: StoredOrder, found: Any | None) -> StoredOrder:  # noqa: ANN401 - ObeyedOrder of a report
         if not order.is_pending:

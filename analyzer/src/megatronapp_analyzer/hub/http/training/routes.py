@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, status
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.http.training import schemas, views
 from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.state.training_orders import described
 from megatronapp_analyzer.scope.routes import CONTROLLER, bounded
 from megatronapp_analyzer.scope.store.audit_log import who_of
 from megatronapp_analyzer.web.roles import direct
@@ -19,7 +20,6 @@ from megatronapp_common.web.problems import HttpError
 PROBLEM: dict[str, Any] = {"model": Problem}
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 409: PROBLEM, 422: PROBLEM, 429: PROBLEM}
 BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 403: PROBLEM, 408: PROBLEM, 413: PROBLEM}
-DONE = {"pause": "paused", "resume": "resumed", "step": "stepped", "stop": "stopped"}
 
 router = APIRouter(prefix="/api/v1/training", responses=PROBLEMS, dependencies=[Depends(bounded)])
 Who = Annotated[str, Depends(direct(who_of))]
@@ -73,8 +73,7 @@ async def order(hub: HubOf, request: schemas.OrderRequest, who: Who) -> schemas.
     stored = hub.orders.add(
         request.id or secrets.token_hex(8), kind, steps, who=who, at=round(time.time(), 3), saves=saves
     )
-    of_steps = f" by {steps} step{'s' * (steps != 1)}" if kind is OrderKind.STEP else ""
-    hub.scope.probe_client.actions.note(who, f"{DONE[request.kind]} the training{of_steps}")
+    hub.scope.probe_client.actions.note(who, described(stored))
     return views.order_view(stored)
 
 
@@ -85,6 +84,8 @@ def _check_controlled(hub: Hub) -> None:
         raise _off()
     if view.state == "ended":
         raise HttpError(409, "ended", "this training has ended", "Start it again to continue from its checkpoint.")
+    if views.ranks_have_ended(hub):
+        raise HttpError(409, "not-training", "the ranks have ended, and do not train again yet", "Wait until they do.")
 
 
 def _off() -> HttpError:

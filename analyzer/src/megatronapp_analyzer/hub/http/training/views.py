@@ -27,7 +27,7 @@ def training_view(hub: HubReader) -> schemas.TrainingView | None:
         paused_seconds=report.paused_seconds if report else 0.0,
         gpus=control.gpus,
         saves=report.saves if report else False,
-        resume_after_seconds=control.resume_after_s,
+        resume_after_seconds=control.resume_after_s if report is None else report.resume_after_seconds,
         lease=None if holder is None else schemas.LeaseView(**dataclasses.asdict(holder)),
         orders=[order_view(order) for order in hub.orders.newest_first],
     )
@@ -47,13 +47,18 @@ def order_view(order: StoredOrder) -> schemas.OrderView:
     )
 
 
+def ranks_have_ended(hub: HubReader) -> bool:
+    """Return True if all ranks of the newest attempt have ended; another attempt may follow."""
+    states = hub.ranks.states()
+    return bool(states) and all(state == RankState.ENDED for state in states.values())
+
+
 def _state(hub: HubReader) -> schemas.TrainingStateName:
     reported, expected = hub.orders.reported, hub.orders.expected
-    states = hub.ranks.states()
     over = hub.ranks.progress is not None and hub.ranks.progress.state == "done"
-    if hub.ended is not None or over or (states and all(state == RankState.ENDED for state in states.values())):
+    if hub.ended is not None or over:
         return "ended"
-    if reported is None or expected is None:
+    if reported is None or expected is None or ranks_have_ended(hub):
         return "starting"
     if expected.state is TrainingState.STOPPING:
         return "stopping"
