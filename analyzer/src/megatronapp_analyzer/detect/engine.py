@@ -23,6 +23,7 @@ from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness, StepRecords, SubjectType, Verdict
+from megatronapp_common.trace import RecordKind
 
 
 class Detector:
@@ -45,7 +46,7 @@ class Detector:
         """Judge one finished step; return the verdicts that are new or changed.
 
         Steps are given in order; one of a lower attempt than the newest is ignored, a higher attempt starts afresh. A
-        step may lack ranks or records.
+        step may lack ranks or records. A captured step is not judged.
         """
         if self._attempt is not None and view.attempt < self._attempt:
             return []
@@ -54,6 +55,8 @@ class Detector:
             return ended
         clocks = self._aligner.observe(view)
         aligned = clocks.apply(view)
+        if (view.records["kind"] == RecordKind.CAPTURE).any():  # its hooks make ranks slow, some more than others
+            return ended
         features = _without_doubtful_links(extract(aligned, self._layout), clocks)
         self._steps_seen += 1
         self._recent.append(view.step)

@@ -151,9 +151,12 @@ class StepFeed:
         num_microbatches: int,
         *,
         observer: StepObserver | None,
+        is_captured: bool = False,
     ) -> None:
+        """Take the data of a step. `is_captured`: hooks make its passes longer, so that their times are no measure."""
         self._source = source
         self.iterator = iterator
+        self.is_captured = is_captured
         self._num_microbatches = num_microbatches
         self._observer = observer
         self._pending: dict[int, tuple[Any, int]] = {}

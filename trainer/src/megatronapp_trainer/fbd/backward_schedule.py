@@ -132,7 +132,8 @@ class BackwardSchedule:
                 self._run_in_order(num_microbatches)
             forward_seconds = self._end_of_forward()
             copies = self._channel.received.copies(MessageKind.SAVED)
-            self._tuner.end_step(num_microbatches, forward_seconds=forward_seconds, copies=copies)
+            if not feed.is_captured:
+                self._tuner.end_step(num_microbatches, forward_seconds=forward_seconds, copies=copies)
         return self._finish()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:

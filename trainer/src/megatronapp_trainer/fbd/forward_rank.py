@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
@@ -188,14 +188,21 @@ class ForwardRank:
     def _run_step(self, num_microbatches: int) -> None:
         if self._observer is not None:
             self._observer.step_begin(self._iteration)
-        if self._capture is not None:
-            self._capture.step_begin(self._iteration)
+        is_captured = self._capture is not None and self._capture.step_begin(self._iteration)
         self._train(num_microbatches)
-        if self._capture is not None:
-            self._capture.step_computed()
+        if self._capture is not None and is_captured:
+            self._end_capture(self._capture)
         if self._observer is not None:
             self._observer.step_end(None)
         self._iteration += 1
+
+    def _end_capture(self, capture: TrainingCapture) -> None:
+        if self._observer is None:
+            capture.step_computed()
+            return
+        self._observer.begin(RecordKind.CAPTURE, 0, NO_MICROBATCH)
+        capture.step_computed()
+        self._observer.end(RecordKind.CAPTURE)
 
     def _train(self, num_microbatches: int) -> None:
         self._clock.begin_step({})

@@ -48,6 +48,8 @@ class DynamicSchedule:
         self._deadline_s = 60 * context.config.parallel.distributed_timeout_minutes
         self._times: StepTimes | None = None
         """Times of the step before, until the tuner has them."""
+        self._is_captured = False
+        """True if hooks have made that step longer: its times are no measure."""
         self._tasks = 0
         self._tuner = None
         if self._plan.is_tuned:
@@ -74,6 +76,7 @@ class DynamicSchedule:
             PeerLostError: another rank is lost or takes too long.
         """
         usual = self._tune(num_microbatches)
+        self._is_captured = feed.is_captured
         self._publish_plan(num_microbatches)
         rank, placement = self._layout.pipeline_rank, self._plan.placement
         self._passes.begin_step(feed, num_microbatches)
@@ -170,7 +173,7 @@ class DynamicSchedule:
     def _read_times(self) -> None:
         """Read the times of the step before, while the transport has them."""
         times = self._clock.times()
-        if times is not None:
+        if times is not None and not self._is_captured:
             if self._on_device:
                 times.received = self._received(time.task for time in times.tasks)
             else:

@@ -60,12 +60,18 @@ class TrainingStep:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        feed = StepFeed(self._context.source, self._batches, microbatches, observer=self._monitor.observer)
-        if self._capture is not None:
-            self._capture.step_begin(self._state.iteration)
+        is_captured = self._capture is not None and self._capture.step_begin(self._state.iteration)
+        feed = StepFeed(
+            self._context.source,
+            self._batches,
+            microbatches,
+            observer=self._monitor.observer,
+            is_captured=is_captured,
+        )
         reports = self._context.schedule.train(feed, microbatches)
-        if self._capture is not None:
-            self._capture.step_computed()
+        if self._capture is not None and is_captured:
+            with self._monitor.span(RecordKind.CAPTURE):
+                self._capture.step_computed()
         with self._monitor.span(RecordKind.LOSS_REDUCE):
             return reduce_loss(
                 reports,

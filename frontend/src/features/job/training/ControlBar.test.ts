@@ -4,7 +4,7 @@ import { ApiError } from "../../../api/client";
 import type { TrainingView } from "../../../api/types";
 import ControlBar from "./ControlBar.vue";
 import type { ControlClient } from "./useTrainingControl";
-import { holderText, pauseText } from "./controlText";
+import { holderText, pauseText, stopText } from "./controlText";
 
 const NOW_S = 1_800_000_000;
 const TRAINING: TrainingView = {
@@ -111,6 +111,8 @@ describe("the control bar of a training", () => {
       "for 12 min 0 s: 64 GPUs idle, 12.8 GPU-hours",
     );
     expect(pauseText(TRAINING, NOW_S)).toBeNull();
+    expect(stopText(TRAINING)).toContain("a checkpoint is written");
+    expect(stopText({ ...TRAINING, step: 0, state: "paused" })).toContain("no checkpoint is written");
     expect(holderText({ ...TRAINING, lease: LEASE }, NOW_S + 30, false)).toBe(
       "no client controls this training",
     );

@@ -57,6 +57,13 @@ export function pauseText(training: TrainingView, nowS: number): string | null {
 export const minuteText = (training: TrainingView): string =>
   `${integer(training.gpus)} GPUs stay allocated: ${gpuHours(training.gpus / 60)} per minute`;
 
+/** What a stop does. Before the first step there is nothing to save. */
+export function stopText(training: TrainingView): string {
+  if (training.step === 0 && training.state === "paused")
+    return "No step is done, so no checkpoint is written, and the job completes.";
+  return "After the step that runs, a checkpoint is written, unless that step has one, and the job completes. A job that loads the checkpoint continues from there.";
+}
+
 /** Who controls the training, with the seconds that are left. */
 export function holderText(training: TrainingView, nowS: number, mine: boolean): string {
   const { lease } = training;

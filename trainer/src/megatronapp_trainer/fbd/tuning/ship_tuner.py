@@ -107,7 +107,10 @@ class ShipTuner:
         self._clock.end()
 
     def end_step(self, num_microbatches: int, *, forward_seconds: float, copies: Iterable[tuple[int, int]]) -> None:
-        """Take what is known at the end of a step: passes of the forward rank, and times of copies in nanoseconds."""
+        """Take what is known at the end of a step: passes of the forward rank, and times of copies in nanoseconds.
+
+        Not called after a step that is no measure, as a captured one.
+        """
         if self._steps is not None:
             self._ended = num_microbatches, forward_seconds, list(copies)
 

@@ -85,22 +85,22 @@ class LayerCapture:
         self._step = 0
         self._statistics: StatisticsAccumulator | None = None
 
-    def step_begin(self, iteration: int) -> None:
-        """Install the hooks if the step is captured."""
+    def step_begin(self, iteration: int) -> bool:
+        """Install the hooks if the step is captured; returns whether it is."""
         self._step = iteration + 1
         if not self._every or self._step % self._every:
-            return
+            return False
         rows = [] if self._sites is None else self._sites.rows
         rows += [] if self._parameters is None else self._parameters.rows
         self._statistics = StatisticsAccumulator(rows, self._device)
         if self._sites is not None:
             self._sites.install(self._statistics)
+        return True
 
     def step_computed(self) -> None:
-        """Remove the hooks, and send the statistics of the step if it is captured."""
-        if self._statistics is None:
-            return
+        """Remove the hooks of a captured step, and send its statistics."""
         statistics, self._statistics = self._statistics, None
+        assert statistics is not None
         if self._sites is not None:
             self._sites.remove()
         if self._parameters is not None:
