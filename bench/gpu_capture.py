@@ -13,6 +13,10 @@ that it is shown that no forward pass waits for the device while it is captured,
     summary  preset default: pixels, norms, all heads' measures, PCA
     pinned   the same and attention rows of 8 heads
     at once  with --at-once, summary and pinned again: nothing is deferred to the waits of steps
+    parts    with --parts, summary again: "unsent" builds and sends no frames, "unreduced" computes no reductions of
+             decode steps either, so that hooks, bookkeeping and copies are left
+
+Shares are given of whole calls, which are judged, and of their two parts: up to the first tokens, and from there on.
 
 A small model on a CPU shows that the script works:
     python bench/gpu_capture.py --layers 2 --hidden 64 --heads 4 --key-heads 2 --ffn 128 --vocabulary 512 --new 16 \
@@ -53,11 +57,13 @@ from megatronapp_trainer.parallel.groups import destroy_groups, initialize_group
 from megatronapp_trainer.scope.assemble import RankScope, open_scope
 from megatronapp_trainer.scope.capture.commands import BeginRun, EndRun
 from megatronapp_trainer.scope.coordinator import CaptureCoordinator
+from megatronapp_trainer.scope.transfer.device_copy import PackedBuffer
 from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""
 AT_ONCE = {f"{way} at once": GOALS[way] for way in ("summary", "pinned")}
+PARTS = {f"summary {part}": GOALS["summary"] for part in ("unsent", "unreduced")}
 READER = """
 import socket, sys
 listener = socket.socket(socket.AF_UNIX)
@@ -87,6 +93,9 @@ class Ways:
         self.leader.set_basis(self._basis())
         self.prompts = prompts_of(bench.options, batch).tolist()
         self._count = 0
+        self._first_s = 0.0
+        self._reduced: PackedBuffer | None = None
+        self._replay = self.scope.capture._replay_reductions
 
     def captures(self) -> dict[str, CaptureSettings]:
         options = self.bench.options
@@ -99,7 +108,8 @@ class Ways:
         """Tokens of one call."""
         is_at_once = way in AT_ONCE or not self.bench.device.is_cuda
         self.scope.capture._deferred.set_scheduler(None if is_at_once else self.gang.idle_window.defer)
-        way = way.removesuffix(" at once")
+        self._leave_out(way)
+        way = way.removesuffix(" at once") if way not in PARTS else "summary"
         self.gang.stage.observer = None if way == "none" else self.scope.capture
         requests = [
             GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, seed=place)
@@ -116,15 +126,33 @@ class Ways:
             if way not in {"none", "idle"}:
                 self.controller.observe(events)
             tokens += [event.token for event in events if isinstance(event, TokenEvent)]
+            if len(tokens) <= self.batch:
+                self._first_s = time.perf_counter()
         assert len(tokens) == self.batch * self.bench.options.new
         return tokens
 
-    def seconds(self, way: str) -> float:
+    def _leave_out(self, way: str) -> None:
+        """Let the capture send nothing, or reduce nothing as well, where the way says so."""
+        capture: Any = self.scope.capture
+        capture._sink = (lambda _job: None) if way in PARTS else self.scope.publisher.post
+        if way != "summary unreduced":
+            self._reduced = None
+            capture._replay_reductions = self._replay
+            return
+
+        def first(*arguments: Any) -> PackedBuffer:  # noqa: ANN401
+            self._reduced = self._reduced or self._replay(*arguments)
+            return self._reduced
+
+        capture._replay_reductions = first
+
+    def seconds(self, way: str) -> tuple[float, float]:
+        """Return the seconds up to the first tokens, and from there on."""
         self.bench.wait()
         began_s = time.perf_counter()
         self.generate(way)
         self.bench.wait()
-        return time.perf_counter() - began_s
+        return self._first_s - began_s, time.perf_counter() - self._first_s
 
     def _basis(self) -> Any:  # noqa: ANN401 - Frame
         layers, hidden = self.bench.options.layers, self.bench.options.hidden
@@ -189,23 +217,27 @@ def compare(ways: Ways, rounds: int, goals: dict[str, float]) -> dict[str, Any]:
     for name in [*names, *names]:  # graphs, compilation
         assert ways.generate(name) == expected, f"{name}: other tokens"
     freeze_gc()
-    blocks: dict[str, list[float]] = {name: [] for name in names}
+    blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for place in range(rounds):
         shift = place % len(names)
         for name in (names[shift:] + names[:shift])[:: 1 if place % 2 else -1]:
             blocks[name].append(ways.seconds(name))
     tokens = ways.batch * ways.bench.options.new
-    row: dict[str, Any] = {"tokens_per_s": {name: tokens / statistics.median(times) for name, times in blocks.items()}}
+    speeds = {name: tokens / statistics.median(map(sum, times)) for name, times in blocks.items()}
+    row: dict[str, Any] = {"tokens_per_s": speeds}
     for name, goal in goals.items():
-        fractions = [none_s / way_s for none_s, way_s in zip(blocks["none"], blocks[name], strict=True)]
+        pairs = list(zip(blocks["none"], blocks[name], strict=True))
+        fractions = [sum(none) / sum(way) for none, way in pairs]
         low, high = median_bounds(fractions)
+        prompts, decode = (statistics.median(none[part] / way[part] for none, way in pairs) for part in (0, 1))
         row[name] = {"share_left": statistics.median(fractions), "low": low, "high": high, "goal": goal}
+        row[name] |= {"prompts": prompts, "decode": decode}
     return row | {"seconds": blocks}
 
 
 def goals_of(options: argparse.Namespace) -> dict[str, float]:
     """Return the goals of the measurements to run."""
-    return GOALS | AT_ONCE if options.at_once else GOALS
+    return GOALS | (AT_ONCE if options.at_once else {}) | (PARTS if options.parts else {})
 
 
 def measure(bench: Bench, batch: int) -> dict[str, Any]:
@@ -243,14 +275,16 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         for name in goals_of(options):
             measured = row[name]
             bounds = f"(95 %: {measured['low']:.4f} to {measured['high']:.4f})"
-            print(f"batch {batch}, {name}: {measured['share_left']:.4f} {bounds}, goal {measured['goal']}", flush=True)
+            parts = f"prompts {measured['prompts']:.3f}, decode {measured['decode']:.4f}"
+            left = f"{measured['share_left']:.4f} {bounds}, goal {measured['goal']}; {parts}"
+            print(f"batch {batch}, {name}: {left}", flush=True)
         print(f"batch {batch}: {row['sent_bytes']} bytes sent, {row['dropped_frames']} frames dropped", flush=True)
     destroy_groups()
     return results
 
 
 def main() -> int:
-    options = options_of(__doc__, "rounds", "gpu_capture.json", "--at-once")
+    options = options_of(__doc__, "rounds", "gpu_capture.json", "--at-once", "--parts")
     warnings.filterwarnings("ignore", category=FutureWarning)
     work(options)
     return 0
