@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import pytest
 import torch
-from generating_ranks import config_of, drain, groups_of, model_of, open_engine, plain_of, prompts
+from generating_ranks import VARIANTS, config_of, drain, groups_of, model_of, open_engine, plain_of, prompts
 from plain_sites import SeenGpt
 
 from megatronapp_common.frames import decode, encode
 from megatronapp_common.scope.protocol import unpack
+from megatronapp_trainer.inference.errors import AnalysisMemoryError
 from megatronapp_trainer.inference.events import TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.analysis import analyzer as analyzer_module
 from megatronapp_trainer.scope.analysis.analysis_service import AnalysisService
 from megatronapp_trainer.scope.analysis.analyzer import RankAnalyzer
 
@@ -75,6 +78,35 @@ def _analyze_single(model: Any, config: Any, layout: Any, device: Any, bodies: d
     out["tokens"] = [event.token for event in tokens]
     out["candidates"] = [(candidate.token, candidate.logprob) for candidate in tokens[0].candidates]
     return out
+
+
+def without_memory(flags: str, body: Any) -> list[list[int]]:
+    """Let the last rank lack memory for the first of two analyses; tokens of a request and chunks of the second."""
+    with groups_of(flags) as (layout, device):
+        config = config_of(f"{flags} {VARIANTS['rotary-grouped']}")
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
+        analyzer = RankAnalyzer(gang)
+        analyzer.attach(gang)
+        if layout.rank == layout.world_size - 1:
+            reserves = iter([None])
+            reserve, analyzer_module.reserve = analyzer_module.reserve, lambda *size: next(reserves, reserve(*size))
+        if engine is None:
+            gang.follow()
+            return []
+        service = AnalysisService(engine, analyzer)
+        engine.submit(GenerationRequest(id="plain", prompt=prompt_of_other(), max_new_tokens=6, temperature=0))
+        (first, text), (second, again) = service.begin(body), service.begin(body)
+        engine.submit(text)
+        events = drain(engine)
+        with pytest.raises(AnalysisMemoryError, match="a rank has too little free memory"):
+            service.frame(first, body, None)
+        engine.submit(again)
+        drain(engine)
+        chunks = [len(parts) for parts in analyzer.results[second]]
+        assert analyzer.results[first] == []
+        service.frame(second, body, None)
+        engine.close()
+        return [[event.token for event in events if isinstance(event, TokenEvent)], chunks]
 
 
 def plain(variants: dict[str, str]) -> dict[str, SeenGpt]:

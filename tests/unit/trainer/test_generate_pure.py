@@ -1,5 +1,6 @@
 """The parts of generation that need no model: requests, plans, sampling, text, and the size of the cache."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -264,6 +265,38 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
             place for place, admitted in enumerate(kinds) if admitted is kind
         ]
     assert not seen[0].is_background or all(kinds)
+
+
+def background_of(name: str, length: int, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(id=name, prompt=(1,) * length, max_new_tokens=0, is_background=True, **fields)
+
+
+def test_the_background_has_half_of_the_slots_and_is_read_last() -> None:
+    line = scheduler_of(slots=4)
+    line.add(*(background_of(f"b{place}", 4) for place in range(4)))
+    while line.next_admissible():
+        line.admit(None)
+    assert [sequence.request.id for sequence in line.running] == ["b0", "b1"]
+    line.add(*(GenerationRequest(id=f"a{place}", prompt=(1,) * 99, max_new_tokens=1) for place in range(3)))
+    while line.next_admissible():
+        line.admit(None)
+    assert [sequence.request.id for sequence in line.running][2:] == ["a0", "a1"]
+    read = []
+    for _ in range(MOST_AHEAD + 2):
+        planned = line.plan()
+        assert planned is not None
+        (segment,) = planned.plan.segments
+        read.append(segment.request_id)
+        next(sequence for sequence in line.running if sequence.slot == segment.slot).read = segment.end
+    assert read == ["a0"] * MOST_AHEAD + ["b0", "a0"]
+
+
+def test_a_group_of_the_background_that_generates_fits_its_slots() -> None:
+    line = scheduler_of(slots=4)
+    group = [dataclasses.replace(background_of(str(place), 1, group="run"), max_new_tokens=2) for place in range(3)]
+    with pytest.raises(RequestError, match="3 requests of run do not fit 2 slots of the background"):
+        line.add(*group)
+    line.add(*group[:2])
 
 
 def test_new_recipes_starve_no_other() -> None:

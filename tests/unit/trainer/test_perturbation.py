@@ -27,10 +27,13 @@ from plain_gpt import PlainGpt
 from megatronapp_common.scope.protocol_requests import PerturbedTexts
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.inference.engine import Engine
-from megatronapp_trainer.inference.errors import RequestError
+from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
 from megatronapp_trainer.inference.worker_group import WorkerGroup
+from megatronapp_trainer.perturbation import limits
+from megatronapp_trainer.perturbation.limits import needed_bytes
 from megatronapp_trainer.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.perturbation.noise import DRAWING_BYTES
 from megatronapp_trainer.perturbation.storage import PerturbedParameters
 from megatronapp_trainer.scope.coordinator import perturbed_fields
 
@@ -207,7 +210,38 @@ def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
         assert message in str(caught.value)
 
 
+def bounds(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that recipes that draw too much, or whose memory is reserved by others, are refused."""
+    noise = recipe(*(calculation("mlp1", GAUSSIAN) for _ in range(3)))
+    stored = recipe(storage("mlp.linear_fc1", GAUSSIAN), storage("mlp.linear_fc1", GAUSSIAN))
+    inner = 2 * gang.stage.model.config.ffn_hidden_size
+    needed = 3 * 4 * inner * 16
+    for limit, refused, message in (
+        ("MAX_STEP_NUMBERS", noise, f"a step of 16 tokens would draw {needed} random numbers on a rank, and at most"),
+        ("MAX_PARAMETER_NUMBERS", stored, "choose fewer layers, modules or perturbations"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, limit, needed - 1)
+            with pytest.raises(RequestError, match=message):
+                engine.submit(request("bad", refused))
+    means = recipe(calculation("mlp2", {"type": "mean", "over": "prompt"}))
+    size = gang.stage.perturbation.check(means)
+    hidden, slots = gang.stage.model.config.hidden_size, gang.stage.options.slots
+    assert size == 4 * slots * hidden * 12 + 16 * hidden * 8
+    with pytest.MonkeyPatch.context() as patch:
+        free = DRAWING_BYTES + size
+        patch.setattr(type(gang.stage.perturbation), "capacity_bytes", property(lambda _: free))
+        engine.submit(request("first", recipe(calculation("q", GAUSSIAN))))
+        engine.submit(request("second", means))
+        with pytest.raises(QueueFullError, match="try again once they have ended"):
+            engine.submit(request("third", recipe(calculation("k", GAUSSIAN))))
+        with pytest.raises(RequestError, match="choose fewer layers or modules"):
+            engine.submit(request("fourth", recipe(storage("mlp.linear_fc2", GAUSSIAN))))
+    run(engine, request("third", recipe(calculation("k", GAUSSIAN))))
+
+
 CHECKS = (
+    "bounds",
     "nulls",
     "ablations",
     "means",
@@ -238,8 +272,8 @@ STORED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[str, torch.Tensor]]:
-    """Tensor rank, noise of sites, and perturbed parameters of a rank."""
+def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[str, torch.Tensor], tuple[int, int]]:
+    """Tensor rank, noise of sites, and perturbed parameters of a rank; their bytes, and those of its estimate."""
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS[variant]}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device, prefill_chunk=chunk)
@@ -247,8 +281,12 @@ def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[s
         values = read(gang, engine, SITES, samples(noise, PROMPTS))
         stored = recipe(*(storage(module, GAUSSIAN, **fields) for module, fields in STORED), seed=4)
         shard = model_shard_of(gang.stage.model, layout, vocabulary=gang.stage.vocab_size)
-        PerturbedParameters(stored, gang.stage.model, shard).swap_in()
-        return layout.tensor_rank, values, global_names(gang.stage.model)
+        parameters = PerturbedParameters(stored, gang.stage.model, shard)
+        estimate = 0
+        if layout.rank == 0:
+            estimate = needed_bytes(stored, gang.stage.model, shard, slots=2, tokens=chunk) - DRAWING_BYTES
+        parameters.swap_in()
+        return layout.tensor_rank, values, global_names(gang.stage.model), (parameters.num_bytes, estimate)
 
 
 def global_names(model: Any) -> dict[str, torch.Tensor]:
@@ -273,14 +311,15 @@ def shard_of(name: str, whole: torch.Tensor, like: torch.Tensor, rank: int, *, g
 
 def check_layout(alone: Any, ranks: list[Any], *, gated: bool) -> None:
     """Compare the noise of all ranks with that of one process, bit for bit."""
-    _, values, parameters = alone
+    _, values, parameters, _ = alone
     parameters |= {"output_layer.weight": parameters.get("output_layer.weight", parameters[EMBEDDING])}
-    for rank, found, perturbed in ranks:
+    for rank, found, perturbed, _ in ranks:
         for key, value in found.items():
             assert torch.equal(value, shard_of(key[0], values[key], value, rank, gated=gated)), key
         for name, value in perturbed.items():
             assert torch.equal(value, shard_of(name, parameters[name], value, rank, gated=gated)), name
-    assert {key for _, found, _ in ranks for key in found} == set(values)
+    assert {key for _, found, *_ in ranks for key in found} == set(values)
+    assert ranks[0][3][1] == max(size for *_, (size, _) in ranks), "rank 0 estimates the stage with the most"
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

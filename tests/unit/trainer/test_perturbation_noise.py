@@ -1,6 +1,8 @@
 """Noise of perturbations: the published generator, its distributions, and global indices over any sharding."""
 
 import math
+import unittest.mock
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 
 from megatronapp_common.scope.perturbation.recipe import Bits, Perturbation, parse_recipe
 from megatronapp_trainer.hooks.sites import site_of
+from megatronapp_trainer.perturbation import activations, noise
+from megatronapp_trainer.perturbation.activations import ActivationPerturbations, PlacedPerturbation
 from megatronapp_trainer.perturbation.model_shard import ModelShard, global_features
-from megatronapp_trainer.perturbation.noise import element_block, noise_key
+from megatronapp_trainer.perturbation.noise import activation_block, element_block, noise_key
 from megatronapp_trainer.perturbation.parameters import (
     EMBEDDING,
     FC1,
@@ -21,6 +25,7 @@ from megatronapp_trainer.perturbation.parameters import (
     element_index,
 )
 from megatronapp_trainer.perturbation.philox import Counter, normal, philox, uniform
+from megatronapp_trainer.perturbation.row_context import RowContext
 from megatronapp_trainer.perturbation.storage import flipped
 
 pytestmark = pytest.mark.torch
@@ -79,12 +84,47 @@ def test_a_flip_changes_a_bit_of_its_part(dtype: torch.dtype, bits: Bits) -> Non
         assert len(set(changed.view(torch.int16 if dtype.itemsize == 2 else torch.int32).tolist())) == sizes[dtype]
 
 
-def shard_of(rank: int, size: int, **sizes: int | bool) -> ModelShard:
-    defaults: dict[str, int | bool] = {
+def shard_of(rank: int, size: int, **sizes: Any) -> ModelShard:
+    defaults: dict[str, Any] = {
         "layers": 1, "heads": 8, "key_heads": 4, "head_width": 2, "hidden": 6, "ffn": 8, "gated": True,
-        "vocabulary": 13, "tied": True,
+        "vocabulary": 13, "tied": True, "stages": ((0, 1),),
     }  # fmt: skip
-    return ModelShard(tensor_rank=rank, tensor_size=size, **(defaults | sizes))  # type: ignore[arg-type]
+    return ModelShard(tensor_rank=rank, tensor_size=size, **(defaults | sizes))
+
+
+def perturbed_heads(values: torch.Tensor) -> torch.Tensor:
+    """Apply noise to heads of two prompts at some positions."""
+    action = {"type": "gaussian", "coefficient": 0.5}
+    chosen = {"kind": "calculation", "site": "head_output", "heads": [1, 6], "positions": [{"first": 2}]}
+    recipe = parse_recipe({"seed": 3, "perturbations": [chosen | {"action": action}]})
+    activations = ActivationPerturbations(recipe, torch.nn.Module(), shard_of(0, 1), slots=2)
+    count = values.size(0)
+    activations.rows = RowContext(
+        positions_N=torch.arange(count), samples_N=torch.arange(count) % 2, prompts_N=torch.full((count,), count),
+        slots_N=torch.zeros(count, dtype=torch.int64),
+    )  # fmt: skip
+    placed = PlacedPerturbation(place=0, perturbation=recipe.perturbations[0])
+    return activations.changed(values, 0, site_of("head_output"), placed)
+
+
+def test_noise_of_activations_is_drawn_in_bounded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    isin = unittest.mock.Mock(wraps=torch.isin)
+    values = torch.randn(11, 8, 2)
+    whole = perturbed_heads(values)
+
+    def recorded(*arguments: Any, **coordinates: Any) -> Any:
+        block = activation_block(*arguments, **coordinates)
+        drawn.append(block.first.numel())
+        return block
+
+    monkeypatch.setattr(activations, "activation_block", recorded)
+    monkeypatch.setattr(noise, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(torch, "isin", isin)
+    assert torch.equal(perturbed_heads(values), whole)
+    assert not torch.equal(whole, values)
+    assert max(drawn) <= 40
+    assert isin.call_count == 1, "the mask of heads is built for each block or step"
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())

@@ -1,6 +1,7 @@
 """Request broker and runs of a server over a real engine of one process, step by step."""
 
 import asyncio
+import dataclasses
 import pathlib
 import socket
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 from generating_ranks import VARIANTS, config_of, groups_of, model_of, open_engine, prompts
 
 from megatronapp_common.frames import decode, frame_length
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_common.scope.protocol import ENDED_STATES, SOCKET
 from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.inference.engine import Engine
@@ -88,6 +90,21 @@ async def probes_apart(broker: RequestBroker) -> None:
     await ended(broker, broker.submit(probe("q", 1)))
 
 
+async def digests_outside_of_the_lock(broker: RequestBroker) -> None:
+    locked = []
+
+    class WatchedRecipe(Recipe):
+        def canonical(self) -> str:
+            locked.append(broker._lock.locked())
+            return super().canonical()
+
+    action = {"type": "gaussian", "coefficient": 0.1}
+    noise = WatchedRecipe.model_validate({"perturbations": [{"kind": "system", "action": action}]})
+    ticket = broker.submit([dataclasses.replace(request_of("a"), perturbation=noise)])
+    await ended(broker, ticket)
+    assert locked == [False]
+
+
 async def running_runs_stay_listed(broker: RequestBroker) -> None:
     detached_runs.MAX_RUNS = 2
     model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_open=1, most_tokens=40)
@@ -112,6 +129,10 @@ async def running_runs_stay_listed(broker: RequestBroker) -> None:
 
 def test_probes_have_separate_places_and_wait_after_all_others(run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(1, with_broker, "probes_apart")
+
+
+def test_digests_of_recipes_are_computed_outside_of_the_lock(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(1, with_broker, "digests_outside_of_the_lock")
 
 
 def test_a_running_run_is_not_evicted_by_newer_runs(run_ranks: Callable[..., list[Any]]) -> None:

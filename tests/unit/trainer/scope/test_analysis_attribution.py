@@ -11,6 +11,7 @@ from generating_ranks import LAYOUTS, VARIANTS
 from torch.nn import functional
 
 from megatronapp_common.scope.analysis_requests import AttributionRequest, HeadScoreRequest
+from megatronapp_trainer.scope.analysis import attribution
 from megatronapp_trainer.scope.analysis.head_scores import score_weights
 
 pytestmark = pytest.mark.torch
@@ -130,6 +131,12 @@ def check_difference(answer: tuple[Any, Any], truth: dict[str, Any]) -> None:
     assert tensors["neuron.index"].tolist() == strongest.tolist()
     activations = np.take_along_axis(truth["activations"], strongest, -1)
     np.testing.assert_allclose(tensors["neuron.activation"], activations, rtol=1e-5, atol=2e-5)
+
+
+def test_weights_are_multiplied_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, direction = torch.randn(6, 11).bfloat16(), torch.randn(6)
+    monkeypatch.setattr(attribution, "BLOCK_NUMBERS", 18)
+    torch.testing.assert_close(attribution.through(weight, direction), weight.float().t() @ direction)
 
 
 def test_induction_counts_keys_after_earlier_copies_of_the_token() -> None:

@@ -79,6 +79,13 @@ def check(answer: tuple[dict[str, Any], dict[str, Any]], logs: torch.Tensor) -> 
     assert dict(zip(header["tokens"], header["texts"], strict=True))[TOKEN] == f"<{TOKEN}>"
 
 
+def test_an_analysis_without_memory_on_a_rank_ends_alone(run_ranks: RunRanks) -> None:
+    count, flags = LAYOUTS["PP2"]
+    tokens, chunks = run_ranks(count, analyzing_ranks.without_memory, flags, body())[0]
+    assert len(tokens) == 6
+    assert chunks == [2] * 3
+
+
 def test_logits_are_reduced_in_blocks_and_without_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
     columns = logit_lens.reduced(logits, 2, torch.tensor([[-1], [4], [0]]))

@@ -8,7 +8,8 @@ from megatronapp_trainer.hooks.forward_observer import Segment
 class PromptReader(Protocol):
     """Reader of values of a step, called on the engine's thread of every rank.
 
-    Unlike a `ForwardObserver` it may exchange values with other ranks, since `end` follows all transfers of the step.
+    Unlike a `ForwardObserver` it may exchange values with other ranks: `begin` precedes all transfers of the step, and
+    `end` follows them.
     """
 
     def begin(self, segments: tuple[Segment, ...]) -> bool:

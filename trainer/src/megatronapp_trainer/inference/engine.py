@@ -20,7 +20,12 @@ from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.model.sampling import SampledOutput
-from megatronapp_trainer.inference.perturbed_steps import RankRecipes, check_number_of_recipes, check_recipes
+from megatronapp_trainer.inference.perturbed_steps import (
+    RankRecipes,
+    RecipeReservations,
+    check_number_of_recipes,
+    check_recipes,
+)
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
 from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
@@ -59,6 +64,7 @@ class Engine:
         self._cancelled: set[str] = set()
         self._commands: list[tuple[str, Any]] = []
         self._recipes = RankRecipes(gang.command)
+        self._reservations = RecipeReservations()
         self.failure: EngineLostError | None = None
         """Error that a rank was lost or failed: the process should end, so that the gang is started again."""
 
@@ -78,11 +84,13 @@ class Engine:
                 vocab_size=stage.vocab_size,
                 has_text=self._decode is not None,
             )
-        check_recipes(stage.perturbation.check, requests)
+        needed = check_recipes(stage.perturbation.check, requests)
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            check_number_of_recipes({request.digest for request in requests} | self._scheduler.open_digests())
+            open_digests = self._scheduler.open_digests()
+            check_number_of_recipes({request.digest for request in requests} | open_digests)
+            self._reservations.reserve(needed, open_digests, lambda: stage.perturbation.capacity_bytes)
             self._scheduler.add(*requests)
             self._work.notify_all()
 

@@ -3,6 +3,7 @@
 GenerationError         1  (a TrainerError) anything of generation that went wrong
 ├── RequestError       64  a request that cannot be served; `field` names what to change
 ├── QueueFullError      1  as many requests wait as may
+├── AnalysisMemoryError 1  a rank lacks the memory for an analysis of MegaScope
 ├── CacheTooLargeError 64  the cache of keys and values does not fit the device
 └── EngineLostError    69  a rank died or failed: open requests have ended, and the gang must be started again
 """
@@ -27,6 +28,10 @@ class RequestError(GenerationError):
 
 class QueueFullError(GenerationError):
     """Refusal of a request because as many wait as may."""
+
+
+class AnalysisMemoryError(GenerationError):
+    """An analysis for which a rank lacks memory. Other requests continue."""
 
 
 class CacheTooLargeError(GenerationError):

@@ -1,7 +1,7 @@
 """Recipes of perturbations in the engine: commands to the ranks, the order of recipes, and coordinates of a step."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
@@ -47,20 +47,44 @@ class PerturbedGraphs:
     captured: Hashable
 
 
-def check_recipes(check: Callable[[Recipe], None], requests: Iterable["GenerationRequest"]) -> None:
-    """Check the recipe of each request. Raises RequestError where `check` raises RecipeError."""
+def check_recipes(check: Callable[[Recipe], int], requests: Iterable["GenerationRequest"]) -> dict[str, int]:
+    """Check the recipe of each request; return the memory that each takes in bytes, by digest.
+
+    Raises RequestError where `check` raises RecipeError.
+    """
     recipes = {request.perturbation.digest: request.perturbation for request in requests if request.perturbation}
-    for recipe in recipes.values():
-        try:
-            check(recipe)
-        except RecipeError as error:
-            raise RequestError("perturbation", str(error)) from error
+    try:
+        return {digest: check(recipe) for digest, recipe in recipes.items()}
+    except RecipeError as error:
+        raise RequestError("perturbation", str(error)) from error
 
 
 def check_number_of_recipes(digests: Set[str | None]) -> None:
     """Raise QueueFullError if these are more different recipes than may be open."""
     if len(digests - {None}) > MOST_RECIPES:
         raise QueueFullError(f"open requests have {MOST_RECIPES} different perturbations already; try again later")
+
+
+class RecipeReservations:
+    """Memory of the recipes of open requests, drawn or not. Used under the engine's lock."""
+
+    def __init__(self) -> None:
+        self._reserved: dict[str, int] = {}
+
+    def reserve(self, needed: Mapping[str, int], open_digests: Set[str | None], capacity: Callable[[], int]) -> None:
+        """Reserve memory for recipes that are not open yet. `capacity`: bytes for all recipes together.
+
+        Raises RequestError if they never fit, QueueFullError if they do not fit next to the open ones.
+        """
+        reserved = {digest: count for digest, count in self._reserved.items() if digest in open_digests}
+        added = {digest: count for digest, count in needed.items() if digest not in reserved}
+        new, old = sum(added.values()), sum(reserved.values())
+        if new > 0 and new + old > (free := capacity()):
+            what = f"perturbations: a rank needs {new >> 20} MiB for it, and {free >> 20} MiB are free"
+            if new > free:
+                raise RequestError("perturbation", f"{what}; choose fewer layers or modules")
+            raise QueueFullError(f"{what}, of which open requests use {old >> 20} MiB; try again once they have ended")
+        self._reserved = reserved | added
 
 
 class RecipeRotation:

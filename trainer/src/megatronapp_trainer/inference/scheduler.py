@@ -94,7 +94,9 @@ class ScheduledStep:
 
 
 MOST_AHEAD = 8
-"""Number of requests that may overtake one of the background before it is admitted."""
+"""Number of requests that may overtake one of the background before it is admitted, and of steps that read other
+prompts before those of the background.
+"""
 
 
 class Scheduler:
@@ -112,6 +114,10 @@ class Scheduler:
         self._rotation = RecipeRotation()
         self._ahead = 0
         """Number of requests that were admitted while one of the background waited."""
+        self._most_background = max(1, slots // 2)
+        """Most sequences of the background that have a slot."""
+        self._steps_ahead = 0
+        """Number of steps that read other prompts while one of the background could be read."""
 
     def add(self, *requests: GenerationRequest) -> None:
         """Append these to the queue, those of the background after all others; or none of them.
@@ -131,6 +137,11 @@ class Scheduler:
         for group, members in collections.Counter(request.group for request in requests if request.group).items():
             if members > self._slots:
                 raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
+            generate = any(request.is_background and request.max_new_tokens > 0 for request in requests)
+            if generate and members > self._most_background:
+                raise RequestError(
+                    "group", f"{members} requests of {group} do not fit {self._most_background} slots of the background"
+                )
         self.waiting = deque(sorted((*self.waiting, *requests), key=lambda request: request.is_background))
 
     def _groups_prefilling(self) -> set[str]:
@@ -148,15 +159,25 @@ class Scheduler:
         return {request.digest for request in self.waiting} | {sequence.request.digest for sequence in self.running}
 
     def next_admissible(self) -> bool:
-        """Return true if a request waits and a slot is free."""
-        return bool(self.waiting and self._free)
+        """Return true if a slot is free for a request that waits."""
+        return bool(self._free) and self._next() is not None
 
     @property
     def next_in_line(self) -> GenerationRequest:
         """Return the request to admit next: the first one, or one of the background that let enough others pass."""
-        if self._ahead < MOST_AHEAD:
-            return self.waiting[0]
-        return next((request for request in self.waiting if request.is_background), self.waiting[0])
+        request = self._next()
+        assert request is not None
+        return request
+
+    def _next(self) -> GenerationRequest | None:
+        """Return the request to admit next; None if none waits, or only those of a background that has its slots."""
+        background = None
+        if sum(sequence.request.is_background for sequence in self.running) < self._most_background:
+            background = next((request for request in self.waiting if request.is_background), None)
+        if background is not None and self._ahead >= MOST_AHEAD:
+            return background
+        first = next(iter(self.waiting), None)
+        return background if first is not None and first.is_background else first
 
     def admit(self, text: TextStream | None) -> Sequence:
         """Give the next request the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
@@ -180,11 +201,9 @@ class Scheduler:
 
         Recipes of perturbations take turns. Within each, reading prompts and generating alternate if both are due.
         """
-        prefilling_groups = self._groups_prefilling()
         due: dict[str | None, list[Sequence]] = {}
-        for sequence in self.running:
-            if sequence.is_prefilling or sequence.request.group not in prefilling_groups:
-                due.setdefault(sequence.request.digest, []).append(sequence)
+        for sequence in self._without_background(self._due()):
+            due.setdefault(sequence.request.digest, []).append(sequence)
         if not due:
             return None
         digest = self._rotation.next(due)
@@ -195,6 +214,28 @@ class Scheduler:
         self._decoded_last = {other: last for other, last in self._decoded_last.items() if other in known}
         self._decoded_last[digest] = decodes
         return _decode(decoding) if decodes else _prefill(prefilling, self._chunk)
+
+    def _due(self) -> list[Sequence]:
+        """Return the sequences of which a token can be read now."""
+        prefilling_groups = self._groups_prefilling()
+        return [
+            sequence
+            for sequence in self.running
+            if sequence.is_prefilling or sequence.request.group not in prefilling_groups
+        ]
+
+    def _without_background(self, due: list[Sequence]) -> list[Sequence]:
+        """Remove the background while other prompts are read; after `MOST_AHEAD` steps it is read first, once."""
+        has_others = any(sequence.is_prefilling and not sequence.request.is_background for sequence in due)
+        has_background = any(sequence.request.is_background for sequence in due)
+        if not (has_others and has_background):
+            self._steps_ahead = 0
+            return due
+        if self._steps_ahead < MOST_AHEAD:
+            self._steps_ahead += 1
+            return [sequence for sequence in due if not sequence.request.is_background]
+        self._steps_ahead = 0
+        return sorted(due, key=lambda sequence: not sequence.request.is_background)
 
 
 def _scheduled(

@@ -28,6 +28,8 @@ class WorkerGroup:
         self.stage = stage
         self._layout = stage.layout
         self._channel = RankChannel(stage.layout, timeout=timeout)
+        if self._channel.group is not None:
+            stage.perturbation.compare_memory(self._channel.group)
         self._broadcast_at = time.monotonic()
         self._measurer = StatisticsLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
         self.idle_window = IdleWindow()

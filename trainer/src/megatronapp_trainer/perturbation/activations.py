@@ -1,6 +1,7 @@
 """Calculation and system perturbations: write hooks that change activations in each forward pass."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatronapp_common.scope.perturbation.recipe import Perturbation, Recipe
 from megatronapp_trainer.hooks.interventions import WriteHooks
 from megatronapp_trainer.hooks.sites import Site, site_of
 from megatronapp_trainer.perturbation.model_shard import GlobalFeatures, ModelShard, global_features
-from megatronapp_trainer.perturbation.noise import activation_block, gaussian, noise_key, scaled
+from megatronapp_trainer.perturbation.noise import activation_block, blocks_of_rows, gaussian, noise_key, scaled
 from megatronapp_trainer.perturbation.philox import RandomBlock, Uint32
 from megatronapp_trainer.perturbation.prompt_means import PromptMeans
 from megatronapp_trainer.perturbation.row_context import RowContext, selected_rows
@@ -42,6 +43,8 @@ class ActivationPerturbations:
         self._means: dict[tuple[int, int], PromptMeans] = {}
         self._values: dict[int, torch.Tensor] = {}
         """Given means on the device, by index of the perturbation: a CUDA graph cannot copy them from the host."""
+        self._head_masks: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        """Selected heads on the device, bool [heads, 1], by index of the perturbation and shape of a token's value."""
         self._by_site = _by_site(recipe)
 
     def install(self) -> None:
@@ -57,10 +60,19 @@ class ActivationPerturbations:
     def changed(self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation) -> torch.Tensor:
         """Return a value with one perturbation applied: [N, features] or [N, heads, channels]."""
         assert self.rows is not None
-        perturbation, rows = placed.perturbation, self._rows_of(site, self.rows)
-        where = self._coordinates(site, value)
+        rows = self._rows_of(site, self.rows)
+        if placed.perturbation.action.over is not None:  # sums over whole prompts
+            return self._changed_rows(value, layer, site, placed, rows)
+        blocks = blocks_of_rows(value.size(0), value.shape[1:].numel())
+        if len(blocks) == 1:
+            return self._changed_rows(value, layer, site, placed, rows)
+        return torch.cat([self._changed_rows(value[block], layer, site, placed, rows.block(block)) for block in blocks])
+
+    def _changed_rows(
+        self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> torch.Tensor:
         new = self._new_value(value, layer, site, placed, rows)
-        chosen = _chosen(perturbation, value, rows, where, self._shard.vocabulary if site.name == LOGITS else None)
+        chosen = self._chosen(value, site, placed, rows)
         return new if chosen is None else torch.where(chosen, new, value)
 
     def _rows_of(self, site: Site, rows: RowContext) -> RowContext:
@@ -73,6 +85,29 @@ class ActivationPerturbations:
         if key not in self._features:
             self._features[key] = global_features(site, value.shape[1:], self._shard, value.device)
         return self._features[key]
+
+    def _chosen(
+        self, value: torch.Tensor, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> torch.Tensor | None:
+        """Return which numbers are selected, a bool tensor that broadcasts against the value; None: all."""
+        masks = []
+        if (chosen_N := selected_rows(placed.perturbation, rows)) is not None:
+            masks.append(chosen_N.view(-1, *([1] * (value.ndim - 1))))
+        where = self._coordinates(site, value)
+        if placed.perturbation.heads is not None and where.heads is not None:
+            masks.append(self._head_mask(placed, value.shape[1:], where.heads, placed.perturbation.heads))
+        if site.name == LOGITS:
+            masks.append(where.features < self._shard.vocabulary)
+        return functools.reduce(torch.logical_and, masks) if masks else None
+
+    def _head_mask(
+        self, placed: PlacedPerturbation, shape: torch.Size, heads: torch.Tensor, chosen: Sequence[int]
+    ) -> torch.Tensor:
+        """Return which heads are selected. It is copied from the host while a prompt is read, before any CUDA graph."""
+        key = (placed.place, shape)
+        if key not in self._head_masks:
+            self._head_masks[key] = torch.isin(heads, torch.tensor(chosen, device=heads.device))
+        return self._head_masks[key]
 
     def _new_value(
         self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
@@ -156,37 +191,3 @@ def _layers_of(placed: Sequence[PlacedPerturbation]) -> frozenset[int] | None:
     """Return the layers that any of the perturbations selects; None: all."""
     layers = [entry.perturbation.layers for entry in placed]
     return None if None in layers else frozenset(layer for some in layers for layer in some or ())
-
-
-def _chosen(
-    perturbation: Perturbation,
-    value: torch.Tensor,
-    rows: RowContext,
-    where: GlobalFeatures,
-    vocabulary: int | None,
-) -> torch.Tensor | None:
-    """Return which numbers are selected, a bool tensor that broadcasts against the value; None: all.
-
-    `vocabulary`: number of features that are no padding; None: all.
-    """
-    masks = []
-    if (chosen_N := selected_rows(perturbation, rows)) is not None:
-        masks.append(chosen_N.view(-1, *([1] * (value.ndim - 1))))
-    if perturbation.heads is not None and where.heads is not None:
-        masks.append(_among(where.heads, perturbation.heads))
-    if vocabulary is not None:
-        masks.append(where.features < vocabulary)
-    if not masks:
-        return None
-    chosen = masks[0]
-    for mask in masks[1:]:
-        chosen = chosen & mask
-    return chosen
-
-
-def _among(values: torch.Tensor, choices: Sequence[int]) -> torch.Tensor:
-    """Return which values are among the choices, without a copy from the host: a CUDA graph could not repeat it."""
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    for choice in choices:
-        chosen = chosen | (values == choice)
-    return chosen

@@ -33,6 +33,11 @@ class ModelPerturbations:
                 recipe, self._model, self._shard, slots=self._slots
             )
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of all copies of parameters."""
+        return sum(parameters.num_bytes for parameters in list(self._parameters.values()))
+
     def drop(self, digest: str) -> None:
         """Forget a recipe, and free its copies of parameters."""
         if self.active == digest:

@@ -1,12 +1,16 @@
 """Sizes of the whole model, and the part of each that a rank holds."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 
 from megatronapp_trainer.hooks.sites import ShardAxis, Site
 from megatronapp_trainer.parallel.layout import Layout
+
+Span = tuple[int, int]
+"""First layer, and the one after the last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,8 @@ class ModelShard:
     """The output layer uses the word embeddings."""
     tensor_rank: int
     tensor_size: int
+    stages: tuple[Span, ...]
+    """Layers of each pipeline stage."""
 
     @property
     def first_head(self) -> int:
@@ -53,7 +59,15 @@ def model_shard_of(model: Any, layout: Layout, *, vocabulary: int) -> ModelShard
         tied=bool(model.share_embeddings_and_output_weights),
         tensor_rank=layout.tensor_rank,
         tensor_size=layout.tensor_size,
+        stages=_layers_of_stages(config, layout.pipeline_size),
     )
+
+
+def _layers_of_stages(config: Any, stages: int) -> tuple[Span, ...]:  # noqa: ANN401 - TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    ends = itertools.accumulate(get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages))
+    return tuple(itertools.pairwise((0, *ends)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

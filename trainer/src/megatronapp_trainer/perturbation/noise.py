@@ -11,8 +11,10 @@ import torch
 
 from megatronapp_trainer.perturbation.philox import Counter, Key, RandomBlock, Uint32, normal, philox, uniform
 
-_ELEMENTS = 1 << 22
-"""Number of elements for which noise of a parameter is drawn at a time: each takes about 100 bytes meanwhile."""
+BLOCK_ELEMENTS = 1 << 20
+"""Number of elements for which noise is drawn at a time."""
+DRAWING_BYTES = 128 * BLOCK_ELEMENTS
+"""Memory that drawing takes at most: about 100 bytes for each element of a block, and the block itself."""
 
 
 def noise_key(*identity: str | int) -> Key:
@@ -36,7 +38,7 @@ def element_block(key: Key, indices: torch.Tensor) -> RandomBlock:
 
 def blocks_of_rows(rows: int, columns: int) -> list[slice]:
     """Return slices of the rows of a matrix, each with about as many elements as noise is drawn for at a time."""
-    step = max(1, _ELEMENTS // max(1, columns))
+    step = max(1, BLOCK_ELEMENTS // max(1, columns))
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 

@@ -42,6 +42,15 @@ class RowContext:
     parts: Sequence[PromptPart] = ()
     """Rows by prompt while prompts are read; empty in a decode step."""
 
+    def block(self, rows: slice) -> "RowContext":
+        """Return the context of consecutive rows, without the parts by prompt."""
+        return RowContext(
+            positions_N=self.positions_N[rows],
+            samples_N=self.samples_N[rows],
+            prompts_N=self.prompts_N[rows],
+            slots_N=self.slots_N[rows],
+        )
+
     def of_rows(self, rows_R: torch.Tensor) -> "RowContext":
         """Return the context of some rows."""
         return RowContext(

@@ -37,6 +37,11 @@ class PerturbedParameters:
         for parameter, original in self._originals.items():
             parameter.data = original
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of the copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
     def _perturb(
         self, local: LocalParameter, perturbation: Perturbation, key: tuple[int, int], shard: ModelShard
     ) -> None:
@@ -77,14 +82,3 @@ def flipped(values: torch.Tensor, bits: Bits, rate: float, block: RandomBlock) -
     whole = _WHOLE_NUMBERS[values.dtype]
     # 2^31 and 2^15 are beyond the signed type, and the conversion keeps their bits.
     return (values.view(whole) ^ mask.to(whole)).view(values.dtype)
-
-
-def copied_bytes(recipe: Recipe, model: Any, shard: ModelShard) -> int:  # noqa: ANN401 - GPTModel
-    """Return the memory that the copies of a recipe take on this rank, in bytes."""
-    touched = {
-        local.parameter
-        for perturbation in recipe.perturbations
-        if perturbation.kind == "storage"
-        for local in local_parameters(perturbation, model, shard)
-    }
-    return sum(parameter.numel() * parameter.element_size() for parameter in touched)

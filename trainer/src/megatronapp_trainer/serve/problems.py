@@ -13,7 +13,13 @@ from megatronapp_common.field_errors import describe, place_of
 from megatronapp_common.scope.perturbation.choice import NAME_TAG, RECIPE_TAG
 from megatronapp_common.web import problems
 from megatronapp_common.web.problems import HttpError, problem_response
-from megatronapp_trainer.inference.errors import EngineLostError, GenerationError, QueueFullError, RequestError
+from megatronapp_trainer.inference.errors import (
+    AnalysisMemoryError,
+    EngineLostError,
+    GenerationError,
+    QueueFullError,
+    RequestError,
+)
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
@@ -31,6 +37,7 @@ _PARAMS = {
 TOO_LARGE = frozenset({"max_new_tokens"})
 _ANSWERS: dict[type[GenerationError], tuple[int, str, str]] = {
     QueueFullError: (429, "queue-full", "Try again after Retry-After seconds."),
+    AnalysisMemoryError: (503, "out-of-memory", "Request fewer rows, layers or tokens, or generate fewer at a time."),
     EngineLostError: (503, "engine-lost", "The ranks are restarted; try again in a moment."),
     NotReadyError: (503, "not-ready", "/readyz answers 200 once requests are accepted."),
     SlowReaderError: (408, "slow-reader", "Read a stream while it is sent, or request fewer tokens."),

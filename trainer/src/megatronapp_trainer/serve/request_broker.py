@@ -150,6 +150,8 @@ class RequestBroker:
             GenerationError: no request is accepted now (`problem`).
         """
         ticket = RequestHandle(requests, self.cancel, logprobs)
+        for request in requests:
+            _ = request.digest  # of a large recipe it takes half a second, in which steps must not wait for the lock
         with self._lock:
             if (problem := self.problem) is not None:
                 raise problem

@@ -4,18 +4,19 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.inference.model.kv_cache import free_bytes
 from megatronapp_trainer.inference.perturbed_steps import AddRecipe, DropRecipe, PerturbedGraphs, PerturbedStep
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.perturbation.check import check_recipe
+from megatronapp_trainer.perturbation.limits import check_work, needed_bytes
 from megatronapp_trainer.perturbation.model_perturbations import ModelPerturbations
 from megatronapp_trainer.perturbation.model_shard import model_shard_of
 from megatronapp_trainer.perturbation.row_context import PromptPart, RowContext
-from megatronapp_trainer.perturbation.storage import copied_bytes
 
 
 class StepPerturbation:
@@ -29,37 +30,61 @@ class StepPerturbation:
         *,
         vocab_size: int,
         slots: int,
+        step_tokens: int,
         drop_graphs: Callable[[Callable[[Hashable], bool]], None],
     ) -> None:
-        """`drop_graphs` drops the CUDA graphs of the families for which a function is true."""
+        """`step_tokens`: most tokens of a step. `drop_graphs` drops the CUDA graphs of some families."""
         self._drop_graphs = drop_graphs
         self._model = model
         self._device = device
         self._shard = model_shard_of(model, layout, vocabulary=vocab_size)
         self._perturbations = ModelPerturbations(model, self._shard, slots=slots)
+        self._slots = slots
+        self._step_tokens = step_tokens
+        self._less_free = 0
+        """Bytes by which the rank with the least free memory has less than this one."""
+        self._capacity: int | None = None
+        """Bytes for recipes at the beginning of a change that is under way; None: no change is."""
         self._perturbed_slots: set[int] = set()
         """Slots whose cache a perturbed step has written since it was cleared."""
         self._origins: dict[int, torch.Tensor] = {}
         """Samples, prompt lengths and slots of decode steps, int64 [3, B] by number of slots, for CUDA graphs."""
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError where the model lacks what a recipe names, or this rank the memory for it; on rank 0."""
+    def check(self, recipe: Recipe) -> int:
+        """Return the memory in bytes that a recipe takes on the stage with the most of it; on rank 0, from any thread.
+
+        Raises RecipeError where the model lacks what a recipe names, or where the noise is too much to draw.
+        """
         check_recipe(recipe, self._model, self._shard)
-        needed, free = copied_bytes(recipe, self._model, self._shard), free_bytes(self._device)
-        if needed > free:
-            raise RecipeError(
-                f"perturbations: the copies of parameters take {needed >> 20} MiB on a rank, and {free >> 20} MiB are "
-                "free; choose fewer layers or modules"
-            )
+        check_work(recipe, self._model, self._shard, tokens=self._step_tokens)
+        return needed_bytes(recipe, self._model, self._shard, slots=self._slots, tokens=self._step_tokens)
+
+    def compare_memory(self, group: Any) -> None:  # noqa: ANN401 - a process group of torch
+        """Find the rank with the least free memory, once the cache exists; collective over a gloo group."""
+        free = free_bytes(self._device)
+        least = torch.tensor(free)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        self._less_free = free - int(least)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Return the memory for recipes on the rank with the least, that of known recipes included; on rank 0."""
+        if self._capacity is not None:
+            return self._capacity
+        return free_bytes(self._device) - self._less_free + self._perturbations.num_bytes
 
     def change(self, command: AddRecipe | DropRecipe) -> None:
         """Prepare a recipe, or forget it with its CUDA graphs; at a step boundary."""
-        if isinstance(command, AddRecipe):
-            self._perturbations.add(command.recipe)
-            return
-        digest = command.digest
-        self._drop_graphs(lambda family: isinstance(family, PerturbedGraphs) and family.digest == digest)
-        self._perturbations.drop(digest)
+        self._capacity = self.capacity_bytes
+        try:
+            if isinstance(command, AddRecipe):
+                self._perturbations.add(command.recipe)
+                return
+            digest = command.digest
+            self._drop_graphs(lambda family: isinstance(family, PerturbedGraphs) and family.digest == digest)
+            self._perturbations.drop(digest)
+        finally:
+            self._capacity = None
 
     def activate(self, plan: StepPlan, clear_slot: Callable[[int], None]) -> None:
         """Let the model compute with the recipe of a plan, or as it is.

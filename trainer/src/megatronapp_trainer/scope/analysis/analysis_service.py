@@ -11,6 +11,7 @@ from megatronapp_common.scope.analysis_requests import (
 )
 from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.errors import AnalysisMemoryError
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.analysis.analysis_frames import analysis_frame
 from megatronapp_trainer.scope.analysis.analyzer import RankAnalyzer
@@ -45,7 +46,12 @@ class AnalysisService:
         return name, request
 
     def frame(self, name: str, body: AnalysisRequest, text_of: TextOf | None) -> Frame:
-        """Build the frame SCOPE_ANALYSIS of an analysis whose text has been read."""
+        """Build the frame SCOPE_ANALYSIS of an analysis whose text has been read.
+
+        Raises AnalysisMemoryError if a rank lacked memory for it.
+        """
+        if name in self._analyzer.out_of_memory:
+            raise AnalysisMemoryError("a rank has too little free memory for this analysis")
         return analysis_frame(body, self._analyzer.results[name], self._analyzer.shard, text_of)
 
     def end(self, name: str) -> None:

@@ -16,6 +16,7 @@ from megatronapp_common.scope.analysis_requests import (
     HeadScoreRequest,
     LensRequest,
 )
+from megatronapp_trainer.device.host_memory import free_host_bytes
 from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.hooks.hook_collector import HookCollector
@@ -29,6 +30,16 @@ from megatronapp_trainer.scope.analysis.logit_lens import LensAnalysis
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import rank_shard_of
 from megatronapp_trainer.scope.capture.tracked_requests import run_of
+
+
+def reserve(num_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return memory of a device; None where so much is not free."""
+    if device.type == "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8) if num_bytes < free_host_bytes() else None
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class AnalyzedRunner(Protocol):
@@ -86,11 +97,15 @@ class RankAnalyzer:
         )
         self.results: dict[str, list[list[Any]]] = {}
         """On rank 0: for each analysis that is open, the parts of all ranks of each chunk."""
+        self.out_of_memory: set[str] = set()
+        """Analyses that are open, for a chunk of which some rank lacked memory."""
         self._runner = runner
         self._exchange = RankExchange(runner.layout, group.process_group, self.shard.layers)
         self._collector = HookCollector(runner.model)
         self._open: dict[str, ChunkAnalysis] = {}
         self._works: list[_Work] = []
+        self._workspace: torch.Tensor | None = None
+        """Memory for the reading of the step, until then."""
 
     def attach(self, group: AnalyzedGroup) -> None:
         """Read prompts of this group and take commands of rank 0 from now on."""
@@ -105,10 +120,17 @@ class RankAnalyzer:
         else:
             self._open.pop(command.name, None)
             self.results.pop(command.name, None)
+            self.out_of_memory.discard(command.name)
 
     def begin(self, segments: tuple[Segment, ...]) -> bool:
-        """Hook the sites that analyses need of these tokens; false if they need none."""
+        """Hook the sites that analyses need of these tokens; false if they need none.
+
+        Collective if they need some: an analysis for which a rank lacks memory ends here, on all ranks. Once they
+        exchange values a rank that fails would leave the others waiting.
+        """
         self._works = self._works_of(segments) if self._open else []
+        if self._works and self._end_those_without_memory():
+            self._works = self._works_of(segments)
         if not self._works:
             return False
         tokens = [
@@ -128,6 +150,7 @@ class RankAnalyzer:
         values = self._collector.take()
         self._collector.remove()
         works, self._works = self._works, []
+        self._workspace = None
         parts = [
             work.analysis.read(
                 ChunkValues(
@@ -164,6 +187,27 @@ class RankAnalyzer:
                 row += len(positions)
             token += len(segment.tokens)
         return works
+
+    def _end_those_without_memory(self) -> bool:
+        """Reserve the memory of the step's works; end those for which a rank lacks it. Collective."""
+        device = self._runner.keys_LZTGD.device
+        values: list[torch.Tensor | None] = []
+        lacking = []
+        for work in self._works:
+            memory = work.analysis.memory(work.segment)
+            workspace = self._workspace
+            if workspace is None or workspace.numel() < memory.work:
+                workspace = reserve(memory.work, device)
+            values.append(reserve(memory.values, device))
+            lacking.append(workspace is None or values[-1] is None)
+            self._workspace = self._workspace if workspace is None else workspace
+        names = {
+            work.name for work, is_over in zip(self._works, self._exchange.any_of(lacking), strict=True) if is_over
+        }
+        self.out_of_memory |= names
+        for name in names:
+            del self._open[name]
+        return bool(names)
 
     def _analysis_of(self, request: AnalysisRequest) -> ChunkAnalysis:
         match request:

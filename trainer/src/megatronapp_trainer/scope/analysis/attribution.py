@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatronapp_common.scope.analysis_requests import AttributionRequest
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.hooks.sites import Retention, Site, site_of
-from megatronapp_trainer.scope.analysis.chunk_values import ChunkValues
-from megatronapp_trainer.scope.analysis.logit_lens import RESIDUAL, Unembed
+from megatronapp_trainer.scope.analysis.chunk_values import AnalysisMemory, ChunkValues
+from megatronapp_trainer.scope.analysis.logit_lens import FP32_BYTES, RESIDUAL, Unembed
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import RankShard
 
@@ -37,6 +37,8 @@ NEURONS = Site(
     retention=Retention.ALIVE,
 )
 """Activations of the MLP: after the activation, before fc2."""
+BLOCK_NUMBERS = 1 << 22
+"""Most numbers of a weight that are copied with 32 bits at a time."""
 EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT = site_of("embedding"), site_of("attention_output"), site_of("mlp2")
 
 
@@ -90,6 +92,15 @@ class AttributionAnalysis:
     def positions(self, segment: Segment) -> list[int]:
         """Return the requested row if a segment has it."""
         return [self._request.row] if segment.start <= self._request.row < segment.end else []
+
+    def memory(self, segment: Segment) -> AnalysisMemory:
+        """Return the memory of one row of each site, and of a block of weights with 32 bits."""
+        shard = self._shard
+        layers = shard.layers[1] - shard.layers[0]
+        row = 4 * shard.hidden + shard.ffn
+        logits = shard.vocabulary if self._exchange.stage == self._exchange.last_stage else 0
+        block = max(BLOCK_NUMBERS, shard.hidden) + shard.ffn + shard.hidden
+        return AnalysisMemory(values=layers * row * FP32_BYTES, work=2 * FP32_BYTES * (block + logits))
 
     @torch.no_grad()
     def read(self, chunk: ChunkValues) -> AttributionPart:
@@ -159,7 +170,7 @@ class AttributionAnalysis:
 
     def _layer(self, chunk: ChunkValues, number: int, layer: Any, direction_H: torch.Tensor) -> LayerContributions:  # noqa: ANN401
         # W_O^T d once, instead of what each head writes into all of the hidden state.
-        through_AD = layer.self_attention.linear_proj.weight.float().t() @ direction_H
+        through_AD = through(layer.self_attention.linear_proj.weight, direction_H)
         context_AD = chunk.value(CONTEXT, number)[0].float()
         heads = (context_AD * through_AD).view(self._shard.heads[1] - self._shard.heads[0], -1).sum(1)
         bias, mlp_bias = chunk.bias(ATTENTION_OUTPUT, number), chunk.bias(MLP_OUTPUT, number)
@@ -182,7 +193,7 @@ class AttributionAnalysis:
         count = min(self._request.neurons, activation_F.numel())
         if count == 0:
             return []
-        contribution_F = activation_F * (layer.mlp.linear_fc2.weight.float().t() @ direction_H)
+        contribution_F = activation_F * through(layer.mlp.linear_fc2.weight, direction_H)
         ordered_F = contribution_F if self._request.order == "contribution" else activation_F
         places = ordered_F.abs().topk(count).indices
         first = self._shard.mlp[0]
@@ -190,6 +201,14 @@ class AttributionAnalysis:
         return [
             (first + place, activation, contribution) for place, activation, contribution in zip(*columns, strict=True)
         ]
+
+
+def through(weight_HF: torch.Tensor, direction_H: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [F]: the transposed weight times a direction, without a copy of the whole weight with 32 bits."""
+    count = weight_HF.size(1)
+    columns = max(1, BLOCK_NUMBERS // weight_HF.size(0))
+    starts = range(0, count, columns)
+    return torch.cat([weight_HF[:, first : first + columns].float().t() @ direction_H for first in starts])
 
 
 def _dot(values: torch.Tensor, direction_H: torch.Tensor) -> float:

@@ -37,6 +37,16 @@ class ChunkValues:
         return sorted(self.sites[site.name].values) if site.name in self.sites else []
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnalysisMemory:
+    """Memory that an analysis takes for a chunk on one rank, in bytes; an upper bound."""
+
+    values: int
+    """Values of sites, from the forward pass on."""
+    work: int
+    """Tensors that are computed from them."""
+
+
 class ChunkAnalysis(Protocol):
     """An analysis on one rank."""
 
@@ -47,6 +57,9 @@ class ChunkAnalysis(Protocol):
 
     def positions(self, segment: Segment) -> list[int]:
         """Return the positions of a segment that it reads; none: it ignores the step."""
+
+    def memory(self, segment: Segment) -> AnalysisMemory:
+        """Return the memory that a segment takes."""
 
     def read(self, chunk: ChunkValues) -> Any:  # noqa: ANN401 - a part of the result that can be pickled
         """Return this rank's part of the result of a chunk. May exchange values with the other ranks."""

@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 from megatronapp_common.scope.analysis_requests import HEAD_SCORES, HeadScoreRequest
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.hooks.sites import Site
-from megatronapp_trainer.scope.analysis.chunk_values import ChunkValues
+from megatronapp_trainer.scope.analysis.chunk_values import AnalysisMemory, ChunkValues
+from megatronapp_trainer.scope.analysis.logit_lens import FP32_BYTES
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import BUFFER_NUMBERS, AttentionRule
 from megatronapp_trainer.scope.capture.rank_shard import RankShard, Span
 from megatronapp_trainer.scope.capture.reductions import QUERIES
+
+_CHANCE_BYTES = 16
+"""Memory for each probability of a block: scores, their mask and softmax with 32 bits, and products."""
+_WEIGHT_BYTES = 64
+"""Memory for each pair of query and key: the weights of all scores with 32 bits, and their masks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,15 @@ class HeadScoreAnalysis:
         """Return all positions of a segment."""
         return list(range(segment.start, segment.end))
 
+    def memory(self, segment: Segment) -> AnalysisMemory:
+        """Return the memory of the queries of all layers, and of a block of attention."""
+        shard, tokens = self._shard, segment.end - segment.start
+        heads = shard.heads[1] - shard.heads[0]
+        values = tokens * heads * shard.head_width * (shard.layers[1] - shard.layers[0]) * FP32_BYTES
+        queries = min(tokens, self._block_queries(segment))
+        cells = queries * segment.end
+        return AnalysisMemory(values=values, work=cells * (heads * _CHANCE_BYTES + _WEIGHT_BYTES))
+
     @torch.no_grad()
     def read(self, chunk: ChunkValues) -> HeadSums:
         """Return the sums over the queries of a chunk."""
@@ -65,12 +80,15 @@ class HeadScoreAnalysis:
     def _blocks(self, chunk: ChunkValues) -> Iterator[tuple[torch.Tensor, slice]]:
         """Give positions of queries and their places among the tokens of the step, in blocks of bounded memory."""
         segment = chunk.segment
-        row = (self._shard.heads[1] - self._shard.heads[0]) * segment.end
-        block = max(1, BUFFER_NUMBERS // row)
+        block = self._block_queries(segment)
         for first in range(segment.start, segment.end, block):
             end = min(segment.end, first + block)
             start = chunk.tokens.start + first - segment.start
             yield torch.arange(first, end, device=self._ids.device), slice(start, start + end - first)
+
+    def _block_queries(self, segment: Segment) -> int:
+        row = (self._shard.heads[1] - self._shard.heads[0]) * segment.end
+        return max(1, BUFFER_NUMBERS // row)
 
     def _sums(
         self,

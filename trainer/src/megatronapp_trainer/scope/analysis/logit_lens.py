@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 from megatronapp_common.scope.analysis_requests import LensRequest
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.hooks.sites import Site, site_of
-from megatronapp_trainer.scope.analysis.chunk_values import ChunkValues
+from megatronapp_trainer.scope.analysis.chunk_values import AnalysisMemory, ChunkValues
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import RankShard
 
 BLOCK_NUMBERS = 1 << 24
 """Most logits at a time: 64 MiB with 32 bits."""
+FP32_BYTES = 4
+_LOGIT_BYTES = 32
+"""Most memory for each logit of a block: the logits as the model computes them, and five tensors with 32 bits."""
 NO_TARGET = -1
 """Rank of the token that follows where none is known."""
 RESIDUAL = site_of("residual")
@@ -58,6 +61,15 @@ class LensAnalysis:
         """Return the requested rows of a segment."""
         first, end = self._request.rows
         return list(range(max(first, segment.start), min(end, segment.end)))
+
+    def memory(self, segment: Segment) -> AnalysisMemory:
+        """Return the memory of the residuals of all layers of this rank, and of a block of logits on the last stage."""
+        rows, shard = len(self.positions(segment)), self._shard
+        values = rows * shard.hidden * (shard.layers[1] - shard.layers[0]) * FP32_BYTES
+        if self._exchange.stage != self._exchange.last_stage:
+            return AnalysisMemory(values=values, work=0)
+        logits = min(rows, _block_rows(shard.vocabulary)) * shard.vocabulary
+        return AnalysisMemory(values=values, work=logits * _LOGIT_BYTES + rows * shard.hidden * FP32_BYTES)
 
     @torch.no_grad()
     def read(self, chunk: ChunkValues) -> LensRows | None:
@@ -103,7 +115,7 @@ class LensAnalysis:
 
     def _columns(self, residual_RH: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """Reduce each row: fp64 [R, tokens, log-probabilities, entropy, rank and log-probability of watched ones]."""
-        block = max(1, BLOCK_NUMBERS // self._shard.vocabulary)
+        block = _block_rows(self._shard.vocabulary)
         columns = []
         for first in range(0, len(positions), block):
             logits_RV = self._unembed(residual_RH[first : first + block]).float()
@@ -117,6 +129,10 @@ class LensAnalysis:
         following = [ids[place + 1] if place + 1 < len(ids) else NO_TARGET for place in positions]
         requested = [] if token is None else [[token] * len(following)]
         return torch.tensor([following, *requested]).t()
+
+
+def _block_rows(vocabulary: int) -> int:
+    return max(1, BLOCK_NUMBERS // vocabulary)
 
 
 def reduced(logits_RV: torch.Tensor, top: int, watched_RW: torch.Tensor) -> torch.Tensor:

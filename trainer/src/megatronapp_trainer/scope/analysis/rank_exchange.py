@@ -3,6 +3,7 @@
 They follow from the step plan and the analyses that all ranks know, so every rank sends and receives in the same order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ class RankExchange:
         data = torch.empty(values.shape, dtype=values.dtype).view(torch.uint8)
         dist.recv(data, src=self._rank_of(stage), group=self._group)
         return data.view(values.dtype).to(values.device)
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are true on any rank. Collective; all ranks have equally many."""
+        if self._group is None:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
 
     def gather(self, part: Any) -> list[Any] | None:  # noqa: ANN401 - what can be pickled
         """Return the parts of all ranks on rank 0, None on the others. Collective."""

@@ -46,11 +46,12 @@ class ServedPerturbations:
     def choose(self, given: Recipe | str | None) -> Recipe | None:
         """Return the recipe of a request: its own, one by name or digest, the active one, or None for `none`.
 
-        Raises HttpError for an unknown name.
+        Raises HttpError for an unknown name. The digest is computed here, which can take long: call it in a thread.
         """
         if given is None:
             return self.active
         if isinstance(given, Recipe):
+            _ = given.digest
             return given
         if given == NONE:
             return None

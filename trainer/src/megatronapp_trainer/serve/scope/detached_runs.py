@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from megatronapp_common import frames
-from megatronapp_common.scope.analysis_requests import AnalysisRequest
+from megatronapp_common.scope.analysis_requests import AnalysisRequest, LensRequest
 from megatronapp_common.scope.protocol import ENDED_STATES, RunState
-from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest, RunRequest, ScoreRequest
+from megatronapp_common.scope.protocol_requests import (
+    CaptureSettings,
+    PerturbedTexts,
+    ProbeRequest,
+    RunRequest,
+    ScoreRequest,
+)
 from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.errors import GenerationError
 from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
@@ -282,6 +288,7 @@ class RunStore:
         from megatronapp_trainer.scope.coordinator import perturbed_fields
         from megatronapp_trainer.scope.scores import scores_frame
 
+        await _compute_digest(body.perturbation)
         request = GenerationRequest(
             id=f"{self.new_id()}-0",
             prompt=body.ids,
@@ -305,6 +312,8 @@ class RunStore:
         assert self.analyses is not None  # there is a hub
         from megatronapp_trainer.serve.scope.capture_controller import refused
 
+        if isinstance(body, LensRequest):
+            await _compute_digest(body.perturbation)
         analyses = self.analyses
         with refused("analysis"):
             name, request = analyses.begin(body)
@@ -351,6 +360,12 @@ class RunStore:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _compute_digest(perturbation: PerturbedTexts | None) -> None:
+    """Compute the digest of a recipe in a thread: of a large one it takes long."""
+    if perturbation is not None:
+        await anyio.to_thread.run_sync(lambda: perturbation.recipe.digest)
 
 
 async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
