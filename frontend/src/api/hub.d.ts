@@ -1060,6 +1060,11 @@ export interface components {
          */
         ControlProgress: {
             /**
+             * Captureevery
+             * @description Steps from one capture to the next; null: none.
+             */
+            captureEvery?: number | null;
+            /**
              * Orders
              * @description The newest 8, oldest first.
              */
@@ -1734,6 +1739,11 @@ export interface components {
          */
         OrderRequest: {
             /**
+             * Every
+             * @description For capture alone: every n-th step, 0: none, null: the next step.
+             */
+            every?: number | null;
+            /**
              * Id
              * @description Chosen by the client: an order that is sent again with its id is given once.
              */
@@ -1742,7 +1752,7 @@ export interface components {
              * Kind
              * @enum {string}
              */
-            kind: "pause" | "resume" | "step" | "stop";
+            kind: "pause" | "resume" | "step" | "stop" | "capture";
             /**
              * Lease
              * @description Key of the lease.
@@ -1767,6 +1777,11 @@ export interface components {
             /** Attempt */
             attempt: number;
             /**
+             * Every
+             * @description Interval, for capture; 0: none, null: the next step.
+             */
+            every: number | null;
+            /**
              * Fromstep
              * @description Steps done when it took effect, the same on all ranks; null until then.
              */
@@ -1777,7 +1792,7 @@ export interface components {
              * Kind
              * @enum {string}
              */
-            kind: "pause" | "resume" | "step" | "stop";
+            kind: "pause" | "resume" | "step" | "stop" | "capture";
             /**
              * Refusal
              * @description Reason why it has no effect.
@@ -2906,6 +2921,11 @@ export interface components {
         TrainingView: {
             /** Attempt */
             attempt: number;
+            /**
+             * Captureevery
+             * @description Steps from one capture of layers to the next; null: none.
+             */
+            captureEvery: number | null;
             /**
              * Gpus
              * @description GPUs of the job; a pause of s seconds costs gpus x s GPU-seconds.

@@ -174,8 +174,41 @@ async def test_a_single_client_controls(steered: Any, controller: httpx.AsyncCli
     for document in leases:
         assert (await controller.post("/training/lease", json=document)).status_code == 422
     orders: list[dict[str, Any]] = [{"lease": "k", "kind": "step"}, {"lease": "k", "kind": "pause", "steps": 1}]
+    orders.append({"lease": "k", "kind": "pause", "every": 5})
     for document in orders:
         assert (await controller.post("/training/orders", json=document)).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_captures_are_ordered_and_the_ranks_report_their_interval(
+    steered: Any, controller: httpx.AsyncClient, fake_job: Any, until: Any
+) -> None:
+    async with steered.agent(fake_job(data=1), 0) as agent:
+        await agent.hello()
+        await agent.rings()
+        await agent.status(progress=progress("running", 7))
+
+        async def runs() -> bool:
+            return bool((await controller.get("/training")).json()["state"] == "running")
+
+        await until(runs)
+        order = {"lease": await lease_of(controller), "kind": "capture"}
+        for every in (50, None):
+            answer = await controller.post("/training/orders", json=order | {"every": every})
+            assert answer.json()["every"] == every
+        while len(found := (await ordered(agent))["orders"]) < 2:
+            pass
+        assert found == [{"number": 1, "kind": "capture", "every": 50}, {"number": 2, "kind": "capture"}]
+        await agent.status(progress=progress("running", 9, (1, 8), (2, 8), captureEvery=50))
+
+        async def reported() -> bool:
+            return bool((await controller.get("/training")).json()["captureEvery"] == 50)
+
+        await until(reported)
+        assert (await steered.get("/api/v1/job"))["captures"] == {"every": 50, "newest": None}
+        actions = [action["what"] for action in (await steered.get("/api/v1/summary"))["actions"]]
+        assert actions[0] == "ordered the training to capture every 50 steps"
+        assert actions[-1] == "set the training to capture the next step after 8 steps"
 
 
 @pytest.mark.asyncio

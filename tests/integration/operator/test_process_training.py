@@ -99,6 +99,11 @@ def check_captures(job: Served) -> None:
         assert entry["nan"] + entry["inf"] + entry["zero"] + sum(entry["histogram"]) == entry["count"]
 
 
+def captured_steps(job: Served) -> list[int]:
+    with job.hub() as hub:
+        return [step["step"] for step in hub.get("training/captures").raise_for_status().json()["steps"]]
+
+
 def decisions(job: Served, attempt: int) -> list[list[str]]:
     """Orders of each rank's log with the steps after which they were obeyed."""
     logs = sorted(job.folder.glob(f"attempt-{attempt}/worker-*/rank-*.log"))
@@ -138,6 +143,14 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     job._until(lambda: until_state(job, "paused", 0)["step"] == 3)
     assert job.status()["phase"] == "Running"
     check_captures(job)
+    assert job.cli("training", job.name, "capture", "--off") == "captures no step from now on, after 3 steps\n"
+    job.cli("training", job.name, "step", "1")
+    job._until(lambda: until_state(job, "paused", 0)["step"] == 4)
+    assert job.cli("training", job.name, "capture") == "captures the next step, after 4 steps\n"
+    job.cli("training", job.name, "step", "3")
+    assert until_state(job, "paused", 0)["captureEvery"] is None
+    job._until(lambda: captured_steps(job) == [2, 5])
+    assert "Running,Paused" in job.cli("get", job.name)
 
     attempt = 0
     if FULL:  # another gang of torch to start
@@ -157,5 +170,5 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     job._until(lambda: job.status().get("phase") == "Succeeded")
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(step)
     first, second = decisions(job, attempt)
-    given = sum(rival.accepted for rival in rivals) + 1 + (attempt == 0)
+    given = sum(rival.accepted for rival in rivals) + 1 + 5 * (attempt == 0)
     assert first == second and len(first) == given

@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import signal
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,23 @@ def test_a_stop_without_a_place_to_save_is_refused_and_an_unattended_pause_ends(
     assert rank["reports"][0]["state"] == "paused" and rank["reports"][-1]["pausedSeconds"] > 0
 
 
+def test_steps_are_captured_at_an_interval_and_by_order() -> None:
+    from megatronapp_trainer.hooks.scheduled_capture import ScheduledCapture
+
+    connect = unittest.mock.Mock()
+    capture = ScheduledCapture(connect, every=0)
+    orders = {2: None, 4: 3, 7: None, 10: 0, 11: None}
+    captured = []
+    capture.begin()
+    for iteration in range(14):
+        if iteration in orders:
+            capture.order(orders[iteration])
+        if capture.step_begin(iteration):
+            captured.append(iteration + 1)
+    assert captured == [3, 6, 8, 9, 12]
+    assert connect.call_args_list == [unittest.mock.call(0)] and capture.every == 0
+
+
 def test_a_long_pause_has_several_spans() -> None:
     from megatronapp_trainer.control.training_control import PauseSpan
 
@@ -234,10 +252,14 @@ def test_orders_fit_states() -> None:
         PAUSED,
     ]
     assert stepping.after(Order(1, OrderKind.RESUME)) == RUNNING
+    capture = Order.from_json({"number": 1, "kind": "capture", "every": 50})
+    assert capture.to_json() == {"number": 1, "kind": "capture", "every": 50}
+    assert [state.after(capture) for state in (RUNNING, PAUSED, stepping)] == [RUNNING, PAUSED, stepping]
     for state, kind in ((RUNNING, "step"), (RUNNING, "resume"), (PAUSED, "pause"), (stepping, "step")):
         with pytest.raises(OrderError):
             state.after(Order(1, OrderKind(kind), 1))
     wrong: list[Any] = [[], {"number": 1, "kind": "dance"}, {"number": 1, "kind": "step"}, {"kind": "pause"}]
+    wrong.append({"number": 1, "kind": "capture", "every": -1})
     for document in wrong:
         with pytest.raises(OrderError):
             Order.from_json(document)

@@ -104,9 +104,10 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
         iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
-        control = open_control(run, observer, stop_request, announce=announce, reporter=reporter)
-        capture = open_capture(run)
+        capture = prepare_capture(run)
+        control = open_control(run, observer, stop_request, announce=announce, reporter=reporter, capture=capture)
         if capture is not None:
+            capture.begin()
             stack.callback(capture.close)
         trainer = Trainer(
             run,
@@ -161,12 +162,13 @@ def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop
 
     config = config.of_role(layout.role)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config), drawn=False)
+    capture = prepare_capture(run)
     forward = build_forward_rank(
         run,
         open_observer,
         stop_requested=lambda: stop_request.requested,
-        open_control=lambda observer: open_control(run, observer, stop_request),
-        open_capture=lambda: open_capture(run),
+        open_control=lambda observer: open_control(run, observer, stop_request, capture=capture),
+        capture=capture,
     )
     with contextlib.closing(forward):
         return forward.serve()
@@ -204,11 +206,12 @@ def open_control(
     *,
     announce: "Callable[[], None] | None" = None,
     reporter: "Reporter | None" = None,
+    capture: "TrainingCapture | None" = None,
 ) -> "BoundaryControl | None":
     """Connect this rank to the control of the training with ``--training-control``; None, and nothing imported,
     without; collective over all ranks of the job.
 
-    `announce` calls the forward ranks to a step boundary; `reporter` shows the state.
+    `announce` calls the forward ranks to a step boundary; `reporter` shows the state; `capture` obeys orders, too.
     """
     if not run.config.control.enabled:
         return None
@@ -220,16 +223,24 @@ def open_control(
         announce=announce,
         publish=None if reporter is None else reporter.control,
     )
-    return setup.open_control(run.config, run.layout, surroundings, observer)
+    return setup.open_control(run.config, run.layout, surroundings, observer, capture)
 
 
-def open_capture(run: "TrainingRun") -> "TrainingCapture | None":
-    """Begin to capture steps with ``--scope-capture-interval``; None, and nothing imported, without."""
-    if run.config.control.scope_capture_interval is None:
+def prepare_capture(run: "TrainingRun") -> "TrainingCapture | None":
+    """Prepare to capture steps with ``--scope-capture-interval`` or ``--training-control``; None without.
+
+    Nothing of it is imported before a step is captured.
+    """
+    if run.config.control.scope_capture_interval is None and not run.config.control.enabled:
         return None
-    from megatronapp_trainer.scope.statistics import setup
+    from megatronapp_trainer.hooks.scheduled_capture import ConnectedCapture, ScheduledCapture
 
-    return setup.open_capture(run.config, run.layout, run.state.chunks, run.device.torch_device)
+    def connect(every: int) -> ConnectedCapture:
+        from megatronapp_trainer.scope.statistics import setup
+
+        return setup.open_capture(run.config, run.layout, run.state.chunks, run.device.torch_device, every=every)
+
+    return ScheduledCapture(connect, every=run.config.control.scope_capture_interval or 0)
 
 
 @contextlib.contextmanager

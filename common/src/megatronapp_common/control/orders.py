@@ -3,6 +3,7 @@
 running --pause--> paused --resume--> running
                    paused --step n--> stepping --n steps--> paused
 any state --stop--> stopping
+any state but stopping --capture--> the same
 
 Hub and ranks use the same rules: the hub refuses an order that does not fit before it sends it, and the ranks decide
 again at the step boundary at which they obey.
@@ -30,6 +31,8 @@ class OrderKind(enum.StrEnum):
     """Run some steps, then pause again."""
     STOP = "stop"
     """Write a checkpoint and end."""
+    CAPTURE = "capture"
+    """Capture the next step, or every n-th one, or none."""
 
 
 class TrainingState(enum.StrEnum):
@@ -49,6 +52,14 @@ class Order:
     kind: OrderKind
     steps: int = 0
     """Steps to run, for `step` alone."""
+    every: int | None = None
+    """Steps from one capture to the next, for `capture` alone; 0: none, None: the next step once."""
+
+    def __str__(self) -> str:
+        """Return kind and numbers, as `step x 3` and `capture every 50`."""
+        if self.kind is OrderKind.STEP:
+            return f"{self.kind} x {self.steps}"
+        return self.kind if self.every is None else f"{self.kind} every {self.every}"
 
     @classmethod
     def from_json(cls, document: object) -> Self:
@@ -56,9 +67,17 @@ class Order:
         if not isinstance(document, Mapping):
             raise OrderError(f"order {document!r} is no object", "give number, kind and, for step, steps")
         try:
-            order = cls(int(document["number"]), OrderKind(document["kind"]), int(document.get("steps", 0)))
+            every = document.get("every")
+            order = cls(
+                int(document["number"]),
+                OrderKind(document["kind"]),
+                int(document.get("steps", 0)),
+                None if every is None else int(every),
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OrderError(f"order {dict(document)}: {error!r}", "give number, kind and, for step, steps") from error
+        if order.every is not None and not 0 <= order.every <= MAX_STEPS:
+            raise OrderError(f"order {order.number}: every is {order.every}", f"give 0 to {MAX_STEPS}")
         if order.kind is OrderKind.STEP and not 1 <= order.steps <= MAX_STEPS:
             raise OrderError(f"order {order.number}: steps is {order.steps}", f"give 1 to {MAX_STEPS}")
         return order
@@ -66,7 +85,9 @@ class Order:
     def to_json(self) -> dict[str, Any]:
         """Return the order as the control page holds it."""
         fields = {"number": self.number, "kind": self.kind.value}
-        return fields | ({"steps": self.steps} if self.kind is OrderKind.STEP else {})
+        if self.kind is OrderKind.STEP:
+            return fields | {"steps": self.steps}
+        return fields | ({} if self.every is None else {"every": self.every})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,6 +112,8 @@ class ControlState:
             raise OrderError(*refusal)
         if order.kind is OrderKind.STEP:
             return ControlState(TrainingState.STEPPING, order.steps)
+        if order.kind is OrderKind.CAPTURE:
+            return self
         return ControlState(_TARGETS[order.kind])
 
 

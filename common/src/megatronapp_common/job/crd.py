@@ -23,6 +23,7 @@ _COLUMNS = (
     ("Restarts", "integer", ".status.restarts", 0),
     ("Iteration", "integer", ".status.progress.iteration", 0),
     ("Slow", "string", ".status.slowNode", 0),
+    ("Paused", "string", '.status.conditions[?(@.type=="Paused")].status', 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Attempt", "integer", ".status.attempt", 1),
     ("World", "integer", ".status.worldSize", 1),

@@ -263,14 +263,18 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
 
 
 def _training(subparsers: Subparsers) -> None:
-    text = """Pause, resume, step or stop a running training, or print its state. All ranks obey at the end of the
-same step. Needs spec.scope.training.enabled. One client controls a training at a time: the command takes the control
-for its order, which is refused while another one has it."""
-    parser = _add(subparsers, "training", "pause, resume, step or stop a running training", description=text)
+    text = """Pause, resume, step or stop a running training, capture statistics of its layers, or print its state.
+All ranks obey at the end of the same step. Needs spec.scope.training.enabled. One client controls a training at a time:
+the command takes the control for its order, which is refused while another one has it."""
+    parser = _add(subparsers, "training", "pause, resume, step, stop or capture a running training", description=text)
     _add_job(parser, "name of a running job")
-    orders = ("pause", "resume", "step", "stop", "status")
+    orders = ("pause", "resume", "step", "stop", "capture", "status")
     parser.add_argument("order", choices=orders, help="stop writes a checkpoint and completes the job")
     parser.add_argument("steps", nargs="?", type=parse_count, metavar="N", help="with step: number of steps")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--every", type=parse_count, metavar="N", help="with capture: every n-th step from now on")
+    when.add_argument("--now", action="store_true", help="with capture: the next step; the default")
+    when.add_argument("--off", action="store_true", help="with capture: no step from now on")
     parser.add_argument("--force", action="store_true", help="take the control from the client that has it")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the ranks obey")
     parser.add_argument("--json", action="store_true", help="with status: print it as JSON")

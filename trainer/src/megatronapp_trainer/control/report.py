@@ -38,6 +38,8 @@ class ControlReport:
     """True if a stop can write a checkpoint."""
     resume_after_s: float | None = None
     """Length after which a pause ends in which no client controls the training; None: never."""
+    capture_every: int | None = None
+    """Steps from one capture to the next; None: none."""
     orders: tuple[ObeyedOrder, ...]
 
     @property
@@ -57,5 +59,6 @@ class ControlReport:
             "pausedSeconds": round(self.paused_seconds, 3),
             "saves": self.saves,
             "resumeAfterSeconds": self.resume_after_s,
+            "captureEvery": self.capture_every,
             "orders": [order.to_json() for order in self.orders[-MAX_REPORTED:]],
         }

@@ -18,6 +18,7 @@ from megatronapp_trainer.control.training_control import TrainingControl
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import control_store
 
@@ -59,7 +60,11 @@ class RankSurroundings:
 
 
 def open_control(
-    config: TrainerConfig, layout: Layout, surroundings: RankSurroundings, observer: StepObserver | None
+    config: TrainerConfig,
+    layout: Layout,
+    surroundings: RankSurroundings,
+    observer: StepObserver | None,
+    capture: TrainingCapture | None = None,
 ) -> TrainingControl:
     """Connect this rank to the control of the training; collective over all ranks of the job.
 
@@ -81,6 +86,7 @@ def open_control(
         saves=config.checkpoint.save is not None,
         resume_after_s=config.control.training_resume_after,
         observer=observer,
+        capture=capture,
     )
 
 

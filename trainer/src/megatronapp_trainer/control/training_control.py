@@ -1,4 +1,4 @@
-"""Pause, resume, step and stop of a running training, at the same step boundary on all ranks.
+"""Pause, resume, step, stop and captures of a running training, at the same step boundary on all ranks.
 
 Rank 0 reads its control page at a step boundary and posts what it finds to all ranks, which wait for that at the next
 boundary and obey there: no step waits for an order, and no two ranks obey at different steps. In a pause the ranks meet
@@ -18,6 +18,7 @@ from megatronapp_trainer.control.order_page import OrderPage
 from megatronapp_trainer.control.report import MAX_REPORTED, ControlReport, ObeyedOrder
 from megatronapp_trainer.hooks.boundary_control import BoundaryDecision
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.training_capture import TrainingCapture
 
 log = logging.getLogger(__name__)
 PAUSE_ROUND_S = 1.0
@@ -86,6 +87,7 @@ class TrainingControl:
         saves: bool,
         resume_after_s: float | None = None,
         observer: StepObserver | None = None,
+        capture: TrainingCapture | None = None,
     ) -> None:
         """Take the group, and on rank 0 the page with the orders.
 
@@ -97,6 +99,7 @@ class TrainingControl:
             saves: whether a stop can write a checkpoint.
             resume_after_s: length after which rank 0 ends a pause in which no client controls the training.
             observer: of this rank's spans.
+            capture: of this rank; None where steps cannot be captured.
         """
         self._group = group
         self._page = page
@@ -105,6 +108,7 @@ class TrainingControl:
         self._saves = saves
         self._resume_after_s = resume_after_s
         self._observer = observer
+        self._capture = capture
         self._pending: PendingOrders | None = None
         self._is_first_boundary = True
         self._paused_since: float | None = None
@@ -208,11 +212,17 @@ class TrainingControl:
                         "a stop writes a checkpoint, and this run has no --save", "delete the job, or give --save"
                     )
                 self._state = self._state.after(order)
+                if order.kind is OrderKind.CAPTURE:
+                    self._order_capture(order)
             except OrderError as error:
                 refusal = str(error)
-            what = f"{order.kind} x {order.steps}" if order.kind is OrderKind.STEP else order.kind
-            log.info("order %d (%s) after %d steps: %s", order.number, what, iteration, refusal or self._state.state)
+            log.info("order %d (%s) after %d steps: %s", order.number, order, iteration, refusal or self._state.state)
             self._obeyed = [*self._obeyed, ObeyedOrder(order.number, iteration, refusal)][-MAX_REPORTED:]
+
+    def _order_capture(self, order: Order) -> None:
+        if self._capture is None:
+            raise OrderError("this training captures no steps", "start it by megatronapp run")
+        self._capture.order(order.every)
 
     def _publish(self) -> None:
         self._surroundings.publish(
@@ -222,6 +232,7 @@ class TrainingControl:
                 paused_seconds=self._paused_seconds,
                 saves=self._saves,
                 resume_after_s=self._resume_after_s,
+                capture_every=None if self._capture is None else self._capture.every or None,
                 orders=tuple(self._obeyed),
             )
         )

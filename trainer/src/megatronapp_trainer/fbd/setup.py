@@ -169,12 +169,12 @@ def build_forward_rank(
     *,
     stop_requested: Callable[[], bool],
     open_control: Callable[[StepObserver | None], BoundaryControl | None] = lambda _: None,
-    open_capture: Callable[[], TrainingCapture | None] = lambda: None,
+    capture: TrainingCapture | None = None,
 ) -> ForwardRank:
     """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
 
     `open_observer` opens the observer of the run once it is known where the training begins, `open_control` the control
-    of the training, if it obeys orders, `open_capture` the captures of its steps, if there are any.
+    of the training, if it obeys orders, `capture` captures its steps, if there are captures.
 
     Raises:
         UsageError: a backward rank has another kind of device, and no flag says so.
@@ -204,6 +204,8 @@ def build_forward_rank(
     observer = open_observer(run)
     found = [destination for of_mode in destinations.values() for of_chunk in of_mode for destination in of_chunk]
     channel = _connect(run, stage, [destination.layout for destination in found], observer)
+    if capture is not None:
+        capture.begin()
     return ForwardRank(
         run,
         stage,
@@ -216,7 +218,7 @@ def build_forward_rank(
         observer=observer,
         stop_requested=stop_requested,
         control=open_control(observer),
-        capture=open_capture(),
+        capture=capture,
     )
 
 

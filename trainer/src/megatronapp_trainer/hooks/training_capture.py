@@ -6,6 +6,16 @@ from typing import Protocol
 class TrainingCapture(Protocol):
     """Captures of steps on one rank, called on the thread that computes. Must not wait or communicate."""
 
+    @property
+    def every(self) -> int:
+        """Return the steps from one capture to the next; 0: none."""
+
+    def order(self, every: int | None) -> None:
+        """Capture every n-th step from now on, none with 0; None: the next step."""
+
+    def begin(self) -> None:
+        """Begin before the first step. Raises UsageError where no agent passes frames on."""
+
     def step_begin(self, iteration: int) -> bool:
         """Begin the step that follows after `iteration` steps, before its first forward pass.
 

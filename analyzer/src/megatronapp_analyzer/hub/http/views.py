@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.training.capture_views import captures_summary
-from megatronapp_analyzer.hub.http.training.views import training_view
+from megatronapp_analyzer.hub.http.training.views import captured_every, training_view
 from megatronapp_analyzer.hub.ingest.digest import METRICS, durations_ns
 from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
@@ -83,7 +83,7 @@ def job_view(hub: HubReader) -> schemas.JobView:
         tracer=tracer_health(hub),
         progress=hub.ranks.progress,
         training=training_view(hub),
-        captures=captures_summary(hub.captures.store),
+        captures=captures_summary(hub.captures.store, captured_every(hub)),
         server_time=time.time(),
     )
 

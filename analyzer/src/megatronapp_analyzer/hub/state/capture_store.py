@@ -100,7 +100,7 @@ class CaptureStore:
     def take_rank(self, frame: Frame) -> None:
         """Take a TRAINING_RANK frame of a rank that begins. Raises ProtocolError."""
         self._ended = False
-        self.every = _number(frame.header, "every", MAX_FIELD)
+        self.every = _number(frame.header, "every", MAX_FIELD) or None
 
     def take(self, frame: Frame) -> CapturedStep | None:
         """Merge a TRAINING_STATISTICS frame of a rank; returns its step once all ranks have sent theirs.

@@ -107,6 +107,7 @@ class ControlProgress(ApiModel):
     resume_after_seconds: Annotated[
         float | None, Field(description="Length after which a pause ends in which no client controls the training.")
     ] = None
+    capture_every: Annotated[int | None, Field(description="Steps from one capture to the next; null: none.")] = None
     orders: Annotated[list[DecidedOrder], Field(description="The newest 8, oldest first.")] = Field(
         default_factory=list
     )

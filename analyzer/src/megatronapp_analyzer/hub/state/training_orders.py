@@ -30,6 +30,8 @@ class StoredOrder:
     who: str
     at: float
     """Seconds since 1970."""
+    every: int | None = None
+    """Interval of a `capture`; 0: none, None: the next step."""
     from_step: int | None = None
     """Steps done when it took effect; None until the ranks have decided."""
     refusal: str | None = None
@@ -43,20 +45,34 @@ class StoredOrder:
     @property
     def order(self) -> Order:
         """Return the order as the ranks get it."""
-        return Order(self.number, self.kind, self.steps)
+        return Order(self.number, self.kind, self.steps, self.every)
 
 
 def described(order: StoredOrder) -> str:
     """Describe an order, and what became of it, as an action of its client."""
-    count = f"{order.steps} step{'s' * (order.steps != 1)}"
-    ordered = {"step": f"to run {count}"}.get(order.kind, f"to {order.kind}")
-    if order.is_pending:
-        return f"ordered the training {ordered}"
-    if order.refusal is not None:
-        return f"ordered the training {ordered}, without effect: {order.refusal}"
+    if order.is_pending or order.refusal is not None:
+        void = f", without effect: {order.refusal}" if order.refusal is not None else ""
+        return f"ordered the training {_intent(order)}{void}"
+    at = f"after {order.from_step} step{'s' * (order.from_step != 1)}"
+    if order.kind is OrderKind.CAPTURE:
+        return f"set the training {_intent(order)} {at}"
     done = {"pause": "paused", "resume": "resumed", "step": "stepped", "stop": "stopped"}[order.kind]
-    of_steps = f" by {count}" if order.kind is OrderKind.STEP else ""
-    return f"{done} the training{of_steps} after {order.from_step} step{'s' * (order.from_step != 1)}"
+    of_steps = f" by {_count(order.steps)}" if order.kind is OrderKind.STEP else ""
+    return f"{done} the training{of_steps} {at}"
+
+
+def _intent(order: StoredOrder) -> str:
+    if order.kind is OrderKind.STEP:
+        return f"to run {_count(order.steps)}"
+    if order.kind is not OrderKind.CAPTURE:
+        return f"to {order.kind}"
+    if order.every is None:
+        return "to capture the next step"
+    return f"to capture every {_count(order.every)}" if order.every else "to capture no step"
+
+
+def _count(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 class TrainingOrders:
@@ -105,7 +121,17 @@ class TrainingOrders:
         """Return the order of this id."""
         return next((order for order in self._orders if order.id == order_id), None)
 
-    def add(self, order_id: str, kind: OrderKind, steps: int, *, who: str, at: float, saves: bool) -> StoredOrder:
+    def add(
+        self,
+        order_id: str,
+        kind: OrderKind,
+        steps: int,
+        *,
+        who: str,
+        at: float,
+        saves: bool,
+        every: int | None = None,
+    ) -> StoredOrder:
         """Accept an order. Raises HttpError 409 if it does not fit the state."""
         expected = self.expected
         if expected is None or self._attempt is None:
@@ -122,12 +148,19 @@ class TrainingOrders:
                 "Delete or suspend the job, or start it with spec.checkpoint.save.",
             )
         try:
-            expected.after(Order(0, kind, steps))
+            expected.after(Order(0, kind, steps, every))
         except OrderError as error:
             raise HttpError(409, "order-refused", error.reason, f"{error.hint[:1].upper()}{error.hint[1:]}.") from error
         self._newest += 1
         stored = StoredOrder(
-            id=order_id, number=self._newest, attempt=self._attempt, kind=kind, steps=steps, who=who, at=at
+            id=order_id,
+            number=self._newest,
+            attempt=self._attempt,
+            kind=kind,
+            steps=steps,
+            every=every,
+            who=who,
+            at=at,
         )
         self._orders = [*self._orders, stored][-MAX_STORED:]
         self._changed()

@@ -18,6 +18,7 @@ const TRAINING: TrainingView = {
   gpus: 64,
   saves: true,
   resumeAfterSeconds: null,
+  captureEvery: null,
   lease: null,
   orders: [],
 };
@@ -47,6 +48,24 @@ beforeEach(() => {
 });
 
 describe("the control bar of a training", () => {
+  it("orders captures of the next step, of every n-th step, and their end", async () => {
+    const { bar, client } = barOf({ captureEvery: 20 });
+    expect(bar.text()).toContain("layers are captured every 20 steps");
+    await button(bar, "Capture next step").trigger("click");
+    await flushPromises();
+    await bar.find('form[aria-label="Capture layers"]').trigger("submit");
+    await flushPromises();
+    await button(bar, "Captures off").trigger("click");
+    await flushPromises();
+    expect(client.orderTraining.mock.calls.map(([{ kind, every }]) => [kind, every])).toEqual([
+      ["capture", null],
+      ["capture", 50],
+      ["capture", 0],
+    ]);
+    expect(disabled(barOf({}).bar, "Captures off")).toBe(true);
+    expect(disabled(barOf({ state: "stopping" }).bar, "Capture next step")).toBe(true);
+  });
+
   it("asks with the cost before it pauses many GPUs, and takes the control for the order", async () => {
     const { bar, client } = barOf({});
     await button(bar, "Pause").trigger("click");
@@ -57,7 +76,13 @@ describe("the control bar of a training", () => {
     expect(client.controlTraining).toHaveBeenCalledWith(
       expect.objectContaining({ action: "take", force: false }),
     );
-    expect(client.orderTraining).toHaveBeenCalledWith({ lease: "k", kind: "pause", steps: null, id: null });
+    expect(client.orderTraining).toHaveBeenCalledWith({
+      lease: "k",
+      kind: "pause",
+      steps: null,
+      every: null,
+      id: null,
+    });
     expect(bar.text()).toContain("Release the control");
   });
 
@@ -72,7 +97,9 @@ describe("the control bar of a training", () => {
     await bar.find("input").setValue("7");
     await bar.find("form").trigger("submit");
     await flushPromises();
-    expect(client.orderTraining).toHaveBeenLastCalledWith({ lease: "k", kind: "step", steps: 7, id: null });
+    expect(client.orderTraining).toHaveBeenLastCalledWith(
+      expect.objectContaining({ kind: "step", steps: 7, every: null }),
+    );
     bar.vm.toggle();
     await flushPromises();
     expect(client.orderTraining).toHaveBeenLastCalledWith(expect.objectContaining({ kind: "resume" }));

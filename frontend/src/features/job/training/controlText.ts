@@ -57,6 +57,17 @@ export function pauseText(training: TrainingView, nowS: number): string | null {
 export const minuteText = (training: TrainingView): string =>
   `${integer(training.gpus)} GPUs stay allocated: ${gpuHours(training.gpus / 60)} per minute`;
 
+/** States in which captures of layers can be ordered. */
+export const CAPTURING: ReadonlySet<TrainingView["state"]> = new Set([
+  "running",
+  "pausing",
+  "paused",
+  "stepping",
+]);
+
+export const captureText = ({ captureEvery }: TrainingView): string =>
+  captureEvery === null ? "layers are not captured" : `layers are captured every ${steps(captureEvery)}`;
+
 /** What a stop does. Before the first step there is nothing to save. */
 export function stopText(training: TrainingView): string {
   if (training.step === 0 && training.state === "paused")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.job import read_status
+from megatronapp_common.job.api.status import ConditionType
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.cli.jobs import JobHandle
@@ -52,7 +53,7 @@ def job_row(job: JobHandle, *, wide: bool) -> list[str]:
     progress = status.get("progress", {})
     row = [
         job.name,
-        job.phase,
+        f"{job.phase},Paused" if is_paused(status) else job.phase,
         f"{replicas.get('running', 0)}/{replicas.get('desired', 0)}",
         str(status.get("restarts", 0)),
         iteration(progress),
@@ -69,6 +70,11 @@ def job_row(job: JobHandle, *, wide: bool) -> list[str]:
         number(progress.get("tokensPerSecond"), ".0f"),
         status.get("hubUrl", NONE),
     ]
+
+
+def is_paused(status: Mapping[str, Any]) -> bool:
+    """Return True while an order holds the training in a pause."""
+    return read_status({"conditions": status.get("conditions")}).is_true(ConditionType.PAUSED)
 
 
 def slow_subjects(status: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,10 @@ def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float
     """Give the order of the command line, or print the state; return the exit code."""
     if (arguments.steps is None) != (arguments.order != "step"):
         raise OperatorError("give the number of steps with step, and only with it: megatronapp training JOB step 10")
+    if arguments.order != "capture" and (arguments.every is not None or arguments.now or arguments.off):
+        raise OperatorError(
+            "give --every, --now and --off with capture only: megatronapp training JOB capture --every 50"
+        )
     if arguments.order == "status":
         state = _answer(call("GET", ""))
         print(json.dumps(state, indent=2) if arguments.json else replace_control_characters(describe(state)))
@@ -40,8 +44,10 @@ def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float
     taken = {"action": "take", "client": CLIENT, "force": arguments.force}
     key = str(_answer(call("POST", "/lease", taken))["key"])
     try:
-        steps = {} if arguments.steps is None else {"steps": arguments.steps}
-        order = {"lease": key, "id": uuid.uuid4().hex, "kind": arguments.order} | steps
+        every = 0 if arguments.off else arguments.every
+        numbers = {"steps": arguments.steps, "every": every}
+        given = {name: number for name, number in numbers.items() if number is not None}
+        order = {"lease": key, "id": uuid.uuid4().hex, "kind": arguments.order} | given
         given = _answer(call("POST", "/orders", order))
         if not arguments.no_wait:
             given = _decided(call, key, given, sleep)
@@ -74,11 +80,13 @@ def outcome(order: Mapping[str, Any]) -> str:
     step = order["fromStep"]
     if step is None:
         return f"{order['kind']}: ordered; the ranks obey at the end of the step that runs"
-    count = int(order["steps"])
+    count, every = int(order["steps"]), order["every"]
+    captures = "the next step" if every is None else f"every {every} steps" if every else "no step from now on"
     return {
         "pause": f"paused after {step} steps",
         "resume": f"resumed after {step} steps",
         "step": f"runs {count} step{'s' * (count != 1)} after {step} steps, then pauses again",
+        "capture": f"captures {captures}, after {step} steps",
         "stop": f"stops after {step} steps, with a checkpoint",
     }[str(order["kind"])]
 
@@ -95,6 +103,8 @@ def describe(state: Mapping[str, Any]) -> str:
         gpus = int(state["gpus"])
         cost = f", {gpus} GPUs x {seconds:.0f} s = {gpus * seconds / 3600:.2f} GPU-hours" if gpus else ""
         lines.append(f"Paused:   for {seconds:.0f} s{cost}")
+    if state["captureEvery"] is not None:
+        lines.append(f"Captures: every {state['captureEvery']} steps")
     lease = state["lease"]
     control = "no client" if lease is None else f"{lease['who']} ({lease['client']})"
     lines.append(f"Control:  {control}")

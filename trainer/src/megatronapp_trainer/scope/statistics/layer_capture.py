@@ -50,7 +50,7 @@ class StatisticsJob:
 
 
 class LayerCapture:
-    """`TrainingCapture` of a rank: captures every n-th step."""
+    """`ConnectedCapture` of a rank: statistics of its sites and of its weights."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class LayerCapture:
         sink: Callable[[FrameJob], None],
         device: torch.device,
         *,
-        every: int,
         sites: SiteHooks | None,
         parameters: LayerParameters | None,
         end: Callable[[], None] = lambda: None,
@@ -69,7 +68,6 @@ class LayerCapture:
             header: of its frames.
             sink: takes the statistics of a step.
             device: of the model.
-            every: steps from one capture to the next, counted over the whole job; 0: none.
             sites: of a rank that runs forward passes.
             parameters: of a rank that runs backward passes.
             end: called by `close`.
@@ -78,27 +76,23 @@ class LayerCapture:
         self._sink = sink
         self._device = device
         self._copier = DeviceToHostCopier(device)
-        self._every = every
         self._sites = sites
         self._parameters = parameters
         self._end = end
         self._step = 0
         self._statistics: StatisticsAccumulator | None = None
 
-    def step_begin(self, iteration: int) -> bool:
-        """Install the hooks if the step is captured; returns whether it is."""
-        self._step = iteration + 1
-        if not self._every or self._step % self._every:
-            return False
+    def install(self, step: int) -> None:
+        """Install the hooks of a step."""
+        self._step = step
         rows = [] if self._sites is None else self._sites.rows
         rows += [] if self._parameters is None else self._parameters.rows
         self._statistics = StatisticsAccumulator(rows, self._device)
         if self._sites is not None:
             self._sites.install(self._statistics)
-        return True
 
-    def step_computed(self) -> None:
-        """Remove the hooks of a captured step, and send its statistics."""
+    def send(self) -> None:
+        """Remove the hooks, and send the statistics of the step."""
         statistics, self._statistics = self._statistics, None
         assert statistics is not None
         if self._sites is not None:

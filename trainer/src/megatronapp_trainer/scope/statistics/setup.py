@@ -19,8 +19,13 @@ from megatronapp_trainer.scope.statistics.site_hooks import SiteHooks
 from megatronapp_trainer.scope.transfer.publisher import FramePublisher
 
 
-def open_capture(config: TrainerConfig, layout: Layout, chunks: list[Any], device: torch.device) -> LayerCapture:
-    """Begin to capture steps of a rank. Raises UsageError where no agent passes its frames on."""
+def open_capture(
+    config: TrainerConfig, layout: Layout, chunks: list[Any], device: torch.device, *, every: int
+) -> LayerCapture:
+    """Connect a rank that captures steps, and announce their interval.
+
+    Raises UsageError where no agent passes its frames on.
+    """
     folder = os.environ.get(Env.RUN_DIR)
     if not folder or not os.environ.get(Env.HUB_URL):
         raise UsageError(
@@ -29,7 +34,7 @@ def open_capture(config: TrainerConfig, layout: Layout, chunks: list[Any], devic
         )
     attempt = int(os.environ.get(Env.ATTEMPT, "0"))
     header = {"rank": layout.global_rank, "ranks": layout.global_world_size, "attempt": attempt}
-    hello = Frame(FrameType.TRAINING_RANK, {**header, "every": config.control.scope_capture_interval or 0})
+    hello = Frame(FrameType.TRAINING_RANK, {**header, "every": every})
     publisher = FramePublisher(pathlib.Path(folder) / SOCKET, hello)
     publisher.start()
     forwards, backwards = layout.role is not RankRole.BACKWARD, layout.role.has_optimizer
@@ -43,7 +48,6 @@ def open_capture(config: TrainerConfig, layout: Layout, chunks: list[Any], devic
         header,
         publisher.post,
         device,
-        every=config.control.scope_capture_interval or 0,
         sites=sites,
         parameters=parameters,
         end=publisher.close,

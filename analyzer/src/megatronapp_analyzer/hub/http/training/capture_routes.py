@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.http.training import capture_schemas as schemas
 from megatronapp_analyzer.hub.http.training import capture_views as views
+from megatronapp_analyzer.hub.http.training.views import captured_every
 from megatronapp_analyzer.hub.state.capture_store import MAX_STEP
 from megatronapp_analyzer.scope.routes import bounded
 from megatronapp_common.scope.layer_statistics import MAX_NAME
@@ -31,7 +32,8 @@ async def captures(
     to: To = None,
 ) -> schemas.Captures:
     """Statistics of layers over the captured steps: one quantity of one site. At most 256 steps, the newest."""
-    return views.captures_view(hub.captures.store, site, quantity, first, to)
+    store, every = hub.captures.store, captured_every(hub)
+    return views.captures_view(store, site, quantity, first=first, last=to, every=every)
 
 
 @router.get("/{step}", operation_id="getCapturedStep", responses={404: PROBLEM})

@@ -12,9 +12,15 @@ MAX_STEPS = 256
 
 
 def captures_view(
-    store: CaptureStore, site: str, quantity: schemas.Quantity, first: int | None, last: int | None
+    store: CaptureStore,
+    site: str,
+    quantity: schemas.Quantity,
+    *,
+    first: int | None,
+    last: int | None,
+    every: int | None,
 ) -> schemas.Captures:
-    """Return a quantity of a site over the steps from `first` to `last`."""
+    """Return a quantity of a site over the steps from `first` to `last`. `every`: interval of captures."""
     shown = store.shown()
     sites = {row.site for step in shown for row in step.rows}
     steps = [step for step in shown if (first is None or step.step >= first) and (last is None or step.step <= last)][
@@ -23,7 +29,7 @@ def captures_view(
     layers = sorted({row.layer for step in steps for row in step.rows if row.site == site})
     found = [[step.rows.get(SiteLayer(site, layer)) for step in steps] for layer in layers]
     return schemas.Captures(
-        every=store.every,
+        every=every,
         sites=[name for name in SITES if name in sites] + sorted(sites.difference(SITES)),
         site=site,
         quantity=quantity,
@@ -34,12 +40,12 @@ def captures_view(
     )
 
 
-def captures_summary(store: CaptureStore) -> schemas.CapturesSummary | None:
+def captures_summary(store: CaptureStore, every: int | None) -> schemas.CapturesSummary | None:
     """Return what is there of captures; None where no rank captures and no step was captured."""
     shown = store.shown()
-    if store.every is None and not shown:
+    if every is None and not shown:
         return None
-    return schemas.CapturesSummary(every=store.every, newest=shown[-1].step if shown else None)
+    return schemas.CapturesSummary(every=every, newest=shown[-1].step if shown else None)
 
 
 def details_view(step: CapturedStep) -> schemas.CapturedStepDetails:

@@ -1,4 +1,4 @@
-"""Routes by which controllers pause, resume, step and stop a training, one of them at a time."""
+"""Routes by which controllers pause, resume, step, stop and capture a training, one of them at a time."""
 
 import secrets
 import time
@@ -71,7 +71,13 @@ async def order(hub: HubOf, request: schemas.OrderRequest, who: Who) -> schemas.
     saves = progress is not None and progress.control is not None and progress.control.saves
     kind, steps = OrderKind(request.kind), request.steps or 0
     stored = hub.orders.add(
-        request.id or secrets.token_hex(8), kind, steps, who=who, at=round(time.time(), 3), saves=saves
+        request.id or secrets.token_hex(8),
+        kind,
+        steps,
+        who=who,
+        at=round(time.time(), 3),
+        saves=saves,
+        every=request.every,
     )
     hub.scope.probe_client.actions.note(who, described(stored))
     return views.order_view(stored)

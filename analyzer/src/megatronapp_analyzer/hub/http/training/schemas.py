@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from megatronapp_common.control.orders import MAX_STEPS
 from megatronapp_common.web.models import ApiModel
 
-OrderKindName = Literal["pause", "resume", "step", "stop"]
+OrderKindName = Literal["pause", "resume", "step", "stop", "capture"]
 TrainingStateName = Literal["starting", "running", "pausing", "paused", "stepping", "stopping", "ended"]
 KEY_LENGTH = 64
 Key = Annotated[str, Field(min_length=1, max_length=KEY_LENGTH, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -60,6 +60,10 @@ class OrderRequest(ApiModel):
     lease: Annotated[Key, Field(description="Key of the lease.")]
     kind: OrderKindName
     steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="Steps to run, for step alone.")] = None
+    every: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_STEPS, description="For capture alone: every n-th step, 0: none, null: the next step."),
+    ] = None
     id: Annotated[
         Key | None, Field(description="Chosen by the client: an order that is sent again with its id is given once.")
     ] = None
@@ -68,6 +72,8 @@ class OrderRequest(ApiModel):
     def _has_steps(self) -> "OrderRequest":
         if (self.steps is None) != (self.kind != "step"):
             raise ValueError("give steps with step, and only with it")
+        if self.every is not None and self.kind != "capture":
+            raise ValueError("every belongs to capture; leave it out")
         return self
 
 
@@ -78,6 +84,7 @@ class OrderView(ApiModel):
     attempt: int
     kind: OrderKindName
     steps: Annotated[int, Field(description="Steps to run, for step; else 0.")]
+    every: Annotated[int | None, Field(description="Interval, for capture; 0: none, null: the next step.")]
     who: str
     at: Annotated[float, Field(description="Seconds of real time at which it was accepted.")]
     from_step: Annotated[
@@ -104,5 +111,6 @@ class TrainingView(ApiModel):
     resume_after_seconds: Annotated[
         float | None, Field(description="Length after which a pause ends in which no client controls the training.")
     ]
+    capture_every: Annotated[int | None, Field(description="Steps from one capture of layers to the next; null: none.")]
     lease: Annotated[LeaseView | None, Field(description="Who controls the training; null: no client.")]
     orders: Annotated[list[OrderView], Field(description="The newest 32, newest first.")]

@@ -28,6 +28,7 @@ def training_view(hub: HubReader) -> schemas.TrainingView | None:
         gpus=control.gpus,
         saves=report.saves if report else False,
         resume_after_seconds=control.resume_after_s if report is None else report.resume_after_seconds,
+        capture_every=captured_every(hub),
         lease=None if holder is None else schemas.LeaseView(**dataclasses.asdict(holder)),
         orders=[order_view(order) for order in hub.orders.newest_first],
     )
@@ -40,11 +41,18 @@ def order_view(order: StoredOrder) -> schemas.OrderView:
         attempt=order.attempt,
         kind=order.kind.value,
         steps=order.steps,
+        every=order.every,
         who=order.who,
         at=order.at,
         from_step=order.from_step,
         refusal=order.refusal,
     )
+
+
+def captured_every(hub: HubReader) -> int | None:
+    """Return the interval of captures that the ranks have reported; None: none."""
+    report = None if hub.ranks.progress is None else hub.ranks.progress.control
+    return hub.captures.store.every if report is None else report.capture_every
 
 
 def ranks_have_ended(hub: HubReader) -> bool:

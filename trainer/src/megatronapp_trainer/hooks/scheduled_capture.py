@@ -1,0 +1,69 @@
+"""Captures of steps at an interval or by order. What captures is imported and connected when it is first needed."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class ConnectedCapture(Protocol):
+    """Captures single steps on one rank."""
+
+    def install(self, step: int) -> None:
+        """Install the hooks of a step, counted from 1 over the whole job."""
+
+    def send(self) -> None:
+        """Remove the hooks, and send what the step gave."""
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+
+
+class ScheduledCapture:
+    """`TrainingCapture` of a rank: captures every n-th step, and the next one where an order says so.
+
+    Its schedule is the same on all ranks, which obey orders at the same step boundary.
+    """
+
+    def __init__(self, connect: Callable[[int], ConnectedCapture], *, every: int) -> None:
+        """Begin without a connection.
+
+        Args:
+            connect: connects to the agent; takes the interval, for the hub. Raises UsageError.
+            every: steps from one capture to the next, counted over the whole job; 0: none.
+        """
+        self._connect = connect
+        self.every = every
+        self._is_ordered = False
+        self._capture: ConnectedCapture | None = None
+
+    def begin(self) -> None:
+        """Connect before the first step if steps are captured. Raises UsageError where no agent passes frames on."""
+        if self.every:
+            self._capture = self._connect(self.every)
+
+    def order(self, every: int | None) -> None:
+        """Capture every n-th step from now on, none with 0; None: the next step, and the others as before."""
+        if every is None:
+            self._is_ordered = True
+        else:
+            self.every, self._is_ordered = every, False
+
+    def step_begin(self, iteration: int) -> bool:
+        """Install the hooks if the step is captured; returns whether it is."""
+        step = iteration + 1
+        if not self._is_ordered and (not self.every or step % self.every):
+            return False
+        self._is_ordered = False
+        if self._capture is None:
+            self._capture = self._connect(self.every)
+        self._capture.install(step)
+        return True
+
+    def step_computed(self) -> None:
+        """Remove the hooks of a captured step, and send its statistics."""
+        assert self._capture is not None
+        self._capture.send()
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        if self._capture is not None:
+            self._capture.close()
