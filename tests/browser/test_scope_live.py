@@ -15,6 +15,7 @@ import numpy as np
 import playwright.sync_api as pw
 import pytest
 import yaml
+from axe import RULES, violations
 from served_job import Served, make_model, served
 
 from megatronapp_common import frames
@@ -125,6 +126,7 @@ class Screen:
 def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     pw.expect(page.get_by_text("Nothing generated yet")).to_be_visible()
+    check_introduction(screen)
     screen.submit("hello world", 8)
     screen.until("Done: 8 new tokens")
     prompt = screen.header()["prompts"][0]["ids"]
@@ -159,6 +161,22 @@ def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: p
     page.get_by_label("Seed").fill(str(seed + 1))
     other = screen.generate("Done:")
     assert [token["id"] for token in other["generated"][0]] != [token["id"] for token in first["generated"][0]]
+
+
+def check_introduction(screen: Screen) -> None:
+    """The caption names the next step, the example can be generated, and its button is on the first screen of a phone."""
+    page = screen.page
+    pw.expect(page.get_by_test_id("first-visit")).to_contain_text("Press Generate to run the example prompt")
+    assert page.get_by_label("Prompt 1").input_value() != ""
+    pw.expect(page.get_by_label("MLP 1")).to_be_hidden()
+    page.set_viewport_size({"width": 390, "height": 844})
+    pw.expect(screen.go).to_be_in_viewport(ratio=1)
+    assert violations(page, RULES) == []
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.get_by_role("button", name="Hide this").press("Enter")
+    page.reload()
+    pw.expect(screen.go).to_be_enabled()
+    pw.expect(page.get_by_test_id("first-visit")).to_have_count(0)
 
 
 def check_attention(screen: Screen, query: int) -> None:
@@ -249,6 +267,7 @@ def test_the_capture_changes_during_a_run_until_it_is_stopped(page: pw.Page, job
     assert {(layer, head) for _, layer, head, _ in places} == {(0, 0)}
     assert screen.header()["capture"]["pinned"] == [{"layer": 0, "head": 0}]
     with screen.sees(lambda frame: frame.type == FrameType.SCOPE_STEP and "mlp1" not in names(frame)):
+        page.locator("summary", has_text="Capture").click()
         page.get_by_label("MLP 1").uncheck()
     page.get_by_role("button", name="Stop").click()
     screen.until("Stopped")
@@ -263,6 +282,7 @@ def names(frame: Frame) -> set[str]:
 
 def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
+    page.locator("summary", has_text="Capture").click()
     field = page.get_by_label("A pixel of Q, K, V")
     field.fill("data.meen(dim=-1)")
     with page.expect_response(lambda answer: answer.request.method == "POST" and answer.status == 422):

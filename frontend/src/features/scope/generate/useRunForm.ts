@@ -13,6 +13,7 @@ import {
 import { problemPlaces } from "../../../scope/problems";
 import { useScope } from "../useScope";
 import { draftOf, perturbationField } from "./perturbation";
+import { markVisited } from "../firstVisit";
 import { useSelection } from "../../../composables/useSelection";
 
 type Writable<T> = { -readonly [K in keyof T]: T[K] extends object ? Writable<T[K]> : T[K] };
@@ -109,6 +110,7 @@ function createForm() {
       attempt(async () => {
         const { prompts, tokens, sampling } = draft;
         sessionStorage.setItem(STORAGE_KEY, JSON.stringify({ prompts, tokens, sampling }));
+        markVisited();
         const { run } = await scope.client.start(requestOf(draft));
         select({ run, prompt: 0, token: null });
       }),
