@@ -164,7 +164,7 @@ def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: p
 
 
 def check_introduction(screen: Screen) -> None:
-    """The caption names the next step, the example can be generated, and its button is on the first screen of a phone."""
+    """The caption names the next step, and the button that runs the example is on the first screen of a phone."""
     page = screen.page
     pw.expect(page.get_by_test_id("first-visit")).to_contain_text("Press Generate to run the example prompt")
     assert page.get_by_label("Prompt 1").input_value() != ""
