@@ -1,17 +1,17 @@
 """Statistics of layers in training steps: those of the values themselves, in every layout, and no bit is changed."""
 
-import os
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from evaluated_training import MODEL, EvaluationRecorder
+from captured_training import CAPTURED, FLAGS, train
+from evaluated_training import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.frames import Frame, FrameType, decode, encode
+from megatronapp_common.frames import FrameType, decode, encode
 from megatronapp_common.scope.layer_statistics import (
     COMPUTED,
     RECORD,
@@ -26,9 +26,6 @@ from megatronapp_common.scope.layer_statistics import (
 
 RunRanks = Callable[..., list[Any]]
 Found = dict[SiteLayer, Records]
-CAPTURED = 2
-"""The step that is captured: the weights are no longer the drawn ones."""
-FLAGS = "--train-iters 3 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0"
 LAYOUTS = {
     "DP2": (2, "--use-distributed-optimizer"),
     "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
@@ -37,62 +34,6 @@ LAYOUTS = {
     "dynamic": (2, "--use-dpp --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "pair": (2, "--forward-backward-disaggregating"),
 }
-
-
-def train(flags: str, captures: bool) -> dict[str, Any]:
-    """Train on this rank as `pretrain` does it; returns the losses, and the frames that would go to the agent."""
-    import sys
-    import warnings
-
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer import pretrain
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.training import progress
-
-    frames: list[bytes] = []
-    recorder = EvaluationRecorder()
-    progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
-    if captures:
-        os.environ |= {"MEGATRONAPP_RUN_DIR": "/nowhere", "MEGATRONAPP_HUB_URL": "http://nowhere"}
-        from megatronapp_trainer.scope.statistics import setup
-
-        class Publisher:
-            def __init__(self, _path: object, _hello: Frame) -> None: ...
-
-            def start(self) -> None: ...
-
-            def post(self, job: Any) -> None:
-                assert job.ready()
-                frames.extend(encode(frame) for frame in job.build())
-
-            def close(self) -> None: ...
-
-        setup.FramePublisher = Publisher  # type: ignore[assignment, attr-defined]
-        flags += f" --scope-capture-interval {CAPTURED}"
-    measured = steps_that_tuners_measure()
-    pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
-    if not captures:
-        assert not any(name.startswith("megatronapp_trainer.scope") for name in sys.modules)
-    return {"losses": recorder.losses, "norms": recorder.grad_norms, "frames": frames, "measured": len(measured)}
-
-
-def steps_that_tuners_measure() -> list[Any]:
-    """A list that grows with each step whose times a tuner of MegaDPP or MegaFBD takes."""
-    from megatronapp_trainer.fbd.tuning.ship_tuner import ShipTuner
-    from megatronapp_trainer.pipeline.plan_tuner import PlanTuner
-
-    measured: list[Any] = []
-
-    def noted(end_step: Any) -> Any:
-        def taken(self: Any, *arguments: Any, **options: Any) -> Any:
-            measured.append(arguments)
-            return end_step(self, *arguments, **options)
-
-        return taken
-
-    for tuner in (ShipTuner, PlanTuner):
-        tuner.end_step = noted(tuner.end_step)  # type: ignore[method-assign]
-    return measured
 
 
 def values_of_plain_hooks(flags: str) -> dict[tuple[str, int], list[Any]]:
