@@ -116,11 +116,11 @@ def compare(training: Training, rounds: int) -> dict[str, Any]:
             blocks[name].append(training.seconds(name))
     row: dict[str, Any] = {"seconds_of_a_step": statistics.median(blocks["none"]) / training.block}
     for name in names[1:]:
-        shares = [none / own for none, own in zip(blocks["none"], blocks[name], strict=True)]
-        low, high = median_bounds(shares)
+        fractions = [none / own for none, own in zip(blocks["none"], blocks[name], strict=True)]
+        low, high = median_bounds(fractions)
         row[name] = {
             "every": training.intervals[name],
-            "speed_left": statistics.median(shares),
+            "speed_left": statistics.median(fractions),
             "low": low,
             "high": high,
         }
