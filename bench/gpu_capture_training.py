@@ -129,7 +129,7 @@ def compare(training: Training, rounds: int) -> dict[str, Any]:
     return row | {"goal_of_rare": GOAL, "blocks": blocks}
 
 
-class PageOfOneOrder:
+class PausePage:
     """Control page that shows a pause to rank 0, in place of the agent that writes it."""
 
     def read_new(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def pause(training: Training, seconds: float) -> dict[str, Any]:
     layout, timeout = run.layout, datetime.timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
     control = TrainingControl(
         ControlGroup(control_store(), layout.global_rank, layout.global_world_size, timeout),
-        OrderPage(PageOfOneOrder(), attempt=0) if layout.global_rank == 0 else None,
+        OrderPage(PausePage(), attempt=0) if layout.global_rank == 0 else None,
         RankSurroundings(run.device, stop_requested=lambda: False),
         state=RUNNING,
         saves=False,
