@@ -26,6 +26,22 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedRow:
+    """Output of a step that belongs to a comparison of branches (docs/comparing-runs.md)."""
+
+    name: str
+    """Name of the comparison."""
+    branch: int
+    """Number of the branch; 0: the reference, with which the others are compared."""
+    index: int
+    """Number of the generated token that the output chooses, from 0."""
+    output: int
+    """Place among the outputs of the step."""
+    token: int | None = None
+    """Token of the reference at this index; None in the reference itself, which has not chosen it yet."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """A step of generation before it is computed."""
 
@@ -38,6 +54,8 @@ class StepContext:
     positions_N: torch.Tensor
     """Position of each token, on the device. At decode one per slot up to the last used one, 0 in idle slots, at the
     same address in every step with this number of slots."""
+    compared: tuple[ComparedRow, ...] = ()
+    """Outputs that are compared."""
 
     @property
     def rows(self) -> int:

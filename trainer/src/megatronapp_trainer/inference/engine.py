@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
@@ -93,6 +94,10 @@ class Engine:
             self._reservations.reserve(needed, open_digests, lambda: stage.perturbation.capacity_bytes)
             self._scheduler.add(*requests)
             self._work.notify_all()
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise RecipeError where the model lacks what a recipe names, or rank 0 the memory for it."""
+        self._gang.stage.perturbation.check(recipe)
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the next step, which gives its FinishedEvent. Returns false if no such request is open."""
@@ -231,7 +236,7 @@ class Engine:
             yield self._finish(sequence, reason, matched)
 
     def _token_event(self, sequence: Sequence, reading: SampledOutput) -> TokenEvent:
-        sequence.generated.append(reading.token)
+        sequence.generated.append(sequence.next_token(reading.token))
         is_end = reading.token in self._end_tokens and not sequence.request.ignore_end
         text = None if sequence.text is None else "" if is_end else sequence.text.feed(reading.token)
         return TokenEvent(
@@ -248,6 +253,7 @@ class Engine:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, matched: int | tuple[int, ...] | str | None = None
     ) -> FinishedEvent:
+        sequence.ended = reason, matched
         with self._lock:
             self._scheduler.release(sequence)
         return FinishedEvent(

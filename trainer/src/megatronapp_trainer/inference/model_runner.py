@@ -186,7 +186,8 @@ class ModelRunner:
 
     def _decode(self, plan: StepPlan) -> torch.Tensor:
         """Decode all slots up to the last used one, so that shapes are few; results of idle slots are unused."""
-        slots = _bucket(max(segment.slot for segment in plan.segments) + 1, least=1, most=self.options.slots)
+        used = max(plan.least_slots, max(segment.slot for segment in plan.segments) + 1)
+        slots = _bucket(used, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
@@ -218,7 +219,13 @@ class ModelRunner:
             return None
         rows = tuple(output.row for output in plan.outputs)
         return self.observer.step_begin(
-            StepContext(segments=plan.segments, output_rows=rows, decode=plan.decode, positions_N=inputs_3N[1])
+            StepContext(
+                segments=plan.segments,
+                output_rows=rows,
+                decode=plan.decode,
+                positions_N=inputs_3N[1],
+                compared=plan.compared,
+            )
         )
 
     def _forgotten(self, family: Hashable) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
@@ -87,16 +87,19 @@ class RecipeReservations:
         self._reserved = reserved | added
 
 
-class RecipeRotation:
-    """Fair order of recipes (None: no perturbation) that have work at the same time."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class RecipeRotation(Generic[Key]):
+    """Fair order of keys of steps, such as recipes, that have work at the same time."""
 
     def __init__(self) -> None:
-        self._last_steps: dict[str | None, int] = {}
+        self._last_steps: dict[Key, int] = {}
         self._steps = 0
 
-    def next(self, due: Iterable[str | None]) -> str | None:
-        """Choose the digest whose last step is longest ago, of at least one; a new one counts from now."""
-        self._last_steps = {digest: self._last_steps.get(digest, self._steps) for digest in due}
+    def next(self, due: Iterable[Key]) -> Key:
+        """Choose the key whose last step is longest ago, of at least one; a new one counts from now."""
+        self._last_steps = {key: self._last_steps.get(key, self._steps) for key in due}
         chosen = min(self._last_steps, key=self._last_steps.__getitem__)
         self._steps += 1
         self._last_steps[chosen] = self._steps

@@ -13,6 +13,20 @@ _SEEDS = 2**64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedBranch:
+    """Membership of a request in a comparison of branches: it shares no step with other requests."""
+
+    name: str
+    """Name of the comparison. Two requests that have it as their group take their steps alternately."""
+    number: int
+    """0: the reference; others are compared with it."""
+    is_forced: bool = False
+    """Read the tokens of the reference, which is in the same group, instead of its own choices."""
+    forced: tuple[int, ...] = ()
+    """Tokens to read instead of its own choices, where the reference has ended already."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
     """A prompt and how to continue it. Raises RequestError, which names the field, if a value cannot work."""
 
@@ -60,6 +74,13 @@ class GenerationRequest:
 
     prompt_length: int | None = None
     """Length of the prompt for perturbations, where some of its tokens were generated before; None: all of it."""
+    compared: ComparedBranch | None = None
+    """Branch of a comparison."""
+
+    @property
+    def is_branch_of_pair(self) -> bool:
+        """Return true for a branch that takes its steps alternately with another one."""
+        return self.compared is not None and bool(self.group)
 
     @property
     def digest(self) -> str | None:

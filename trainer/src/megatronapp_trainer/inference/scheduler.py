@@ -1,11 +1,12 @@
 """Requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
 
 import collections
+import collections.abc
 import dataclasses
 from collections import deque
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
-from megatronapp_trainer.hooks.forward_observer import Segment
+from megatronapp_trainer.hooks.forward_observer import ComparedRow, Segment
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
@@ -13,6 +14,13 @@ from megatronapp_trainer.inference.model.sampling import noise_keys
 from megatronapp_trainer.inference.perturbed_steps import PerturbedStep, RecipeRotation
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
+
+
+Ending = tuple[FinishReason, int | tuple[int, ...] | str | None]
+"""Reason why a generation ended, and what matched."""
+Tokens = collections.abc.Sequence[int]
+StepKey = tuple[str | None, str]
+"""Requests with equal keys share steps: digest of the perturbation, and name of the comparison."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -25,6 +33,10 @@ class Sequence:
     read: int = 0
     """Number of tokens whose keys and values are in the cache."""
     generated: list[int] = dataclasses.field(default_factory=list)
+    """Generated tokens; of a branch that is forced, those that it reads instead."""
+    reference: "Sequence | None" = None
+    """Sequence that this one is compared with, in the same group."""
+    ended: "Ending | None" = None
 
     @property
     def is_prefilling(self) -> bool:
@@ -62,9 +74,37 @@ class Sequence:
             noise=noise_keys(request.seed, position),
         )
 
-    def stopped(self, end_tokens: frozenset[int]) -> tuple[FinishReason, int | tuple[int, ...] | str | None] | None:
+    def next_token(self, chosen: int) -> int:
+        """Return the token that is read after one was chosen: that one, or the reference's in a forced branch."""
+        branch, place = self.request.compared, len(self.generated)
+        if branch is None or not (branch.forced or branch.is_forced):
+            return chosen
+        tokens = self._reference_tokens
+        return tokens[place] if place < len(tokens) else chosen
+
+    @property
+    def _reference_tokens(self) -> "Tokens":
+        branch = self.request.compared
+        assert branch is not None
+        return branch.forced or (() if self.reference is None else self.reference.generated)
+
+    def compared_row(self, output: int, position: int) -> ComparedRow | None:
+        """Return what is compared of an output at this position; None: nothing, as branches have read other tokens."""
+        branch, index = self.request.compared, position + 1 - len(self.request.prompt)
+        if branch is None or index < 0:
+            return None
+        if branch.number == 0:
+            return ComparedRow(name=branch.name, branch=0, index=index, output=output)
+        tokens = self._reference_tokens
+        if index >= len(tokens) or list(tokens[:index]) != self.generated[:index]:
+            return None
+        return ComparedRow(name=branch.name, branch=branch.number, index=index, output=output, token=tokens[index])
+
+    def stopped(self, end_tokens: frozenset[int]) -> "Ending | None":
         """Return why the generation ends after its newest token, and what matched; None if it continues."""
-        request, generated = self.request, self.generated
+        request, generated, reference = self.request, self.generated, self.reference
+        if reference is not None and request.compared is not None and request.compared.is_forced:
+            return reference.ended if len(generated) == len(reference.generated) else None
         if not request.ignore_end and generated[-1] in end_tokens:
             return "stop", generated[-1]
         for stop in request.stop_tokens:
@@ -93,6 +133,8 @@ class ScheduledStep:
     """Perturbation of the step."""
 
 
+PLAIN: StepKey = (None, "")
+"""Key of requests without perturbation."""
 MOST_AHEAD = 8
 """Number of requests that may overtake one of the background before it is admitted, and of steps that read other
 prompts before those of the background.
@@ -109,9 +151,9 @@ class Scheduler:
         self._free = list(range(slots))
         self._chunk = prefill_chunk
         self._most_waiting = most_waiting
-        self._decoded_last: dict[str | None, bool] = {}
-        """Recipes, and true for those whose last step decoded."""
-        self._rotation = RecipeRotation()
+        self._decoded_last: dict[StepKey, bool] = {}
+        """Keys, and true for those whose last step decoded."""
+        self._rotation = RecipeRotation[StepKey]()
         self._ahead = 0
         """Number of requests that were admitted while one of the background waited."""
         self._most_background = max(1, slots // 2)
@@ -188,6 +230,8 @@ class Scheduler:
         lets_wait = not request.is_background and any(request.is_background for request in self.waiting)
         self._ahead = self._ahead + 1 if lets_wait else 0
         sequence = Sequence(request=request, slot=slot, text=text)
+        if request.compared is not None and request.compared.number and request.group:
+            sequence.reference = next((other for other in self.running if other.request.group == request.group), None)
         self.running.append(sequence)
         return sequence
 
@@ -201,27 +245,41 @@ class Scheduler:
 
         Recipes of perturbations take turns. Within each, reading prompts and generating alternate if both are due.
         """
-        due: dict[str | None, list[Sequence]] = {}
-        for sequence in self._without_background(self._due()):
-            due.setdefault(sequence.request.digest, []).append(sequence)
+        due = _by_key(self._without_background(self._due()))
         if not due:
             return None
-        digest = self._rotation.next(due)
-        prefilling = [sequence for sequence in due[digest] if sequence.is_prefilling]
-        decoding = [sequence for sequence in due[digest] if not sequence.is_prefilling]
-        decodes = not prefilling or (bool(decoding) and not self._decoded_last.get(digest, True))
-        known = {None, digest, *due}
+        key = self._rotation.next(due)
+        prefilling = [sequence for sequence in due[key] if sequence.is_prefilling]
+        decoding = [sequence for sequence in due[key] if not sequence.is_prefilling]
+        decodes = not prefilling or (bool(decoding) and not self._decoded_last.get(key, True))
+        known = {PLAIN, key, *due}
         self._decoded_last = {other: last for other, last in self._decoded_last.items() if other in known}
-        self._decoded_last[digest] = decodes
-        return _decode(decoding) if decodes else _prefill(prefilling, self._chunk)
+        self._decoded_last[key] = decodes
+        return _decode(decoding, self._least_slots(decoding)) if decodes else _prefill(prefilling, self._chunk)
+
+    def _least_slots(self, sequences: list[Sequence]) -> int:
+        """Return the least number of slots of a decode step: equal for all branches of a comparison."""
+        request = sequences[0].request
+        if request.compared is None:
+            return 0
+        if not request.group:
+            return self._slots
+        members = [other for other in self.running if other.request.group == request.group]
+        ended = [member.reference for member in members if member.reference is not None]
+        return 1 + max(member.slot for member in (*members, *ended))
 
     def _due(self) -> list[Sequence]:
         """Return the sequences of which a token can be read now."""
         prefilling_groups = self._groups_prefilling()
+        waiting_groups = {request.group for request in list(self.waiting)}
         return [
             sequence
             for sequence in self.running
-            if sequence.is_prefilling or sequence.request.group not in prefilling_groups
+            if (
+                sequence.request.group not in waiting_groups
+                if sequence.request.is_branch_of_pair
+                else sequence.is_prefilling or sequence.request.group not in prefilling_groups
+            )
         ]
 
     def _without_background(self, due: list[Sequence]) -> list[Sequence]:
@@ -238,6 +296,19 @@ class Scheduler:
         return sorted(due, key=lambda sequence: not sequence.request.is_background)
 
 
+def _by_key(due: list[Sequence]) -> dict[StepKey, list[Sequence]]:
+    """Return which sequences can share a step; of the branches of a comparison only the one that has read least."""
+    found: dict[StepKey, list[Sequence]] = {}
+    for sequence in due:
+        request = sequence.request
+        name = "" if request.compared is None else request.compared.name
+        found.setdefault((None if request.is_branch_of_pair else request.digest, name), []).append(sequence)
+    return {
+        key: sequences if not key[1] else [min(sequences, key=lambda sequence: sequence.read)]
+        for key, sequences in found.items()
+    }
+
+
 def _scheduled(
     sequences: list[Sequence],
     segments: list[Segment],
@@ -245,6 +316,7 @@ def _scheduled(
     rows: list[ScheduledRow],
     *,
     decode: bool,
+    least_slots: int = 0,
 ) -> ScheduledStep:
     """Return the step of these sequences, all of one recipe; there is one segment for each, in their order."""
     recipe = sequences[0].request.perturbation
@@ -256,11 +328,19 @@ def _scheduled(
             samples=tuple(request.sample for request in requests),
             prompt_lengths=tuple(request.prompt_length or len(request.prompt) for request in requests),
         )
-    plan = StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=decode, perturbed=perturbed)
+    compared = (row.sequence.compared_row(place, row.position) for place, row in enumerate(rows))
+    plan = StepPlan(
+        segments=tuple(segments),
+        outputs=tuple(outputs),
+        decode=decode,
+        perturbed=perturbed,
+        compared=tuple(row for row in compared if row is not None),
+        least_slots=least_slots,
+    )
     return ScheduledStep(plan=plan, rows=tuple(rows), recipe=recipe)
 
 
-def _decode(sequences: list[Sequence]) -> ScheduledStep:
+def _decode(sequences: list[Sequence], least_slots: int) -> ScheduledStep:
     """Plan the newest token of each sequence."""
     segments: list[Segment] = []
     outputs: list[OutputRequest] = []
@@ -278,7 +358,7 @@ def _decode(sequences: list[Sequence]) -> ScheduledStep:
         assert output is not None
         outputs.append(output)
         rows.append(ScheduledRow(sequence=sequence, position=sequence.read))
-    return _scheduled(sequences, segments, outputs, rows, decode=True)
+    return _scheduled(sequences, segments, outputs, rows, decode=True, least_slots=least_slots)
 
 
 def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:

@@ -5,7 +5,7 @@ All tokens of a step are packed into one sequence, so prompts of unequal length 
 
 import dataclasses
 
-from megatronapp_trainer.hooks.forward_observer import Segment
+from megatronapp_trainer.hooks.forward_observer import ComparedRow, Segment
 from megatronapp_trainer.inference.perturbed_steps import PerturbedStep
 
 
@@ -48,6 +48,11 @@ class StepPlan:
     decode: bool
     perturbed: PerturbedStep | None = None
     """Recipe that all segments have; None: the model as it is."""
+    compared: tuple[ComparedRow, ...] = ()
+    """Outputs that are compared with those of another branch."""
+    least_slots: int = 0
+    """Least number of slots that a decode step computes: branches of a comparison have steps of equal size, so that
+    equal numbers are rounded equally."""
 
     @property
     def digest(self) -> str | None:

@@ -10,6 +10,7 @@ from megatronapp_common.scope.protocol import SOCKET
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.scope.analysis.analyzer import RankAnalyzer
 from megatronapp_trainer.scope.capture.step_capture import StepCapture
+from megatronapp_trainer.scope.comparison.rank_comparer import RankComparer
 from megatronapp_trainer.scope.transfer.publisher import FrameJob, FramePublisher
 
 
@@ -20,6 +21,7 @@ class RankScope:
     capture: StepCapture
     publisher: FramePublisher
     analyzer: RankAnalyzer
+    comparer: RankComparer
 
     def close(self) -> None:
         """Remove all hooks, send what can be sent within a second, and end the thread."""
@@ -55,5 +57,7 @@ def open_scope(
     capture.attach(group)
     analyzer = RankAnalyzer(group)
     analyzer.attach(group)
+    comparer = RankComparer(group)
+    comparer.attach(group)
     publishers[0].start()
-    return RankScope(capture=capture, publisher=publishers[0], analyzer=analyzer)
+    return RankScope(capture=capture, publisher=publishers[0], analyzer=analyzer, comparer=comparer)

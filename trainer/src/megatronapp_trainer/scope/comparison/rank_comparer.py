@@ -1,0 +1,220 @@
+"""Comparison of branches on one rank: reads logits and sites of their rows in each step.
+
+comparer = RankComparer(group)
+comparer.attach(group)  # on every rank, after other observers
+comparer.collected = results.add  # on rank 0
+
+Shapes: L layers, A heads, D channels of a head and H hidden size of this rank; V its part of the vocabulary; N tokens
+of a step; R rows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatronapp_trainer.device.place import sent_to
+from megatronapp_trainer.hooks.forward_observer import ComparedRow, ForwardResult, StepContext
+from megatronapp_trainer.hooks.hook_collector import HookCollector
+from megatronapp_trainer.hooks.observers import ObserverPair
+from megatronapp_trainer.hooks.sites import Site, site_of
+from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
+from megatronapp_trainer.scope.capture.rank_shard import Span, rank_shard_of
+from megatronapp_trainer.scope.comparison.commands import TOPIC, BeginComparison, CollectRows, ComparisonCommand
+from megatronapp_trainer.scope.comparison.shard_divergence import shard_part
+
+RESIDUAL, HEADS = site_of("residual"), site_of("head_output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankRows:
+    """Compared rows of one rank."""
+
+    rows: Sequence[tuple[int, int]]
+    """Branch and index of the token, of each row."""
+    layers: Span
+    heads: Span
+    divergence: NDArray[np.float64] | None
+    """[R, 8], columns of `shard_divergence`; None but on the last stage."""
+    drift: NDArray[np.float32] | None
+    """[R, L] on the first tensor rank."""
+    changes: NDArray[np.float32] | None
+    """[R, L, A]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowValues:
+    """Values of the reference at one row."""
+
+    logits_V: torch.Tensor | None
+    """This rank's part of the vocabulary; None but on the last stage."""
+    residual_LH: torch.Tensor | None
+    heads_LAD: torch.Tensor | None
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Open:
+    """A comparison that has begun."""
+
+    settings: BeginComparison
+    reference: dict[int, _RowValues] = dataclasses.field(default_factory=dict)
+    rows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    divergence: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    drift: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    changes: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class RankComparer:
+    """Observer of the steps of compared branches. Used in the engine's thread only."""
+
+    def __init__(self, group: Any) -> None:  # noqa: ANN401 - WorkerGroup, or another one with a model runner
+        runner = group.stage
+        self.shard = rank_shard_of(
+            runner.model, runner.layout, vocab_size=runner.vocab_size, max_length=runner.capacity
+        )
+        self.collected: Callable[[str, int, Sequence[RankRows]], None] = lambda _name, _number, _rows: None
+        """Callback on rank 0 for the gathered rows of all ranks, with the number of their `CollectRows`."""
+        self._runner = runner
+        self._exchange = RankExchange(runner.layout, group.process_group, self.shard.layers)
+        self._collector = HookCollector(runner.model)
+        self._open: dict[str, _Open] = {}
+        self._step: StepContext | None = None
+        self._rows: list[ComparedRow] = []
+
+    def attach(self, group: Any) -> None:  # noqa: ANN401 - WorkerGroup
+        """Observe the runner of this group and take commands of rank 0 from now on."""
+        group.handle(TOPIC, self.handle)
+        observer = self._runner.observer
+        self._runner.observer = self if observer is None else ObserverPair(observer, self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return true if no comparison is open."""
+        return not self._open
+
+    def handle(self, command: ComparisonCommand) -> None:
+        """Begin, gather or end a comparison; an unknown name is ignored on all ranks alike."""
+        if isinstance(command, BeginComparison):
+            self._open[command.name] = _Open(settings=command)
+        elif command.name in self._open:
+            if isinstance(command, CollectRows):
+                self._collect(command)
+            else:
+                del self._open[command.name]
+                if not self._open:
+                    self._collector.remove()
+
+    def step_begin(self, step: StepContext, /) -> Hashable:
+        """Read the sites of a step that has compared rows; None if it has none."""
+        if not self._open:
+            return None
+        self._rows = [row for row in step.compared if row.name in self._open]
+        sites = self._sites()
+        if not self._rows:
+            self._collector.begin({}, {})
+            return None
+        self._step = step
+        self._collector.set_sites(sites)
+        tokens = None
+        if not step.decode:
+            picked = [step.output_rows[row.output] for row in self._rows]
+            tokens = sent_to(step.positions_N.device, torch.tensor(picked))
+        self._collector.begin(dict.fromkeys(sites, tokens), {})
+        settings = [self._open[row.name].settings for row in self._rows]
+        # The settings and not the sites, of which tensor ranks read different ones: all capture equal families.
+        return "compared", any(one.drift for one in settings), any(one.heads for one in settings)
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Stack the values of all layers: [L, N, ..] of each site."""
+        found = {name: self._collector.stacked(name) for name in self._sites() if self._collector.layers(name)}
+        self._collector.take()
+        return found
+
+    def step_end(self, result: ForwardResult, /) -> None:
+        """Hold the reference's rows, and compare those of the others with them."""
+        step, self._step = self._step, None
+        with torch.no_grad():
+            for place, row in enumerate(self._rows):
+                if step is not None and step.decode:
+                    place = step.segments[step.output_rows[row.output]].slot
+                values = self._values(row, place, result)
+                found = self._open[row.name]
+                if row.branch == 0:
+                    found.reference[row.index] = values
+                else:
+                    self._compare(found, row, values, result.logits)
+
+    def forget(self, key: Hashable) -> None:
+        """Do nothing: no reduction of ours is in a graph of its own."""
+
+    def _sites(self) -> dict[str, Site]:
+        settings = [self._open[row.name].settings for row in self._rows]
+        sites = {}
+        if any(one.drift for one in settings) and self.shard.is_first_of_tensor:
+            sites[RESIDUAL.name] = RESIDUAL
+        if any(one.heads for one in settings):
+            sites[HEADS.name] = HEADS
+        return sites
+
+    def _values(self, row: ComparedRow, place: int, result: ForwardResult) -> _RowValues:
+        """Return this rank's values of a row, in memory that no later step writes."""
+        sites = result.collected or {}
+        residual, heads = (
+            sites[site.name][:, place].float() if site.name in sites else None for site in (RESIDUAL, HEADS)
+        )
+        logits = None if result.logits is None else result.logits[row.output, slice(*self._vocabulary_part())]
+        return _RowValues(logits_V=_own(logits), residual_LH=_own(residual), heads_LAD=_own(heads))
+
+    def _vocabulary_part(self) -> Span:
+        """Return the part of the vocabulary that this tensor rank compares."""
+        count, size = self.shard.vocabulary, -(-self.shard.vocabulary // self.shard.tensor_size)
+        return min(count, self.shard.tp * size), min(count, (self.shard.tp + 1) * size)
+
+    def _compare(self, found: _Open, row: ComparedRow, values: _RowValues, logits: torch.Tensor | None) -> None:
+        """Compare a row with the reference's; `logits`: [R, V] of the step, of the whole vocabulary."""
+        lasting = found.settings.lasting
+        reference = found.reference[row.index] if lasting else found.reference.pop(row.index)
+        found.rows.append((row.branch, row.index))
+        if reference.logits_V is not None and values.logits_V is not None and logits is not None:
+            token = row.token if found.settings.watched is None else found.settings.watched
+            assert token is not None
+            token_b = logits[row.output, token : token + 1]
+            place = token - self._vocabulary_part()[0]
+            found.divergence.append(shard_part(reference.logits_V, values.logits_V, place, token_b))
+        if reference.residual_LH is not None and values.residual_LH is not None:
+            found.drift.append(_change(reference.residual_LH, values.residual_LH))
+        if reference.heads_LAD is not None and values.heads_LAD is not None:
+            found.changes.append(_change(reference.heads_LAD, values.heads_LAD))
+
+    def _collect(self, command: CollectRows) -> None:
+        found = self._open[command.name]
+        part = RankRows(
+            rows=tuple(found.rows),
+            layers=self.shard.layers,
+            heads=self.shard.heads,
+            divergence=_stacked(found.divergence),
+            drift=_stacked(found.drift),
+            changes=_stacked(found.changes),
+        )
+        for values in (found.rows, found.divergence, found.drift, found.changes):
+            values.clear()
+        parts = self._exchange.gather(part)
+        if parts is not None:
+            self.collected(command.name, command.number, parts)
+
+
+def _own(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy: what a CUDA graph has written is overwritten by its next replay."""
+    return None if values is None else values.clone()
+
+
+def _change(reference: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference over that of the reference, along the last axis."""
+    return (values - reference).norm(dim=-1) / reference.norm(dim=-1)
+
+
+def _stacked(rows: list[torch.Tensor]) -> NDArray[Any] | None:
+    return torch.stack(rows).cpu().numpy() if rows else None

@@ -1,0 +1,68 @@
+"""KL divergence of two distributions from the parts of a vocabulary that tensor ranks hold.
+
+With logits a and b of the two branches and Z the sums of their exponentials,
+
+    KL(A || B) = sum_v p_a(v) (a_v - b_v) - log Z_a + log Z_b
+
+Each rank sums over its own part of the vocabulary in float64; rank 0 merges the parts as in a sum of exponentials that
+are scaled by their largest one. Equal logits give exactly 0, as both terms are then differences of equal numbers.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+COLUMNS = ("peak_a", "sum_a", "weighted", "peak_b", "sum_b", "above", "token_a", "token_b")
+"""Columns of a part: largest logit and sum of exponentials of A, sum of exp(a - peak) (a - b), those of B, number of
+logits of B above that of the token, and the logits of the token in A and B, 0 on ranks that do not hold it."""
+
+
+def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token: int, token_b: torch.Tensor) -> torch.Tensor:
+    """Return fp64 [8] in the order of `COLUMNS` from logits of this rank's part [V]; an empty part is allowed.
+
+    `token`: place of the token in this part, outside of it where another rank holds it. `token_b`: its logit in B [1].
+    """
+    a_V, b_V, token_b = a_V.double(), b_V.double(), token_b.double()
+    zero = a_V.new_zeros(1)
+    if a_V.numel() == 0:
+        least = a_V.new_full((1,), -torch.inf)
+        return torch.cat([least, zero, zero, least, zero, zero, zero, zero])
+    peak_a, peak_b = a_V.max().reshape(1), b_V.max().reshape(1)
+    weight_V = (a_V - peak_a).exp()
+    weighted = (weight_V * (a_V - b_V)).sum().reshape(1)
+    above = (b_V > token_b).sum().reshape(1).double()
+    sum_b = (b_V - peak_b).exp().sum().reshape(1)
+    held = (a_V[token : token + 1], token_b) if 0 <= token < a_V.numel() else (zero, zero)
+    return torch.cat([peak_a, weight_V.sum().reshape(1), weighted, peak_b, sum_b, above, *held])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Difference of two distributions at one row."""
+
+    kl: float
+    rank: int
+    """Number of tokens that are likelier in B than the token."""
+    logprob_a: float
+    """Log-probability of the token in A."""
+    logprob_b: float
+
+
+def merged(parts: NDArray[np.float64]) -> Divergence:
+    """Merge parts of all shards, [shards, 8]."""
+    peak_a, sum_a, weighted, peak_b, sum_b, above, token_a, token_b = parts.T
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        top_a, top_b = peak_a.max(), peak_b.max()
+        scales = np.exp(peak_a - top_a)
+        total_a = (scales * sum_a).sum()
+        log_a = top_a + np.log(total_a)
+        log_b = top_b + np.log((np.exp(peak_b - top_b) * sum_b).sum())
+        kl = (scales * weighted).sum() / total_a - (log_a - log_b)
+        return Divergence(
+            kl=float(np.maximum(kl, 0.0)),  # NaN stays; rounding may give a negative number near 0
+            rank=int(above.sum()),
+            logprob_a=float(token_a.sum() - log_a),
+            logprob_b=float(token_b.sum() - log_b),
+        )
