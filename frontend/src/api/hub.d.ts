@@ -208,6 +208,56 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/scope/comparisons": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Listed
+         * @description List the stored comparisons, newest first.
+         */
+        get: operations["listComparisons"];
+        put?: never;
+        /**
+         * Start
+         * @description Generate two branches from one prompt, step by step, and compare them.
+         */
+        post: operations["startComparison"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/comparisons/{comparison}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Shown
+         * @description Return a comparison so far. Ask again while its state is queued or running.
+         *
+         *     `heads`: with the change of each head, as JSON. `format=csv`: one line for each token.
+         */
+        get: operations["getComparison"];
+        put?: never;
+        post?: never;
+        /**
+         * Cancel
+         * @description Cancel a comparison that waits or generates; what has been compared stays.
+         */
+        delete: operations["cancelComparison"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/scope/perturbations": {
         parameters: {
             query?: never;
@@ -504,6 +554,54 @@ export interface paths {
         put?: never;
         post?: never;
         delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/sweeps": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Listed Sweeps
+         * @description List the stored sweeps, newest first.
+         */
+        get: operations["listSweeps"];
+        put?: never;
+        /**
+         * Start Sweep
+         * @description Compare each cell of a matrix, layers by strengths or positions, with one reference.
+         */
+        post: operations["startSweep"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/sweeps/{sweep}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Shown Sweep
+         * @description Return a sweep so far. Ask again while its state is queued or running. `format=csv`: the matrix.
+         */
+        get: operations["getSweep"];
+        put?: never;
+        post?: never;
+        /**
+         * Cancel Sweep
+         * @description Cancel a sweep; the cells that are known stay.
+         */
+        delete: operations["cancelSweep"];
         options?: never;
         head?: never;
         patch?: never;
@@ -885,6 +983,20 @@ export interface components {
             tokens: number[];
         };
         /**
+         * BranchToken
+         * @description A token that a branch chose: its log-probability there, and in the other branch where that is known.
+         */
+        BranchToken: {
+            /** Id */
+            id: number;
+            /** Logprob */
+            logprob: number | null;
+            /** Otherlogprob */
+            otherLogprob: number | null;
+            /** Text */
+            text: string | null;
+        };
+        /**
          * Candidate
          * @description A likely token at a position; its text is None if rank 0 has no texts.
          */
@@ -1053,6 +1165,153 @@ export interface components {
         Code: {
             /** Code */
             code: string;
+        };
+        /**
+         * ComparedToken
+         * @description Numbers of one generated token. Those of a free B after its first divergence are null.
+         */
+        ComparedToken: {
+            a: components["schemas"]["BranchToken"] | null;
+            b: components["schemas"]["BranchToken"] | null;
+            /** Index */
+            index: number;
+            /** Kl */
+            kl: number | null;
+            /** Overlap */
+            overlap: number | null;
+            /** Position */
+            position: number;
+            /** Rank */
+            rank: number | null;
+        };
+        /**
+         * Comparison
+         * @description A comparison with its numbers so far.
+         */
+        Comparison: {
+            baseline: components["schemas"]["RunPerturbation"] | null;
+            /** Compared */
+            compared: number;
+            /** Comparison */
+            comparison: string;
+            /** Drift */
+            drift: (number | null)[][];
+            error: components["schemas"]["RunError"] | null;
+            /** Firstdivergence */
+            firstDivergence: number | null;
+            /** Heads */
+            heads: (number | null)[][][] | null;
+            /**
+             * Mode
+             * @enum {string}
+             */
+            mode: "free" | "teacher-forced";
+            perturbation: components["schemas"]["RunPerturbation"] | null;
+            /** Prompt */
+            prompt: string;
+            /** Prompttokens */
+            promptTokens: number;
+            /** Rows */
+            rows: components["schemas"]["ComparedToken"][];
+            /** Seed */
+            seed: number;
+            /** Startedat */
+            startedAt: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "done" | "cancelled" | "failed";
+            /** Texts */
+            texts: string[];
+            /** Tokens */
+            tokens: number;
+            /** Top */
+            top: number;
+        };
+        /**
+         * ComparisonAccepted
+         * @description A comparison that waits for its turn.
+         */
+        ComparisonAccepted: {
+            /** Comparison */
+            comparison: string;
+        };
+        /**
+         * ComparisonRequest
+         * @description Request to generate two branches, A and B, from one prompt, step by step.
+         */
+        ComparisonRequest: {
+            /**
+             * Baseline
+             * @default none
+             */
+            baseline: components["schemas"]["Recipe"] | string;
+            /**
+             * Heads
+             * @default true
+             */
+            heads: boolean;
+            /**
+             * Mode
+             * @default teacher-forced
+             * @enum {string}
+             */
+            mode: "free" | "teacher-forced";
+            /** Perturbation */
+            perturbation: components["schemas"]["Recipe"] | string;
+            /** Prompt */
+            prompt: string;
+            /**
+             * @default {
+             *       "stop": [],
+             *       "temperature": 1,
+             *       "topK": 0,
+             *       "topP": 1
+             *     }
+             */
+            sampling: components["schemas"]["SamplingSettings"];
+            /**
+             * Tokens
+             * @default 32
+             */
+            tokens: number;
+            /**
+             * Top
+             * @default 10
+             */
+            top: number;
+        };
+        /**
+         * ComparisonSummary
+         * @description A comparison in the list of all.
+         */
+        ComparisonSummary: {
+            baseline: components["schemas"]["RunPerturbation"] | null;
+            /** Compared */
+            compared: number;
+            /** Comparison */
+            comparison: string;
+            error: components["schemas"]["RunError"] | null;
+            /** Firstdivergence */
+            firstDivergence: number | null;
+            /**
+             * Mode
+             * @enum {string}
+             */
+            mode: "free" | "teacher-forced";
+            perturbation: components["schemas"]["RunPerturbation"] | null;
+            /** Prompt */
+            prompt: string;
+            /** Startedat */
+            startedAt: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "done" | "cancelled" | "failed";
+            /** Tokens */
+            tokens: number;
         };
         /**
          * ControlProgress
@@ -2786,6 +3045,150 @@ export interface components {
             tracer: components["schemas"]["TracerHealth"];
         };
         /**
+         * Sweep
+         * @description A sweep with its matrix so far.
+         */
+        Sweep: {
+            /** Cells */
+            cells: number;
+            /** Digests */
+            digests: string[][];
+            /** Done */
+            done: number;
+            error: components["schemas"]["RunError"] | null;
+            /** Ids */
+            ids: number[];
+            /** Layers */
+            layers: number[];
+            /**
+             * Metric
+             * @enum {string}
+             */
+            metric: "meanKl" | "firstDivergence" | "logprobChange";
+            /** Positions */
+            positions: number[] | null;
+            /** Prompt */
+            prompt: string;
+            /** Seed */
+            seed: number;
+            /** Startedat */
+            startedAt: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "done" | "cancelled" | "failed";
+            /** Strengths */
+            strengths: number[] | null;
+            /** Sweep */
+            sweep: string;
+            /** Template */
+            template: {
+                [key: string]: unknown;
+            };
+            /** Texts */
+            texts: string[] | null;
+            /** Token */
+            token: number | null;
+            /** Values */
+            values: (number | null)[][];
+        };
+        /**
+         * SweepAccepted
+         * @description A sweep that waits for its turn.
+         */
+        SweepAccepted: {
+            /** Sweep */
+            sweep: string;
+        };
+        /**
+         * SweepAxes
+         * @description Values that replace those of the template: layers, and either strengths or positions.
+         */
+        SweepAxes: {
+            /** Layers */
+            layers: number[];
+            /** Positions */
+            positions?: number[] | null;
+            /** Strengths */
+            strengths?: number[] | null;
+        };
+        /**
+         * SweepRequest
+         * @description Request for a matrix of comparisons: each cell is a teacher-forced B on the tokens of one A.
+         */
+        SweepRequest: {
+            axes: components["schemas"]["SweepAxes"];
+            /**
+             * Baseline
+             * @default none
+             */
+            baseline: components["schemas"]["Recipe"] | string;
+            /**
+             * Metric
+             * @default meanKl
+             * @enum {string}
+             */
+            metric: "meanKl" | "firstDivergence" | "logprobChange";
+            /** Prompt */
+            prompt: string;
+            /**
+             * @default {
+             *       "stop": [],
+             *       "temperature": 0,
+             *       "topK": 0,
+             *       "topP": 1
+             *     }
+             */
+            sampling: components["schemas"]["SamplingSettings"];
+            /**
+             * Seed
+             * @default 0
+             */
+            seed: number;
+            template: components["schemas"]["Perturbation"];
+            /** Token */
+            token?: number | null;
+            /**
+             * Tokens
+             * @default 8
+             */
+            tokens: number;
+        };
+        /**
+         * SweepSummary
+         * @description A sweep in the list of all.
+         */
+        SweepSummary: {
+            /** Cells */
+            cells: number;
+            /** Done */
+            done: number;
+            error: components["schemas"]["RunError"] | null;
+            /** Layers */
+            layers: number[];
+            /**
+             * Metric
+             * @enum {string}
+             */
+            metric: "meanKl" | "firstDivergence" | "logprobChange";
+            /** Positions */
+            positions: number[] | null;
+            /** Prompt */
+            prompt: string;
+            /** Startedat */
+            startedAt: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "done" | "cancelled" | "failed";
+            /** Strengths */
+            strengths: number[] | null;
+            /** Sweep */
+            sweep: string;
+        };
+        /**
          * Timeline
          * @description All spans of one step as columns of equal length, sorted by rank and start.
          */
@@ -3570,6 +3973,321 @@ export interface operations {
             };
             /** @description Too Many Requests */
             429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listComparisons: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ComparisonSummary"][];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    startComparison: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ComparisonRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ComparisonAccepted"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Timeout */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getComparison: {
+        parameters: {
+            query?: {
+                heads?: boolean;
+                format?: "json" | "csv";
+            };
+            header?: never;
+            path: {
+                comparison: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Comparison"];
+                    "text/csv": string;
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    cancelComparison: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                comparison: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -5075,6 +5793,320 @@ export interface operations {
             };
             /** @description Unauthorized */
             401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listSweeps: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SweepSummary"][];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    startSweep: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SweepRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SweepAccepted"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Timeout */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getSweep: {
+        parameters: {
+            query?: {
+                format?: "json" | "csv";
+            };
+            header?: never;
+            path: {
+                sweep: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Sweep"];
+                    "text/csv": string;
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    cancelSweep: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                sweep: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+import chain_comparison
 import httpx
 import numpy as np
 import pytest
@@ -106,6 +107,9 @@ class Page:
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return await self._client.post(path, json=body)
+
+    async def delete(self, path: str) -> None:
+        (await self._client.delete(path)).raise_for_status()
 
     async def get(self, path: str) -> httpx.Response:
         """An answer, after the probe that brings it."""
@@ -484,5 +488,7 @@ async def test_every_number(
         await check_tiles(found)
         await check_refit(found)
         await check_lens(found)
+        await chain_comparison.check_comparison(page)
+        await chain_comparison.check_sweep(page)
         if case[0].startswith("TP2"):
             await check_whole_axes(found)

@@ -50,7 +50,9 @@ class Comparer:
         others: Sequence[GenerationRequest] = (),
     ) -> Compared:
         """Compare two branches while others generate."""
-        requests = [text.request(number, recipe, is_forced=forced and number > 0) for number, recipe in enumerate(recipes)]
+        requests = [
+            text.request(number, recipe, is_forced=forced and number > 0) for number, recipe in enumerate(recipes)
+        ]
         found = Compared()
         self.service.begin(
             BeginComparison(name=text.name, drift=True, heads=True), lambda _number, rows: found.rows.extend(rows)
@@ -67,7 +69,7 @@ class Comparer:
             branch, _, number = event.request_id.rpartition("-")
             if isinstance(event, TokenEvent) and branch == name:
                 found.chosen.setdefault(int(number), []).append(event.token)
-                found.candidates.setdefault(int(number), []).append([one.token for one in event.candidates])
+                found.candidates.setdefault(int(number), []).append([likely.token for likely in event.candidates])
         self.service.collect(name, 1)
         self.engine.step()
 

@@ -300,7 +300,7 @@ def test_a_group_of_the_background_that_generates_fits_its_slots() -> None:
 
 
 def test_new_recipes_starve_no_other() -> None:
-    rotation = RecipeRotation()
+    rotation = RecipeRotation[str | None]()
     chosen = [rotation.next([None, f"new {step}", *([f"new {step - 1}"] if step % 2 else [])]) for step in range(40)]
     assert chosen.count(None) >= 13
     assert {rotation.next(["a", "b", "c"]) for _ in range(3)} == {"a", "b", "c"}

@@ -7,6 +7,7 @@ from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery.limits import HUB, MAX_CALLERS, MAX_PAGES, REQUESTS, too_fast, too_many_pages
 from megatronapp_analyzer.scope.delivery.session_download import download_limits
 from megatronapp_analyzer.scope.probes.analyses import AnalysisService
+from megatronapp_analyzer.scope.probes.branch_store import BranchStore
 from megatronapp_analyzer.scope.probes.pca_service import PcaService
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
@@ -53,6 +54,8 @@ class ScopeService:
         self.pca = PcaService(self.probe_client)
         self.scores = ScoreService(self.probe_client)
         self.analyses = AnalysisService(self.probe_client)
+        self.comparisons = BranchStore("comparisons", self.probe_client)
+        self.sweeps = BranchStore("sweeps", self.probe_client)
         self.backfill = TokenBackfill(self.probe_client)
         self.pages = ConcurrencyLimits(HUB, MAX_PAGES, refuse=too_many_pages)
         self.sessions = download_limits()
@@ -70,6 +73,8 @@ class ScopeService:
             await self.pca.close()
             await self.scores.close()
             await self.analyses.close()
+            await self.comparisons.close()
+            await self.sweeps.close()
             await self.backfill.close()
             if self.probe_client.client is not None:
                 await self.probe_client.client.close()

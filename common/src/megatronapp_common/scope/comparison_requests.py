@@ -59,7 +59,9 @@ class SweepAxes(RequestModel):
         if (self.strengths is None) == (self.positions is None):
             raise ValueError("one of strengths and positions must be given; write for example strengths: [0.1, 1]")
         if (cells := len(self.layers) * len(self.strengths or self.positions or ())) > MAX_SWEEP_CELLS:
-            raise ValueError(f"the sweep has {cells} cells; take fewer layers or values, at most {MAX_SWEEP_CELLS} cells")
+            raise ValueError(
+                f"the sweep has {cells} cells; take fewer layers or values, at most {MAX_SWEEP_CELLS} cells"
+            )
         return self
 
 
@@ -78,7 +80,7 @@ class SweepRequest(RequestModel):
     """Seed of the noise of all cells."""
     axes: SweepAxes
     metric: SweepMetric = "meanKl"
-    """meanKl: mean of KL(A || B) over the tokens, in nats. firstDivergence: index of the first token that B would choose
+    """meanKl: mean of KL(A || B) over the tokens, in nats. firstDivergence: index of the first token that B chooses
     otherwise. logprobChange: log-probability of `token` in B minus that in A, at A's first token."""
     token: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Token of logprobChange; omitted: the first one that A generates."""

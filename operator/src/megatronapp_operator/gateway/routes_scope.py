@@ -74,6 +74,32 @@ async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: 
     return await _control(request, caller, (namespace, name), f"runs/{run}/pca", most=MAX_BODY_BYTES)
 
 
+@router.post(f"{JOB}/comparisons", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
+async def start_comparison(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """Generate two branches from one prompt, step by step, and compare them."""
+    return await _control(request, caller, (namespace, name), "comparisons", most=MAX_RUN_BYTES)
+
+
+@router.delete(f"{JOB}/comparisons/{{run}}", response_model=None, responses=CONTROLS)
+async def cancel_comparison(
+    request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId
+) -> Response:
+    """Cancel a comparison that waits or generates."""
+    return await _control(request, caller, (namespace, name), f"comparisons/{run}")
+
+
+@router.post(f"{JOB}/sweeps", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
+async def start_sweep(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """Compare every cell of a matrix of perturbations with one reference."""
+    return await _control(request, caller, (namespace, name), "sweeps", most=MAX_RUN_BYTES)
+
+
+@router.delete(f"{JOB}/sweeps/{{run}}", response_model=None, responses=CONTROLS)
+async def cancel_sweep(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
+    """Cancel a sweep that waits or generates."""
+    return await _control(request, caller, (namespace, name), f"sweeps/{run}")
+
+
 @router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
 @router.patch(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
 @router.delete(f"{JOB}/perturbations", response_model=None, include_in_schema=False)

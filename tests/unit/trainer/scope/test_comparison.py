@@ -3,13 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from comparing_ranks import Compared, comparing, text_of
-from generating_ranks import LAYOUTS, VARIANTS, plain_of, prompts
-from perturbing_ranks import GAUSSIAN, calculation, recipe, request, storage
-from plain_sites import SeenGpt
+from comparing_ranks import comparing, text_of
+from generating_ranks import LAYOUTS, VARIANTS, prompts
+from perturbing_ranks import calculation, recipe, request, storage
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
@@ -28,7 +25,9 @@ def nothing_changes(flags: str, variant: str) -> list[tuple[float, int, float, f
         others = [request("other", prompt=PROMPT[:7], max_new_tokens=9, logits=False)]
         out = []
         for forced in (True, False):
-            found = comparer.compare(text_of(f"a{int(forced)}", PROMPT, NEW), (None, EMPTY), forced=forced, others=others)
+            found = comparer.compare(
+                text_of(f"a{int(forced)}", PROMPT, NEW), (None, EMPTY), forced=forced, others=others
+            )
             assert len(found.rows) == NEW
             assert found.chosen[0] == found.chosen[1]
             out += [
@@ -38,7 +37,9 @@ def nothing_changes(flags: str, variant: str) -> list[tuple[float, int, float, f
         return out
 
 
-@pytest.mark.parametrize("layout", ["alone", *(pytest.param(name, marks=pytest.mark.full("layouts")) for name in ("TP2", "PP2"))])
+@pytest.mark.parametrize(
+    "layout", ["alone", *(pytest.param(name, marks=pytest.mark.full("layouts")) for name in ("TP2", "PP2"))]
+)
 def test_a_perturbation_of_coefficient_0_changes_nothing(run_ranks: RunRanks, layout: str) -> None:
     count, flags = LAYOUTS[layout]
     found = run_ranks(count, nothing_changes, flags, VARIANTS["rotary-grouped"])[0]

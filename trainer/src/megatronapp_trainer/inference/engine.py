@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
@@ -94,10 +93,6 @@ class Engine:
             self._reservations.reserve(needed, open_digests, lambda: stage.perturbation.capacity_bytes)
             self._scheduler.add(*requests)
             self._work.notify_all()
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError where the model lacks what a recipe names, or rank 0 the memory for it."""
-        self._gang.stage.perturbation.check(recipe)
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the next step, which gives its FinishedEvent. Returns false if no such request is open."""

@@ -21,9 +21,9 @@ class ComparedBranch:
     number: int
     """0: the reference; others are compared with it."""
     is_forced: bool = False
-    """Read the tokens of the reference, which is in the same group, instead of its own choices."""
+    """Read the tokens of the reference, which is in the same group, instead of its choices."""
     forced: tuple[int, ...] = ()
-    """Tokens to read instead of its own choices, where the reference has ended already."""
+    """Tokens to read instead of its choices, where the reference has ended already."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from megatronapp_trainer.inference.perturbed_steps import PerturbedStep, RecipeR
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 
-
 Ending = tuple[FinishReason, int | tuple[int, ...] | str | None]
 """Reason why a generation ended, and what matched."""
 Tokens = collections.abc.Sequence[int]

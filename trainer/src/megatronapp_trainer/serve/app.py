@@ -20,7 +20,7 @@ from megatronapp_trainer.serve.connection_limit import EvictingProtocol, evictin
 from megatronapp_trainer.serve.middleware import RequestLimit, TokenCheck, limit_of
 from megatronapp_trainer.serve.openai import event_schemas, routes_openai, routes_tokens
 from megatronapp_trainer.serve.request_broker import RequestBroker
-from megatronapp_trainer.serve.scope import routes_scope
+from megatronapp_trainer.serve.scope import routes_comparison, routes_scope
 from megatronapp_trainer.serve.scope.detached_runs import RunStore
 
 API_VERSION = "1"
@@ -37,7 +37,7 @@ def build_api() -> FastAPI:
     """Create the application with all routes and without a model."""
     app = FastAPI(title="MegatronApp serve", version=API_VERSION, docs_url=None, redoc_url=None)
     problems.install(app)
-    for module in (routes_health, routes_openai, routes_tokens, routes_scope):
+    for module in (routes_health, routes_openai, routes_tokens, routes_scope, routes_comparison):
         app.include_router(module.router)
     event_schemas.describe(app)
     return app

@@ -219,12 +219,18 @@ class HttpFrontend:
 
     def _start_capture(self, engine: "Engine", scope: "RankScope") -> None:
         from megatronapp_trainer.scope.analysis.analysis_service import AnalysisService
+        from megatronapp_trainer.scope.comparison.comparison_service import ComparisonService
         from megatronapp_trainer.scope.coordinator import CaptureCoordinator
         from megatronapp_trainer.serve.scope.capture_controller import CaptureController
+        from megatronapp_trainer.serve.scope.comparisons import ComparisonStore
+        from megatronapp_trainer.serve.scope.sweeps import SweepStore
 
         captures = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
         self.app.state.runs.captures = captures
         self.app.state.runs.analyses = AnalysisService(engine, scope.analyzer)
+        comparisons = ComparisonService(engine, scope.comparer)
+        self.app.state.runs.comparisons = ComparisonStore(comparisons, self.broker)
+        self.app.state.runs.sweeps = SweepStore(comparisons, self.broker)
         self.broker.observers.append(captures.observe)
 
     def _work(self, engine: "Engine", stop_request: "StopRequest") -> None:

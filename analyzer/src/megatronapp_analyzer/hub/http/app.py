@@ -24,7 +24,7 @@ from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.scope import routes as routes_scope
-from megatronapp_analyzer.scope import routes_analysis
+from megatronapp_analyzer.scope import routes_analysis, routes_comparison
 from megatronapp_common.web import problems
 from megatronapp_common.web.body_limit import BodyLimit
 from megatronapp_common.web.guard import Guard
@@ -54,6 +54,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         capture_routes,
         routes_scope,
         routes_analysis,
+        routes_comparison,
         agent_socket,
         broadcast,
     ):

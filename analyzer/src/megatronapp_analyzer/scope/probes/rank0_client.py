@@ -84,6 +84,25 @@ class Rank0Client:
         except FrameError as error:
             raise _failed(f"the model sent no analysis: {error}") from error
 
+    async def start_branches(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a comparison or a sweep (`kind`: the last part of the path); the answer has its name."""
+        return await self._request("POST", f"/scope/v1/{kind}", json.dumps(body).encode())
+
+    async def branches(self, kind: str, name: str) -> Frame:
+        """Return a comparison or a sweep so far, as a frame SCOPE_ANALYSIS."""
+        answer = await self._send("GET", f"/scope/v1/{kind}/{name}")
+        try:
+            frame = frames.decode(answer.content)
+        except FrameError as error:
+            raise _failed(f"the model sent no frame: {error}") from error
+        if not isinstance(frame.header.get("state"), str):
+            raise _failed("the model sent a frame without a state")
+        return frame
+
+    async def cancel_branches(self, kind: str, name: str) -> None:
+        """Cancel a comparison or a sweep."""
+        await self._request("DELETE", f"/scope/v1/{kind}/{name}")
+
     async def basis(self, frame: Frame) -> None:
         """Send the ranks a basis to project on."""
         await self._request("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")

@@ -27,6 +27,7 @@ _SESSION = re.compile(rf"{_RUN}/session")
 _TILE = re.compile(rf"{_RUN}/attention/.+")
 _TILES = re.compile(rf"{_RUN}/attention(?:/[^/]+){{4}}")
 _VALUES = re.compile(rf"{_RUN}/values/(?P<site>[^/]+)")
+_BRANCHES = re.compile(r"scope/(?P<kind>comparison|sweep)s/(?P<name>[^/]+)")
 TABLES = {"csv": CSV, "npy": BYTES}
 
 
@@ -74,6 +75,8 @@ def response_rule_for(path: str, query: str = "") -> ResponseRule:
     form = urllib.parse.parse_qs(query).get("format", [""])[-1]
     if (found := _VALUES.fullmatch(path)) and form in TABLES:
         return ResponseRule(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
+    if (found := _BRANCHES.fullmatch(path)) and form == "csv":
+        return ResponseRule(types=frozenset({JSON, CSV}), file=f"{found['kind']}-{found['name']}.csv")
     return PLAIN
 
 

@@ -65,19 +65,19 @@ class ComparisonService:
 
     def __init__(self, engine: Engine, comparer: RankComparer) -> None:
         self._engine = engine
-        self._shard = comparer.shard
+        self._comparer = comparer
         self._sinks: dict[str, Sink] = {}
         comparer.collected = self._collected
 
     @property
     def shard(self) -> RankShard:
         """Return the shard of rank 0, for the sizes of the model."""
-        return self._shard
+        return self._comparer.shard
 
     def check(self, recipe: Recipe | None) -> None:
         """Raise RecipeError where the model lacks what a recipe names."""
         if recipe is not None:
-            self._engine.check(recipe)
+            self._comparer.check(recipe)
 
     def begin(self, settings: BeginComparison, sink: Sink) -> None:
         """Let all ranks compare the branches of a name from the next step on."""
@@ -96,4 +96,4 @@ class ComparisonService:
     def _collected(self, name: str, number: int, ranks: Sequence[RankRows]) -> None:
         sink = self._sinks.get(name)
         if sink is not None:
-            sink(number, row_results(ranks, self._shard))
+            sink(number, row_results(ranks, self.shard))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.hooks.forward_observer import ComparedRow, ForwardResult, StepContext
 from megatronapp_trainer.hooks.hook_collector import HookCollector
@@ -90,6 +91,10 @@ class RankComparer:
         observer = self._runner.observer
         self._runner.observer = self if observer is None else ObserverPair(observer, self)
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise RecipeError where the model lacks what a recipe names, or this rank the memory for it."""
+        self._runner.perturbation.check(recipe)
+
     @property
     def is_empty(self) -> bool:
         """Return true if no comparison is open."""
@@ -125,7 +130,7 @@ class RankComparer:
         self._collector.begin(dict.fromkeys(sites, tokens), {})
         settings = [self._open[row.name].settings for row in self._rows]
         # The settings and not the sites, of which tensor ranks read different ones: all capture equal families.
-        return "compared", any(one.drift for one in settings), any(one.heads for one in settings)
+        return "compared", any(measured.drift for measured in settings), any(measured.heads for measured in settings)
 
     def collect(self) -> dict[str, torch.Tensor]:
         """Stack the values of all layers: [L, N, ..] of each site."""
@@ -137,9 +142,8 @@ class RankComparer:
         """Hold the reference's rows, and compare those of the others with them."""
         step, self._step = self._step, None
         with torch.no_grad():
-            for place, row in enumerate(self._rows):
-                if step is not None and step.decode:
-                    place = step.segments[step.output_rows[row.output]].slot
+            for row_place, row in enumerate(self._rows):
+                place = _slot_of(step, row) if step is not None and step.decode else row_place
                 values = self._values(row, place, result)
                 found = self._open[row.name]
                 if row.branch == 0:
@@ -148,14 +152,14 @@ class RankComparer:
                     self._compare(found, row, values, result.logits)
 
     def forget(self, key: Hashable) -> None:
-        """Do nothing: no reduction of ours is in a graph of its own."""
+        """Do nothing: the only graphs are those of the runner."""
 
     def _sites(self) -> dict[str, Site]:
         settings = [self._open[row.name].settings for row in self._rows]
         sites = {}
-        if any(one.drift for one in settings) and self.shard.is_first_of_tensor:
+        if any(measured.drift for measured in settings) and self.shard.is_first_of_tensor:
             sites[RESIDUAL.name] = RESIDUAL
-        if any(one.heads for one in settings):
+        if any(measured.heads for measured in settings):
             sites[HEADS.name] = HEADS
         return sites
 
@@ -206,6 +210,11 @@ class RankComparer:
             self.collected(command.name, command.number, parts)
 
 
+def _slot_of(step: StepContext, row: ComparedRow) -> int:
+    """Return the slot of a row of a decode step, of which the layers get one row for each slot."""
+    return step.segments[step.output_rows[row.output]].slot
+
+
 def _own(values: torch.Tensor | None) -> torch.Tensor | None:
     """Return a copy: what a CUDA graph has written is overwritten by its next replay."""
     return None if values is None else values.clone()
@@ -213,7 +222,8 @@ def _own(values: torch.Tensor | None) -> torch.Tensor | None:
 
 def _change(reference: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the norm of the difference over that of the reference, along the last axis."""
-    return (values - reference).norm(dim=-1) / reference.norm(dim=-1)
+    change: torch.Tensor = (values - reference).norm(dim=-1) / reference.norm(dim=-1)
+    return change
 
 
 def _stacked(rows: list[torch.Tensor]) -> NDArray[Any] | None:

@@ -34,8 +34,8 @@ def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token: int, token_b: torch.
     weighted = (weight_V * (a_V - b_V)).sum().reshape(1)
     above = (b_V > token_b).sum().reshape(1).double()
     sum_b = (b_V - peak_b).exp().sum().reshape(1)
-    held = (a_V[token : token + 1], token_b) if 0 <= token < a_V.numel() else (zero, zero)
-    return torch.cat([peak_a, weight_V.sum().reshape(1), weighted, peak_b, sum_b, above, *held])
+    logits = (a_V[token : token + 1], token_b) if 0 <= token < a_V.numel() else (zero, zero)
+    return torch.cat([peak_a, weight_V.sum().reshape(1), weighted, peak_b, sum_b, above, *logits])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

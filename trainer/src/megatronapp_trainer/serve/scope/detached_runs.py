@@ -36,6 +36,8 @@ from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
 if TYPE_CHECKING:
     from megatronapp_trainer.scope.analysis.analysis_service import AnalysisService
     from megatronapp_trainer.serve.scope.capture_controller import CaptureController
+    from megatronapp_trainer.serve.scope.comparisons import ComparisonStore
+    from megatronapp_trainer.serve.scope.sweeps import SweepStore
 
 MAX_RUNS = 64
 """Limit of listed runs: the newest ones, and all that have not ended."""
@@ -205,6 +207,10 @@ class RunStore:
         """Captures of MegaScope, if there is a hub."""
         self.analyses: AnalysisService | None = None
         """Analyses of texts, if there is a hub."""
+        self.comparisons: ComparisonStore | None = None
+        """Comparisons of branches, if there is a hub."""
+        self.sweeps: SweepStore | None = None
+        """Sweeps of perturbations, if there is a hub."""
         self._broker = broker
         self._records: dict[str, RunRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -337,6 +343,18 @@ class RunStore:
         if run not in self._records:
             raise HttpError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are stored.")
         return self._records[run]
+
+    def needed_comparisons(self) -> "ComparisonStore":
+        """Return the comparisons. Raises HttpError without a hub."""
+        self._needed()
+        assert self.comparisons is not None  # there is a hub
+        return self.comparisons
+
+    def needed_sweeps(self) -> "SweepStore":
+        """Return the sweeps. Raises HttpError without a hub."""
+        self._needed()
+        assert self.sweeps is not None  # there is a hub
+        return self.sweeps
 
     def _needed(self) -> "CaptureController":
         if self.captures is None:

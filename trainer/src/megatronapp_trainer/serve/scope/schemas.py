@@ -16,6 +16,18 @@ class ReportedSample(BaseModel):
     finished: list[str | None]
 
 
+class ComparisonStarted(BaseModel):
+    """A comparison that waits for its turn."""
+
+    comparison: str
+
+
+class SweepStarted(BaseModel):
+    """A sweep that waits for its turn."""
+
+    sweep: str
+
+
 class RunDetail(RunStatus):
     """State of a run, and all samples that were sent of it."""
 

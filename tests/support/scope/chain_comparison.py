@@ -1,0 +1,71 @@
+"""Comparisons through the whole chain: page's requests, hub, rank 0 and all ranks."""
+
+import asyncio
+from typing import Any
+
+NOTHING = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 0}}]}
+ABLATED = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "zero"}, "layers": [1]}]}
+COMPARISONS = "/api/v1/scope/comparisons"
+DEADLINE_S = 60
+SWEEPS = "/api/v1/scope/sweeps"
+TOKENS = 5
+
+
+async def ended(page: Any, path: str) -> dict[str, Any]:
+    """Ask until a comparison or a sweep has ended."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (found := (await page.get(path)).json())["state"] in {"queued", "running"}:
+            await asyncio.sleep(0.05)
+    assert found["state"] == "done", found
+    return dict(found)
+
+
+async def check_comparison(page: Any) -> None:
+    """Check that coefficient 0 changes nothing, what an ablation changes, and what is refused."""
+    body = {"prompt": "def f(", "tokens": TOKENS, "sampling": {"temperature": 0}}
+    found = {}
+    for name, recipe in (("nothing", NOTHING), ("ablated", ABLATED)):
+        answer = await page.post(COMPARISONS, body | {"perturbation": recipe})
+        assert answer.status_code == 201, answer.text
+        found[name] = await ended(page, f"{COMPARISONS}/{answer.json()['comparison']}?heads=true")
+    nothing, ablated = found["nothing"], found["ablated"]
+    assert [(row["kl"], row["rank"], row["overlap"]) for row in nothing["rows"]] == [(0, 0, 10)] * TOKENS
+    assert {value for layer in nothing["drift"] for value in layer} == {0}
+    assert nothing["firstDivergence"] is None
+    assert all(row["kl"] > 0 for row in ablated["rows"])
+    assert {value for value in ablated["drift"][0]} == {0}
+    assert all(value > 0 for value in ablated["drift"][1])
+    assert {value for head in ablated["heads"][1] for value in head} == {0}  # heads of layer 1 read what A's read
+    listed = (await page.get(COMPARISONS)).json()
+    assert [known["comparison"] for known in listed] == [ablated["comparison"], nothing["comparison"]]
+    table = (await page.get(f"{COMPARISONS}/{ablated['comparison']}?format=csv")).text.splitlines()
+    assert len(table) == 1 + TOKENS
+    wrong = {"perturbations": [{**ABLATED["perturbations"][0], "layers": [99]}]}
+    answer = await page.post(COMPARISONS, body | {"perturbation": wrong})
+    assert answer.status_code == 422 and "perturbations.0.layers.0: there is no layer 99" in answer.text
+
+
+async def check_sweep(page: Any) -> None:
+    """Check the cells of a sweep against single comparisons, and that one can be cancelled."""
+    body = {"prompt": "def f(", "tokens": 3, "sampling": {"temperature": 0}}
+    noise = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 1}}
+    sweep = body | {"template": noise, "axes": {"layers": [0, 1], "strengths": [0, 0.5]}}
+    answer = await page.post(SWEEPS, sweep)
+    assert answer.status_code == 201, answer.text
+    found = await ended(page, f"{SWEEPS}/{answer.json()['sweep']}")
+    assert [line[0] for line in found["values"]] == [0, 0]
+    assert (found["done"], found["cells"], len(found["ids"])) == (4, 4, 3)
+    recipe = {"perturbations": [noise | {"layers": [1], "action": {"type": "gaussian", "coefficient": 0.5}}]}
+    single = (await page.post(COMPARISONS, body | {"perturbation": recipe})).json()["comparison"]
+    rows = (await ended(page, f"{COMPARISONS}/{single}"))["rows"]
+    assert abs(found["values"][1][1] - sum(row["kl"] for row in rows) / 3) < 1e-6
+    assert (await page.get(f"{SWEEPS}/{found['sweep']}?format=csv")).text.splitlines()[
+        0
+    ] == "layer,strength_0.0,strength_0.5"
+    answer = await page.post(SWEEPS, sweep | {"axes": {"layers": [0, 1], "strengths": [0.1] * 256}})
+    name = answer.json()["sweep"]
+    await page.delete(f"{SWEEPS}/{name}")
+    async with asyncio.timeout(DEADLINE_S):
+        while (state := (await page.get(f"{SWEEPS}/{name}")).json()["state"]) != "cancelled":
+            assert state in {"queued", "running"}
+            await asyncio.sleep(0.05)
