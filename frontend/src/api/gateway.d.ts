@@ -136,7 +136,7 @@ export interface paths {
         post?: never;
         /**
          * Cancel Comparison
-         * @description Cancel a comparison.
+         * @description Cancel a comparison that waits or generates.
          */
         delete: operations["cancel_comparison_api_v1_jobs__namespace___name__scope_comparisons__run__delete"];
         options?: never;
@@ -260,7 +260,7 @@ export interface paths {
         post?: never;
         /**
          * Cancel Sweep
-         * @description Cancel a sweep.
+         * @description Cancel a sweep that waits or generates.
          */
         delete: operations["cancel_sweep_api_v1_jobs__namespace___name__scope_sweeps__run__delete"];
         options?: never;
