@@ -85,7 +85,7 @@ def plain_branches(variant: str, ids: list[int]) -> tuple[dict[str, Any], dict[s
 
 @pytest.mark.full("every layout", but=("TP2",))
 @pytest.mark.parametrize("layout", [*LAYOUTS])
-def test_a_patched_branch_differs_from_a_clean_one_as_in_plain_torch(run_ranks: RunRanks, layout: str) -> None:
+def test_a_patched_branch_differs_as_in_plain_torch(run_ranks: RunRanks, layout: str) -> None:
     count, flags = LAYOUTS[layout]
     found = run_ranks(count, patched, flags, VARIANTS["rotary-grouped"])[0]
     assert [row.index for row in found.rows] == list(range(NEW))

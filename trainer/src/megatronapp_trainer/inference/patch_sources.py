@@ -1,14 +1,10 @@
 """Sources of patches in the engine: texts that are read before the first step of a recipe that takes values of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
 from megatronapp_trainer.perturbation.patches import patched_positions
-
-if TYPE_CHECKING:
-    from megatronapp_trainer.inference.request import GenerationRequest
 
 PREFIX = "patch:"
 Encode = Callable[[str], Sequence[int]]
@@ -54,14 +50,11 @@ def check_source(place: int, tokens: Sequence[int], *, capacity: int, vocabulary
             raise RecipeError(f"{where}.tokens.{index}: there is no token {token}; write 0 to {vocabulary - 1}")
 
 
-def check_lengths(request: "GenerationRequest", lengths: Mapping[int, int]) -> None:
-    """Raise RecipeError where the prompt of a request has positions that a source lacks."""
-    if request.perturbation is None:
-        return
+def check_lengths(recipe: Recipe, prompt_length: int, lengths: Mapping[int, int]) -> None:
+    """Raise RecipeError where a prompt has positions that a source lacks. `lengths`: tokens of each source."""
     for place, source_length in lengths.items():
-        perturbation = request.perturbation.perturbations[place]
         try:
-            patched_positions(perturbation, request.prompt_length or len(request.prompt), source_length)
+            patched_positions(recipe.perturbations[place], prompt_length, source_length)
         except RecipeError as error:
             raise RecipeError(f"perturbations.{place}.{error}") from error
 
@@ -82,8 +75,3 @@ def source_of_name(name: str) -> tuple[str, int] | None:
 def lengths_of(sources: Mapping[int, Sequence[int]]) -> dict[int, int]:
     """Return the number of tokens of each source."""
     return {place: len(tokens) for place, tokens in sources.items()}
-
-
-def digests_with_sources(requests: Iterable["GenerationRequest"]) -> set[str]:
-    """Return the recipes some of whose sources have not been read to their end."""
-    return {request.source_of.recipe.digest for request in requests if request.source_of is not None}

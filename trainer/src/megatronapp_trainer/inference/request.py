@@ -123,6 +123,11 @@ def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, ha
         raise RequestError("stop_texts", "this engine has no tokenizer; give stop_tokens instead")
 
 
+def digests_with_sources(requests: Iterable[GenerationRequest]) -> set[str]:
+    """Return the recipes some of whose sources have not been read to their end."""
+    return {request.source_of.recipe.digest for request in requests if request.source_of is not None}
+
+
 def source_requests(
     sources_of: Callable[[Recipe], Mapping[int, tuple[int, ...]]], requests: Iterable[GenerationRequest]
 ) -> dict[str, list[GenerationRequest]]:
@@ -136,7 +141,7 @@ def source_requests(
             if (recipe := request.perturbation) is None or not (sources := sources_of(recipe)):
                 continue
             lengths = lengths_of(sources)
-            check_lengths(request, lengths)
+            check_lengths(recipe, request.prompt_length or len(request.prompt), lengths)
             found[recipe.digest] = [
                 GenerationRequest(
                     id=name_of_source(recipe.digest, place),

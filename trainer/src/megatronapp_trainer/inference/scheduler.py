@@ -11,9 +11,9 @@ from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
 from megatronapp_trainer.inference.model.sampling import noise_keys
-from megatronapp_trainer.inference.patch_sources import PatchSource, digests_with_sources
+from megatronapp_trainer.inference.patch_sources import PatchSource
 from megatronapp_trainer.inference.perturbed_steps import PerturbedStep, RecipeRotation
-from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.request import GenerationRequest, digests_with_sources
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 
 Ending = tuple[FinishReason, int | tuple[int, ...] | str | None]

@@ -43,8 +43,8 @@ class ModelPerturbations:
     @property
     def num_bytes(self) -> int:
         """Return the memory of all copies of parameters, and of the values of patches."""
-        known = (*self._parameters.values(), *self._activations.values())
-        return sum(part.num_bytes for part in known)
+        copies = sum(parameters.num_bytes for parameters in list(self._parameters.values()))
+        return copies + sum(activations.num_bytes for activations in list(self._activations.values()))
 
     def drop(self, digest: str) -> None:
         """Forget a recipe, and free its copies of parameters."""

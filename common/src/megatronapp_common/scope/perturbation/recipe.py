@@ -100,7 +100,7 @@ class PatchText(RecipeModel):
     """Its tokens instead."""
 
     @model_validator(mode="after")
-    def _has_one(self) -> Self:
+    def _has_tokens(self) -> Self:
         if (self.prompt is None) == (self.tokens is None):
             raise ValueError("one of prompt and tokens must be given; write for example prompt: The whale")
         return self
