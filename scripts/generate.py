@@ -198,6 +198,12 @@ def training_frames() -> dict[str, Frame]:
     rows = [SiteLayer("residual", 3)]
     return {
         "training-rank": Frame(FrameType.TRAINING_RANK, header | {"every": 50}),
+        "training-probe": Frame(
+            FrameType.TRAINING_PROBE,
+            {"rank": 0, "attempt": 0, "step": 50, "kind": "norms", "text": 0, "tokens": 2, "layer": 3, "first": 0}
+            | {"arrays": [["<f4", [2]]]},
+            np.array([1.0, 2.0], "<f4").tobytes(),
+        ),
         "training-statistics": statistics_frame(FrameType.TRAINING_STATISTICS, header | {"step": 50}, rows, values),
     }
 

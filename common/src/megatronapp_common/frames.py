@@ -71,6 +71,8 @@ class FrameType(enum.IntEnum):
     """rank -> hub: a rank of a training that captures statistics of layers."""
     TRAINING_STATISTICS = 38
     """rank -> hub: statistics of layers in one training step, as far as this rank has them."""
+    TRAINING_PROBE = 39
+    """rank -> hub: what a probe text gave after a training step, as far as this rank has it."""
     SCOPE_HELLO = 40
     """hub -> page: model, layout, limits, runs."""
     SCOPE_RUN = 41

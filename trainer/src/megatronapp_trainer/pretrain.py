@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.device import Device
     from megatronapp_trainer.hooks.boundary_control import BoundaryControl
+    from megatronapp_trainer.hooks.probe_texts import ProbeTexts
+    from megatronapp_trainer.hooks.scheduled_capture import ScheduledCapture
     from megatronapp_trainer.hooks.step_observer import StepObserver
     from megatronapp_trainer.hooks.training_capture import TrainingCapture
     from megatronapp_trainer.parallel.layout import Layout
@@ -119,6 +121,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
             observer=observer,
             control=control,
             capture=capture,
+            probes=prepare_texts(run, capture),
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
@@ -169,6 +172,7 @@ def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop
         stop_requested=lambda: stop_request.requested,
         open_control=lambda observer: open_control(run, observer, stop_request, capture=capture),
         capture=capture,
+        probes=prepare_texts(run, capture),
     )
     with contextlib.closing(forward):
         return forward.serve()
@@ -226,7 +230,7 @@ def open_control(
     return setup.open_control(run.config, run.layout, surroundings, observer, capture)
 
 
-def prepare_capture(run: "TrainingRun") -> "TrainingCapture | None":
+def prepare_capture(run: "TrainingRun") -> "ScheduledCapture | None":
     """Prepare to capture steps with ``--scope-capture-interval`` or ``--training-control``; None without.
 
     Nothing of it is imported before a step is captured.
@@ -241,6 +245,32 @@ def prepare_capture(run: "TrainingRun") -> "TrainingCapture | None":
         return setup.open_capture(run.config, run.layout, run.state.chunks, run.device.torch_device, every=every)
 
     return ScheduledCapture(connect, every=run.config.control.scope_capture_interval or 0)
+
+
+def prepare_texts(run: "TrainingRun", capture: "ScheduledCapture | None") -> "ProbeTexts | None":
+    """Prepare to run the texts of ``--scope-probe-texts``; None, and nothing imported, without. Raises UsageError."""
+    if run.config.control.scope_probe_texts is None or capture is None:
+        return None
+    from megatronapp_trainer.scope.texts import setup
+
+    config, layout = run.config, run.layout
+    rounds = setup.rounds_of(config, layout, run.batches)
+    if layout.role is RankRole.BACKWARD:
+        from megatronapp_trainer.fbd.remote_texts import RemoteTexts
+
+        return RemoteTexts(rounds.microbatches, rounds.rounds)
+    from megatronapp_trainer.training.build import vocab_size_of
+
+    return setup.open_texts(
+        config,
+        layout,
+        run.state.chunks,
+        run.core_config,
+        rounds=rounds,
+        vocab_size=vocab_size_of(config),
+        device=run.device.torch_device,
+        send=capture.post,
+    )
 
 
 @contextlib.contextmanager

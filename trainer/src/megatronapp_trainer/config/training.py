@@ -49,6 +49,9 @@ class ControlConfig:
     scope_capture_interval: int | None = option(
         None, "steps between two captures of the statistics of layers, for the job's hub", bounds="[1, inf)"
     )
+    scope_probe_texts: str | None = option(
+        None, "JSON list of texts that are run through the weights after each captured step, for the job's hub"
+    )
     training_ws_port: int | None = option(
         None,
         "of MegatronApp: --training-control with --training-start-paused; pages are at the job's hub, and no server "

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 
@@ -23,10 +24,12 @@ from megatronapp_trainer.fbd.forward_order import ForwardRankStep, NextForward, 
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
 from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
 from megatronapp_trainer.fbd.orders import PassOrders, forward_order
+from megatronapp_trainer.fbd.remote_texts import CommandedTexts
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl
+from megatronapp_trainer.hooks.probe_texts import ProbeTexts
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.transfer_observer import PassKey
@@ -75,6 +78,7 @@ class ForwardRank:
         stop_requested: Callable[[], bool],
         control: BoundaryControl | None = None,
         capture: TrainingCapture | None = None,
+        probes: ProbeTexts | None = None,
     ) -> None:
         """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
 
@@ -96,6 +100,7 @@ class ForwardRank:
         self._stop_requested = stop_requested
         self._control = control
         self._capture = capture
+        self._probes = None if probes is None else CommandedTexts(probes, len(replicas))
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
         self._step = 0
@@ -298,17 +303,22 @@ class ForwardRank:
         self._pass_on(result, replica, item, chunk)
 
     def _evaluate(self, order: Order) -> None:
+        if order.split is Split.PROBES:
+            if self._probes is None:
+                raise TransferError("this rank has no probe texts; give all ranks --scope-probe-texts")
+            with self._probes.round(self._iteration) as iterators:
+                self._run_evaluation(order, iterators)
+            return
         splits = [
             replica.iterators.valid if order.split is Split.VALIDATION else replica.iterators.test
             for replica in self._replicas
         ]
         if any(split is None for split in splits):
             raise TransferError(f"there are no samples of {order.split.name.lower()} for this evaluation")
-        feeds = [
-            StepFeed(self._source, iterator, order.num_microbatches, observer=None)
-            for iterator in splits
-            if iterator is not None
-        ]
+        self._run_evaluation(order, [iterator for iterator in splits if iterator is not None])
+
+    def _run_evaluation(self, order: Order, iterators: list[Iterator[Any]]) -> None:
+        feeds = [StepFeed(self._source, iterator, order.num_microbatches, observer=None) for iterator in iterators]
         with torch.no_grad(), untouched_training(self._run), self._channel.unobserved():
             for microbatch, chunk in forward_order(self._stage.placement, order.num_microbatches, self._stage.rank):
                 for index, replica in enumerate(self._replicas):

@@ -44,6 +44,7 @@ from megatronapp_trainer.fbd.stage import Stage, stage_of
 from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
 from megatronapp_trainer.fbd.weights import weight_traffic
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl
+from megatronapp_trainer.hooks.probe_texts import ProbeTexts
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.models.registry import model_family
@@ -170,11 +171,13 @@ def build_forward_rank(
     stop_requested: Callable[[], bool],
     open_control: Callable[[StepObserver | None], BoundaryControl | None] = lambda _: None,
     capture: TrainingCapture | None = None,
+    probes: ProbeTexts | None = None,
 ) -> ForwardRank:
     """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
 
     `open_observer` opens the observer of the run once it is known where the training begins, `open_control` the control
-    of the training, if it obeys orders, `capture` captures its steps, if there are captures.
+    of the training, if it obeys orders, `capture` captures its steps, if there are captures, `probes` reads
+    probe texts after them.
 
     Raises:
         UsageError: a backward rank has another kind of device, and no flag says so.
@@ -219,6 +222,7 @@ def build_forward_rank(
         stop_requested=stop_requested,
         control=open_control(observer),
         capture=capture,
+        probes=probes,
     )
 
 

@@ -1,7 +1,7 @@
 """Captures of steps at an interval or by order. What captures is imported and connected when it is first needed."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ConnectedCapture(Protocol):
@@ -12,6 +12,9 @@ class ConnectedCapture(Protocol):
 
     def send(self) -> None:
         """Remove the hooks, and send what the step gave."""
+
+    def post(self, job: Any) -> None:  # noqa: ANN401 - FrameJob, not imported where nothing is captured
+        """Send further frames of a step."""
 
     def close(self) -> None:
         """Send what is left, and end."""
@@ -62,6 +65,11 @@ class ScheduledCapture:
         """Remove the hooks of a captured step, and send its statistics."""
         assert self._capture is not None
         self._capture.send()
+
+    def post(self, job: Any) -> None:  # noqa: ANN401 - FrameJob, not imported where nothing is captured
+        """Send further frames of a captured step."""
+        assert self._capture is not None
+        self._capture.post(job)
 
     def close(self) -> None:
         """Send what is left, and end."""

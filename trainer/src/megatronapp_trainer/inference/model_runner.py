@@ -126,7 +126,6 @@ class ModelRunner:
             device,
             vocab_size=vocab_size,
             slots=options.slots,
-            capacity=options.capacity,
             step_tokens=max(options.slots, options.prefill_chunk),
             drop_graphs=self._graphs.drop,
         )

@@ -12,6 +12,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl, BoundaryDecision
+from megatronapp_trainer.hooks.probe_texts import ProbeTexts
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.models.registry import model_family
@@ -20,6 +21,7 @@ from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import Evaluator, gathered_parameters, is_due
 from megatronapp_trainer.training.loop_context import LoopContext
 from megatronapp_trainer.training.monitor import StepOutcome, TrainingMonitor
+from megatronapp_trainer.training.probe_texts import read_probe_texts
 from megatronapp_trainer.training.progress import Reporter
 from megatronapp_trainer.training.signals import StopRequest
 from megatronapp_trainer.training.step import TrainingStep
@@ -47,8 +49,22 @@ class Trainer:
         observer: StepObserver | None = None,
         control: BoundaryControl | None = None,
         capture: TrainingCapture | None = None,
+        probes: ProbeTexts | None = None,
     ) -> None:
-        """Take a run with its data and schedule. `control`: decides before each step whether there is one more."""
+        """Take a run with its data and schedule.
+
+        Args:
+            run: what is trained.
+            iterators: its data.
+            schedule: of its passes.
+            stop_request: of this process.
+            reporter: of the reporting rank.
+            checkpoints: where a checkpoint can be saved.
+            observer: of this rank's spans.
+            control: decides before each step whether there is one more.
+            capture: captures steps.
+            probes: texts that are run after each captured step.
+        """
         self._run = run
         self._config = run.config
         self._state = run.state
@@ -63,6 +79,8 @@ class Trainer:
             monitor=self._monitor,
             stop_request=stop_request,
         )
+        self._context = context
+        self._probes = probes
         self._step = TrainingStep(context, iterators.train, capture)
         self._evaluator = Evaluator(context, iterators)
 
@@ -83,6 +101,8 @@ class Trainer:
                 if (code := self._ordered_end()) is not None:
                     return code
                 outcome = self.step()
+                if outcome.is_captured and self._probes is not None:
+                    read_probe_texts(self._context, self._probes, self._state.iteration)
                 if (code := self._at_boundary(outcome)) is not None:
                     return code
         return self._finish()

@@ -23,6 +23,8 @@ class StepOutcome:
     skipped: bool
     batch_size: int
     elapsed_s: float
+    is_captured: bool = False
+    """True if statistics of its layers were captured."""
 
 
 class TrainingMonitor:

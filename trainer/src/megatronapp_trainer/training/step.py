@@ -30,6 +30,7 @@ class TrainingStep:
         self._monitor = context.monitor
         self._batches = batches
         self._capture = capture
+        self._is_captured = False
         self._pending: PendingLossReduction | None = None
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
@@ -52,6 +53,7 @@ class TrainingStep:
             skipped=not succeeded,
             batch_size=batch_size,
             elapsed_s=time.perf_counter() - began_s,
+            is_captured=self._is_captured,
         )
         self._monitor.step_end(outcome)
         return outcome
@@ -60,16 +62,16 @@ class TrainingStep:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        is_captured = self._capture is not None and self._capture.step_begin(self._state.iteration)
+        self._is_captured = self._capture is not None and self._capture.step_begin(self._state.iteration)
         feed = StepFeed(
             self._context.source,
             self._batches,
             microbatches,
             observer=self._monitor.observer,
-            is_captured=is_captured,
+            is_captured=self._is_captured,
         )
         reports = self._context.schedule.train(feed, microbatches)
-        if self._capture is not None and is_captured:
+        if self._capture is not None and self._is_captured:
             with self._monitor.span(RecordKind.CAPTURE):
                 self._capture.step_computed()
         with self._monitor.span(RecordKind.LOSS_REDUCE):

@@ -17,6 +17,10 @@ def control_problems(config: TrainerConfig) -> Iterator[str]:
             control.enabled or not given, f"{flag} needs --training-control; add it, or leave {flag} out"
         )
     yield from require(
+        control.scope_probe_texts is None or control.enabled or control.scope_capture_interval is not None,
+        "--scope-probe-texts are run after captured steps; add --scope-capture-interval or --training-control",
+    )
+    yield from require(
         control.scope_capture_interval is None or not config.logging.skip_train,
         "--scope-capture-interval captures training steps, and --skip-train runs none; leave one of them out",
     )

@@ -27,6 +27,8 @@ class Split(enum.IntEnum):
 
     VALIDATION = 0
     TEST = 1
+    PROBES = 2
+    """Fixed texts, whose passes are captured."""
 
 
 _COUNT_BITS, _SPLIT_BITS, _MODE_BITS, _VERSION_BITS = 24, 2, 2, 24

@@ -106,6 +106,10 @@ class LayerCapture:
         )
         self._sink(StatisticsJob({**self._header, "step": self._step}, statistics.rows, copy))
 
+    def post(self, job: FrameJob) -> None:
+        """Send further frames of a step."""
+        self._sink(job)
+
     def close(self) -> None:
         """Send what is left, and end."""
         if self._sites is not None:
