@@ -133,7 +133,7 @@ class PausePage:
     """Control page that shows a pause to rank 0, in place of the agent that writes it."""
 
     def read_new(self) -> dict[str, Any]:
-        """Return the page."""
+        """Return a document with an order to pause."""
         return {"training": {"attempt": 0, "renewals": 0, "orders": [{"number": 1, "kind": "pause"}]}}
 
 

@@ -787,6 +787,66 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/training/probes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Probes
+         * @description Probe texts of the training, and the steps after which they were run.
+         */
+        get: operations["getProbes"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training/probes/{step}/{text}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Result
+         * @description Predictions and norms of the residual of a text after a step.
+         */
+        get: operations["getProbeResult"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/training/probes/{step}/{text}/attention": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Attention
+         * @description Attention of a head over a text after a step.
+         */
+        get: operations["getProbeAttention"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/verdicts": {
         parameters: {
             query?: never;
@@ -896,12 +956,20 @@ export interface components {
              * @description Probability that bitFlip flips a bit of a number.
              */
             rate?: number | null;
-            /** @description Prompt from which patch takes the numbers, of the model without perturbation. */
-            source?: components["schemas"]["PatchText"] | null;
+            /**
+             * Run
+             * @description Id of the run that patch takes numbers from.
+             */
+            run?: string | null;
+            /**
+             * Sample
+             * @description Prompt of that run, from 0; omitted: 0.
+             */
+            sample?: number | null;
             /**
              * Type
              * @description gaussian: x + N(0, coefficient^2). uniform: x * U(1 - coefficient, 1 + coefficient). bitFlip: a bit of x. mean: a
-             *     mean. patch: x of another prompt.
+             *     mean. patch: x of another run.
              * @enum {string}
              */
             type: "gaussian" | "uniform" | "bitFlip" | "zero" | "mean" | "patch";
@@ -2058,22 +2126,6 @@ export interface components {
             who: string;
         };
         /**
-         * PatchText
-         * @description Text whose activations a patch takes.
-         */
-        PatchText: {
-            /**
-             * Prompt
-             * @description Text of the prompt.
-             */
-            prompt?: string | null;
-            /**
-             * Tokens
-             * @description Its tokens instead.
-             */
-            tokens?: number[] | null;
-        };
-        /**
          * PcaFitted
          * @description The axes are there.
          */
@@ -2363,6 +2415,129 @@ export interface components {
              * @enum {string}
              */
             origin: "start" | "promptEnd";
+        };
+        /**
+         * ProbeAttention
+         * @description Attention of a head over a text after a step.
+         */
+        ProbeAttention: {
+            /**
+             * Block
+             * @description Tokens of a row and of a column.
+             */
+            block: number;
+            /** Head */
+            head: number;
+            /** Layer */
+            layer: number;
+            /**
+             * Probabilities
+             * @description [query][key], in 255 levels: mean over the queries of a block, sum over its keys.
+             */
+            probabilities: number[][];
+            /** Step */
+            step: number;
+            /** Text */
+            text: number;
+        };
+        /**
+         * ProbeCandidate
+         * @description A likely next token.
+         */
+        ProbeCandidate: {
+            /** Logprob */
+            logprob: number;
+            /** Token */
+            token: string;
+        };
+        /**
+         * ProbeResult
+         * @description Numbers of a text after a step.
+         */
+        ProbeResult: {
+            /**
+             * Candidates
+             * @description By token: likeliest next tokens.
+             */
+            candidates: components["schemas"]["ProbeCandidate"][][];
+            /**
+             * Layers
+             * @description Layers of `norms`; -1: the embedding.
+             */
+            layers: number[];
+            /**
+             * Logprobs
+             * @description By token: log-probability of the token that follows; null at the end.
+             */
+            logprobs: (number | null)[];
+            /**
+             * Norms
+             * @description [layer][token]: Euclidean norm of the residual after the layer.
+             */
+            norms: (number | null)[][];
+            /** Step */
+            step: number;
+            /** Text */
+            text: number;
+        };
+        /**
+         * ProbeText
+         * @description A text that is run after captured steps.
+         */
+        ProbeText: {
+            /**
+             * Block
+             * @description Tokens of a row of its attention maps.
+             */
+            block: number;
+            /** Text */
+            text: string;
+            /**
+             * Tokens
+             * @description Its tokens as strings.
+             */
+            tokens: string[];
+        };
+        /**
+         * ProbedStepView
+         * @description A step after which the texts were run.
+         */
+        ProbedStepView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Meanlogprobs
+             * @description By text: mean log-probability of its tokens but the first; null: not computed.
+             */
+            meanLogprobs: (number | null)[];
+            /**
+             * Step
+             * @description Steps done.
+             */
+            step: number;
+        };
+        /**
+         * Probes
+         * @description Texts, and the steps after which they were run.
+         */
+        Probes: {
+            /**
+             * Heads
+             * @description Number of heads of each layer.
+             */
+            heads: number;
+            /**
+             * Layers
+             * @description Layers of attention maps.
+             */
+            layers: number[];
+            /**
+             * Steps
+             * @description Ascending.
+             */
+            steps: components["schemas"]["ProbedStepView"][];
+            /** Texts */
+            texts: components["schemas"]["ProbeText"][];
         };
         /**
          * Problem
@@ -6686,6 +6861,174 @@ export interface operations {
             };
             /** @description Request Entity Too Large */
             413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getProbes: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Probes"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getProbeResult: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                step: number;
+                text: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ProbeResult"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getProbeAttention: {
+        parameters: {
+            query?: {
+                layer?: number;
+                head?: number;
+            };
+            header?: never;
+            path: {
+                step: number;
+                text: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ProbeAttention"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -18,8 +18,17 @@ from pytest_workers import FULL
 from served_job import Served
 
 pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(900)]
+TEXT = "the whale dives"
 ORDERS = 200 if FULL else 16
 """Orders of two clients together."""
+
+
+def tokenizer_of(folder: pathlib.Path) -> pathlib.Path:
+    from megatronapp_trainer.data import tokenizer
+
+    path = folder / "tokenizer.json"
+    tokenizer.train([TEXT], 280).backend.save(str(path))
+    return path
 
 
 def document(folder: pathlib.Path, name: str) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def document(folder: pathlib.Path, name: str) -> dict[str, Any]:
                 "hiddenSize": 32,
                 "numAttentionHeads": 4,
                 "seqLength": 16,
-                "vocabSize": 100,
+                "vocabSize": 300,
             },
             "training": {
                 "microBatchSize": 1,
@@ -45,12 +54,12 @@ def document(folder: pathlib.Path, name: str) -> dict[str, Any]:
                 "lr": 0.002,
                 "evalIters": 0,
             },
-            "data": {"mock": True},
+            "data": {"mock": True, "tokenizer": str(tokenizer_of(folder))},
             "dpp": {"enabled": True, "chunks": 1},
             "checkpoint": {"save": str(folder / "checkpoints")},
             "analyzer": {"enabled": True},
             "runPolicy": {"backoff": {"initialSeconds": 0.1}},
-            "scope": {"training": {"startPaused": True, "captureEvery": 2}},
+            "scope": {"training": {"startPaused": True, "captureEvery": 2, "probeTexts": [TEXT]}},
         },
     }
 
@@ -99,6 +108,27 @@ def check_captures(job: Served) -> None:
         assert entry["nan"] + entry["inf"] + entry["zero"] + sum(entry["histogram"]) == entry["count"]
 
 
+def check_probe_texts(job: Served) -> None:
+    """The text was run after step 2 on both stages: the second one has the predictions."""
+    found: dict[str, Any] = {}
+
+    def there() -> bool:
+        with job.hub() as hub:
+            found.update(hub.get("training/probes").raise_for_status().json())
+        return found["layers"] == [0, 1] and [step["meanLogprobs"][:1] != [None] for step in found["steps"]] == [True]
+
+    job._until(there)
+    assert ("".join(found["texts"][0]["tokens"]), found["steps"][0]["step"], found["heads"]) == (TEXT, 2, 4)
+    with job.hub() as hub:
+        result = hub.get("training/probes/2/0").raise_for_status().json()
+        attention = hub.get("training/probes/2/0/attention", params={"layer": 1, "head": 3}).raise_for_status().json()
+        assert hub.get("training/probes/3/0").status_code == 404
+    assert len(result["candidates"][0]) == 5 and result["layers"] == [-1, 0, 1]
+    assert attention["probabilities"][0][0] == 1 and all(
+        sum(row) == pytest.approx(1, abs=0.02) for row in attention["probabilities"]
+    )
+
+
 def captured_steps(job: Served) -> list[int]:
     with job.hub() as hub:
         return [step["step"] for step in hub.get("training/captures").raise_for_status().json()["steps"]]
@@ -143,6 +173,7 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     job._until(lambda: until_state(job, "paused", 0)["step"] == 3)
     assert job.status()["phase"] == "Running"
     check_captures(job)
+    check_probe_texts(job)
     assert job.cli("training", job.name, "capture", "--off") == "captures no step from now on, after 3 steps\n"
     job.cli("training", job.name, "step", "1")
     job._until(lambda: until_state(job, "paused", 0)["step"] == 4)

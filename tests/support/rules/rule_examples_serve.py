@@ -76,6 +76,19 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
             "is false, so that startPaused and resumeAfterSeconds mean nothing",
         ),
     ),
+    *good(
+        "probe-texts-after-captures",
+        _CONTROLLED | {"spec.scope": {"training": {"probeTexts": ["a"]}}},
+        _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "captureEvery": 5, "probeTexts": ["a"]}}},
+    ),
+    *bad(
+        "probe-texts-after-captures",
+        "spec.scope.training.probeTexts",
+        (
+            _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "probeTexts": ["a"]}}},
+            "are run after captured steps, and no step is captured",
+        ),
+    ),
     *good("scope-perturbations-of-mode-serve", _CONTROLLED),
     *bad(
         "scope-perturbations-of-mode-serve",

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from megatronapp_common.job import Serve, Spec, load_job, megatron_arguments, place_of
 from megatronapp_common.job.api.scope import Scope
-from megatronapp_common.job.arguments import FLAGS, SERVE_FLAGS
+from megatronapp_common.job.arguments import FLAGS, OTHER_FLAGS, SERVE_FLAGS
 from megatronapp_common.job.fields import model_of
 from megatronapp_common.scope.perturbation.recipe import parse_recipe
 from megatronapp_trainer.config import build_parser, parse
@@ -116,7 +116,9 @@ EVERYTHING: dict[str, Any] = {
     },
     "spec.trace": {"enabled": True, "capacity": 4096},
     "spec.analyzer": {"enabled": True},
-    "spec.scope": {"training": {"startPaused": True, "resumeAfterSeconds": 60, "captureEvery": 50}},
+    "spec.scope": {
+        "training": {"startPaused": True, "resumeAfterSeconds": 60, "captureEvery": 50, "probeTexts": ["a b"]}
+    },
     "spec.faults": [{"rank": 1, "kind": "link", "factor": 2.0, "fromStep": 10, "steps": 5, "peer": 0}],
     "spec.args": ["--seed", "9"],
 }
@@ -298,6 +300,7 @@ def test_a_served_job_gives_the_servers_flags(build: Any) -> None:
 
 def test_every_field_of_serve_has_a_flag_that_the_server_knows() -> None:
     fields = {field for field in leaves(Scope, "scope") if "perturbations" not in field}
+    fields -= set(OTHER_FLAGS.values())
     assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve") | {"scope.plugins"}
     assert fields <= {entry.field for entry in (*FLAGS, *SERVE_FLAGS)}
     known = {flag for action in build_serve_parser()._actions for flag in action.option_strings}

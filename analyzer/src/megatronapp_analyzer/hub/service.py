@@ -35,7 +35,7 @@ from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
-CAPTURE_TYPES = frozenset({FrameType.TRAINING_RANK, FrameType.TRAINING_STATISTICS})
+CAPTURE_TYPES = frozenset({FrameType.TRAINING_RANK, FrameType.TRAINING_STATISTICS, FrameType.TRAINING_PROBE})
 SCOPE_TYPES = frozenset(range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)) - CAPTURE_TYPES
 
 

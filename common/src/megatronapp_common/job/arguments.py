@@ -148,6 +148,7 @@ OTHER_FLAGS = {
     "--bf16": "training.precision",
     "--faults": "faults",
     "--scope-perturbations": "scope.perturbations",
+    "--scope-probe-texts": "scope.training.probe_texts",
     "--fbd-forward-ranks-apart": "fbd.forward",
     "--fbd-forward-on-cpu": "fbd.forward.gpus_per_node",
 }
@@ -211,6 +212,9 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     if job.spec.mode == "serve" and job.spec.scope is not None and job.spec.scope.perturbations:
         recipes = [named.model_dump(mode="json", exclude_defaults=True) for named in job.spec.scope.perturbations]
         flags += ["--scope-perturbations", json.dumps(recipes, separators=(",", ":"))]
+    training = None if job.spec.scope is None else job.spec.scope.training
+    if training is not None and training.probe_texts:
+        flags += ["--scope-probe-texts", json.dumps(training.probe_texts, separators=(",", ":"))]
     return [*flags, *job.spec.args]
 
 

@@ -19,7 +19,7 @@ from megatronapp_analyzer.hub.http import (
     routes_read,
 )
 from megatronapp_analyzer.hub.http.login import LoginService
-from megatronapp_analyzer.hub.http.training import capture_routes
+from megatronapp_analyzer.hub.http.training import capture_routes, probe_routes
 from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
@@ -52,6 +52,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_faults,
         routes_training,
         capture_routes,
+        probe_routes,
         routes_scope,
         routes_analysis,
         routes_comparison,

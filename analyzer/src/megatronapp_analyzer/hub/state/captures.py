@@ -6,6 +6,7 @@ import pathlib
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.ingest.spool import read_frames
 from megatronapp_analyzer.hub.state.capture_store import CapturedStep, CaptureStore
+from megatronapp_analyzer.hub.state.probe_store import ProbeStore
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -21,6 +22,7 @@ class TrainingCaptures:
         self._writable = writable
         self._failed = False
         self.store = CaptureStore()
+        self.texts = ProbeStore(None if path is None else path.with_name("probes"), writable=writable)
         self.rejected = 0
         self._sending: set[tuple[int, int]] = set()
         """Attempts and workers whose ranks have begun to capture and have not ended."""
@@ -49,6 +51,8 @@ class TrainingCaptures:
             if frame.type == FrameType.TRAINING_RANK:
                 self.store.take_rank(frame)
                 self._sending.add((attempt, worker))
+            elif frame.type == FrameType.TRAINING_PROBE:
+                self.texts.take(frame)
             elif (step := self.store.take(frame)) is not None:
                 self._write([step], append=not self.store.thinned)
         except (FrameError, ProtocolError) as error:

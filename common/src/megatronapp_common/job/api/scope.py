@@ -6,9 +6,13 @@ from pydantic import Field
 
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.scope.perturbation.recipe import MAX_NAMED, NamedRecipe
+from megatronapp_common.scope.probe_texts import MAX_CHARACTERS, MAX_TEXTS
 
 MODULE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]
+
+
+ProbeText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
 class TrainingControl(ManifestModel):
@@ -22,6 +26,8 @@ class TrainingControl(ManifestModel):
     """Seconds without a controlling client after which a pause ends."""
     capture_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Steps between captures of layers; default: none."""
+    probe_texts: Annotated[tuple[ProbeText, ...], Field(max_length=MAX_TEXTS)] = ()
+    """Texts to run through the weights after each captured step; need a tokenizer."""
 
 
 class Scope(ManifestModel):

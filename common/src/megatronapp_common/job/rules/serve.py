@@ -93,6 +93,14 @@ SERVE_RULES = (
         message="is false, so that startPaused and resumeAfterSeconds mean nothing; leave them out, or write true",
     ),
     Rule(
+        id="probe-texts-after-captures",
+        field=".scope.training.probeTexts",
+        rule="!has(self.scope) || !has(self.scope.training) || self.scope.training.probeTexts.size() == 0 || "
+        "self.scope.training.enabled || has(self.scope.training.captureEvery)",
+        message="are run after captured steps, and no step is captured; write captureEvery, or leave them out",
+        args=("--scope-probe-texts",),
+    ),
+    Rule(
         id="scope-perturbations-of-mode-serve",
         field=".scope.perturbations",
         rule=f"!({_TRAINS}) || !has(self.scope) || self.scope.perturbations.size() == 0",

@@ -1,0 +1,138 @@
+"""Results of probe texts of a training: the frames of ranks by step, in memory or in one file for each step."""
+
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from megatronapp_analyzer.hub.ingest.spool import read_frames
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame
+from megatronapp_common.scope.probe_texts import ProbePart, read_probe
+
+LOG = logging.getLogger(__name__)
+MAX_BYTES = 128 << 20
+"""Most bytes of all steps; beyond, older steps become sparser."""
+MIN_STEPS = 4
+"""Number of steps that stay even if they need more."""
+SUFFIX = ".frames"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KnownText:
+    """A text as the ranks name it."""
+
+    source: str
+    strings: tuple[str, ...]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ProbedStep:
+    """A step after which the texts were run."""
+
+    step: int
+    """Steps done."""
+    attempt: int
+    nbytes: int = 0
+    frames: list[Frame] = dataclasses.field(default_factory=list)
+    """Frames of ranks, where nothing is on disk."""
+    mean_logprobs: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By text the mean log-probability of the tokens that follow in it."""
+
+
+class ProbeStore:
+    """Steps with the results of all texts. A step of a newer attempt replaces that of an older one."""
+
+    def __init__(self, folder: pathlib.Path | None, *, writable: bool = True, max_bytes: int = MAX_BYTES) -> None:
+        """Read what `folder` has; None: all is in memory."""
+        self._folder = folder
+        self._writable = writable
+        self._max_bytes = max_bytes
+        self._failed = False
+        self._steps: dict[int, ProbedStep] = {}
+        self.texts: dict[int, KnownText] = {}
+        self.layers: set[int] = set()
+        self.heads = 0
+        for path in [] if folder is None else sorted(folder.glob(f"*{SUFFIX}")):
+            for frame in read_frames(path):
+                self._restore(path, frame)
+
+    @property
+    def steps(self) -> list[ProbedStep]:
+        """Return the steps, ascending."""
+        return [step for _, step in sorted(self._steps.items())]
+
+    def take(self, frame: Frame) -> None:
+        """Take a frame of a rank. Raises FrameError for one that no rank sends."""
+        part = read_probe(frame)
+        found = self._steps.get(part.step)
+        if found is not None and part.attempt < found.attempt:
+            return
+        if found is None or part.attempt > found.attempt:
+            self._remove(part.step)
+            found = self._steps[part.step] = ProbedStep(step=part.step, attempt=part.attempt)
+        self._note(found, part)
+        data = frames.encode(frame)
+        found.nbytes += len(data)
+        if self._folder is None:
+            found.frames.append(frame)
+        elif self._writable:
+            self._append(self._path(part.step), data)
+        self._thin()
+
+    def parts(self, step: int, text: int) -> Iterator[ProbePart]:
+        """Yield what ranks have sent of a text of a step; nothing for a step that is not there."""
+        found = self._steps.get(step)
+        if found is None:
+            return
+        stored = found.frames if self._folder is None else read_frames(self._path(step))
+        for frame in stored:
+            if frame.header.get("text") == text:
+                yield read_probe(frame)
+
+    def _restore(self, path: pathlib.Path, frame: Frame) -> None:
+        try:
+            part = read_probe(frame)
+        except FrameError as error:
+            LOG.warning("%s: a probe text is left out: %s", path, error)
+            return
+        found = self._steps.setdefault(part.step, ProbedStep(step=part.step, attempt=part.attempt))
+        self._note(found, part)
+        found.nbytes += len(frame.body)
+
+    def _note(self, step: ProbedStep, part: ProbePart) -> None:
+        if part.kind == "text" and not isinstance(part.strings, Mapping):
+            self.texts[part.text] = KnownText(source=part.source, strings=tuple(part.strings))
+        elif part.kind == "attention":
+            self.layers.add(part.layer)
+            self.heads = max(self.heads, part.first + len(part.arrays[0]))
+        elif part.kind == "predictions" and part.tokens > 1:
+            step.mean_logprobs[part.text] = float(np.mean(part.arrays[0][:-1], dtype=np.float64))
+
+    def _path(self, step: int) -> pathlib.Path:
+        assert self._folder is not None
+        return self._folder / f"{step}{SUFFIX}"
+
+    def _append(self, path: pathlib.Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                file.write(data)
+        except OSError as error:
+            if not self._failed:
+                LOG.error("%s: cannot be written: %s; free some space; probe texts are not stored", path, error)
+            self._failed = True
+
+    def _remove(self, step: int) -> None:
+        if self._steps.pop(step, None) is not None and self._folder is not None and self._writable:
+            self._path(step).unlink(missing_ok=True)
+
+    def _thin(self) -> None:
+        """Remove the steps whose neighbours are the closest until the others fit; the first and newest quarter stay."""
+        while len(self._steps) > MIN_STEPS and sum(step.nbytes for step in self._steps.values()) > self._max_bytes:
+            numbers = sorted(self._steps)
+            places = range(1, len(numbers) - max(1, len(numbers) // 4))
+            self._remove(numbers[min(places, key=lambda at: numbers[at + 1] - numbers[at - 1])])

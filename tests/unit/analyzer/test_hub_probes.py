@@ -1,0 +1,92 @@
+"""Probe texts in the hub: shown by step, bounded, replaced by a newer attempt, and there after a restart."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_analyzer.hub.http.training import probe_views as views
+from megatronapp_analyzer.hub.state.probe_store import ProbeStore
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+
+STRINGS = ["a", " whale", " dives"]
+
+
+def frame(kind: str, *arrays: Any, step: int = 10, **header: Any) -> Frame:
+    entries = [[array.dtype.str.replace("|", ""), list(array.shape)] for array in arrays]
+    fields = {"rank": 0, "attempt": 0, "step": step, "kind": kind, "text": 0, "tokens": 3, "arrays": entries}
+    return Frame(FrameType.TRAINING_PROBE, fields | header, b"".join(array.tobytes() for array in arrays))
+
+
+def frames_of(step: int, **header: Any) -> list[Frame]:
+    """All frames of one text, of two tensor ranks."""
+    ids = np.array([[1, 2], [2, 1], [0, 2]], "<i4")
+    scores = np.array([[-0.5, -1.0]] * 3, "<f4")
+    head = np.tril(np.full((1, 3, 3), 85, "u1"))
+    names = {str(number): string for number, string in enumerate(STRINGS)}
+    return [
+        frame("text", step=step, source="a whale dives", strings=STRINGS, **header),
+        frame("norms", np.array([1.0, 2.0], "<f4"), step=step, layer=-1, first=0, **header),
+        frame("norms", np.array([3.0], "<f4"), step=step, layer=-1, first=2, **header),
+        frame("attention", head, step=step, layer=0, first=0, **header),
+        frame("attention", head // 5, step=step, layer=0, first=1, **header),
+        frame("predictions", np.array([-2.0, -4.0, 0.0], "<f4"), ids, scores, step=step, strings=names, **header),
+    ]
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "disk"])
+def test_results_of_all_ranks_are_shown_together(tmp_path: pathlib.Path, is_stored: bool) -> None:
+    store = ProbeStore(tmp_path / "probes" if is_stored else None)
+    for sent in frames_of(10) + frames_of(20, attempt=1) + frames_of(20):
+        store.take(sent)
+    stores = [store, ProbeStore(tmp_path / "probes", writable=False)] if is_stored else [store]
+    for shown in stores:
+        probes = views.probes_view(shown)
+        assert (probes.texts[0].tokens, probes.texts[0].block, probes.layers, probes.heads) == (STRINGS, 1, [0], 2)
+        assert [(step.step, step.attempt, step.mean_logprobs) for step in probes.steps] == [
+            (10, 0, [-3]),
+            (20, 1, [-3]),
+        ]
+        result = views.result_view(shown, 10, 0)
+        assert result is not None and (result.layers, result.norms) == ([-1], [[1, 2, 3]])
+        assert result.logprobs == [-2, -4, None]
+        assert [candidate.token for candidate in result.candidates[0]] == [" whale", " dives"]
+        maps = [views.attention_view(shown, 20, 0, 0, head) for head in range(3)]
+        assert maps[2] is None and maps[0] is not None and maps[1] is not None
+        assert (maps[0].probabilities[1], maps[1].probabilities[0]) == ([0.3333, 0.3333, 0], [0.0667, 0, 0])
+        assert views.result_view(shown, 11, 0) is None
+
+
+def test_older_steps_become_sparser_and_the_newest_stay(tmp_path: pathlib.Path) -> None:
+    size = sum(len(sent.body) for sent in frames_of(1))
+    store = ProbeStore(tmp_path, max_bytes=60 * size)
+    for step in range(1, 101):
+        for sent in frames_of(step):
+            store.take(sent)
+    steps = [step.step for step in store.steps]
+    assert steps[0] == 1 and steps[-2:] == [99, 100] and 4 <= len(steps) < 30
+    assert sorted(int(path.stem) for path in tmp_path.iterdir()) == steps
+
+
+WRONG: list[dict[str, Any]] = [
+    {"kind": "x"},
+    {"tokens": 0},
+    {"text": 8},
+    {"first": 2},
+    {"arrays": [["<f4", [3]]]},
+    {"arrays": [["<f8", [2]]]},
+    {"arrays": 7},
+    {"arrays": [["<f4"]]},
+    {"strings": 7},
+]
+
+
+@pytest.mark.parametrize("header", WRONG, ids=str)
+def test_frames_that_no_rank_sends_are_refused(header: dict[str, Any]) -> None:
+    right = frame("norms", np.array([1.0, 2.0], "<f4"), layer=0)
+    store = ProbeStore(None)
+    store.take(right)
+    with pytest.raises(FrameError):
+        store.take(Frame(right.type, {**right.header, **header}, right.body))
