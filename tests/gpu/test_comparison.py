@@ -41,7 +41,7 @@ def expected(on_processor: RunRanks) -> list[Compared]:
 
 
 def check(found: list[Compared], expected: list[Compared]) -> None:
-    """Check that nothing is 0 exactly, and all else is that of the processor within rounding."""
+    """Check that nothing changes for coefficient 0, and that numbers are those of the processor within rounding."""
     for row in found[0].rows:
         assert row.drift is not None and row.heads is not None
         assert (row.divergence.kl, row.divergence.rank) == (0.0, 0)
