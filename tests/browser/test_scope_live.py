@@ -129,6 +129,7 @@ def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job:
     check_introduction(screen)
     screen.submit("hello world", 8)
     screen.until("Done: 8 new tokens")
+    first = screen.run
     prompt = screen.header()["prompts"][0]["ids"]
     pw.expect(page.get_by_test_id("tokens").get_by_role("button")).to_have_count(len(prompt) + 8)
     check_attention(screen, len(prompt) + 6)
@@ -137,6 +138,7 @@ def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job:
     screen.until("Done: 4 new tokens")
     page.locator("body").press("4")
     pw.expect(page.get_by_test_id("pca")).to_be_visible()
+    check_difference(screen, first)
 
 
 @pytest.mark.full("three runs; the form and the settings of a run are tested without a model")
@@ -161,6 +163,18 @@ def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: p
     page.get_by_label("Seed").fill(str(seed + 1))
     other = screen.generate("Done:")
     assert [token["id"] for token in other["generated"][0]] != [token["id"] for token in first["generated"][0]]
+
+
+def check_difference(screen: Screen, other: str) -> None:
+    """Two runs of one server have the same axes; the lens of both is requested."""
+    page = screen.page
+    page.get_by_role("button", name="Compare runs").click()
+    page.get_by_label("Compare with").select_option(value=other)
+    pw.expect(page.get_by_test_id("difference-pca")).to_be_visible()
+    page.locator("body").press("5")
+    pw.expect(page.get_by_test_id("difference-lens")).to_be_visible()
+    page.locator("body").press("2")
+    pw.expect(page.get_by_test_id("difference-attention")).to_be_visible()
 
 
 def check_introduction(screen: Screen) -> None:

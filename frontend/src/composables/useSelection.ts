@@ -15,6 +15,7 @@ const remember = (now: Selection, before: Selection): void => {
     now.job !== before.job ||
     now.page !== before.page ||
     now.run !== before.run ||
+    now.with !== before.with ||
     now.view !== before.view ||
     (now.step !== before.step && now.step !== null);
   if (moved) window.history.pushState(null, "", url);

@@ -44,7 +44,7 @@ export type Attribution = Schemas["Attribution"];
 export type HeadScores = Schemas["HeadScores"];
 
 /** Answers of the routes of analyses, by their names. */
-interface Analyses {
+export interface Analyses {
   readonly lens: Lens;
   readonly attribution: Attribution;
   readonly heads: HeadScores;

@@ -12,6 +12,7 @@ export const ScopeFrame = {
   PCA: 47,
   VALUES: 48,
   TILES: 50,
+  ANALYSIS: 56,
 } as const;
 
 export interface Model {

@@ -20,7 +20,7 @@ export interface StreamEvents {
 export class ScopeStream {
   private readonly connection: LiveConnection;
   private owed = 0;
-  private followed: string | null = null;
+  private followed: readonly string[] = [];
   /** Whether this connection has received HELLO. */
   private greeted = false;
   /** Of the last HELLO; undefined: there was none, or the hub does not report it. */
@@ -64,11 +64,11 @@ export class ScopeStream {
     this.owed = 0;
   }
 
-  /** Request the frames of a run that the page has not received; the hub sends them from its ring, or a gap. */
-  follow(run: string): void {
-    if (this.greeted && this.followed === run) return;
-    this.followed = run;
-    if (this.greeted) this.resume(run);
+  /** Request the frames of these runs that the page has not received; the hub sends them from its ring, or a gap. */
+  follow(...runs: readonly string[]): void {
+    const fresh = runs.filter((run) => !this.followed.includes(run));
+    this.followed = runs;
+    if (this.greeted) fresh.forEach((run) => this.resume(run));
   }
 
   private resume(run: string): void {
@@ -93,7 +93,7 @@ export class ScopeStream {
       const hello = frame.header as unknown as EarlyHello;
       this.events.onHello(hello, this.meet(hello.boot ?? undefined));
       this.greeted = true;
-      if (this.followed !== null) this.resume(this.followed);
+      this.followed.forEach((run) => this.resume(run));
     } else if (frame.type === ScopeFrame.STATE) {
       this.events.onStatus(frame.header as unknown as ScopeStatus);
     } else if (frame.type === FrameType.ERROR) {

@@ -1,7 +1,7 @@
 import fc from "fast-check";
 import { describe, expect, it } from "vitest";
 import { METRICS } from "../api/types";
-import { formatSelection, NOTHING, parseSelection, SCOPE_VIEWS, type Selection } from "./selection";
+import { formatSelection, NOTHING, parseSelection, SCOPE_VIEWS, SIDES, type Selection } from "./selection";
 
 describe("selection in the URL", () => {
   const number = fc.option(fc.nat(1e9));
@@ -13,6 +13,9 @@ describe("selection in the URL", () => {
     metric: fc.constantFrom(...METRICS),
     page: fc.constantFrom("job" as const, "jobs" as const, "scope" as const, null),
     run: fc.constantFrom("0123456789ab", null),
+    with: fc.constantFrom("ba9876543210", null),
+    file: fc.constantFrom("a b.scope", null),
+    side: fc.constantFrom(...SIDES),
     view: fc.constantFrom(...SCOPE_VIEWS),
     prompt: fc.nat(7),
     token: number,
@@ -23,7 +26,8 @@ describe("selection in the URL", () => {
   it("comes back as it went", () => {
     fc.assert(
       fc.property(selections, (selection) => {
-        const expected = selection.step === null ? { ...selection, span: null } : selection;
+        const span = selection.step === null ? null : selection.span;
+        const expected = { ...selection, span, file: selection.with === null ? null : selection.file };
         expect(parseSelection(formatSelection(selection))).toEqual(expected);
       }),
     );

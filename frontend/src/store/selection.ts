@@ -13,6 +13,10 @@ export interface Selection {
   readonly page: "job" | "jobs" | "scope" | null;
   /** Of MegaScope: null is the newest run. */
   readonly run: string | null;
+  /** The run to compare with, and the name of the session file that it is in; null: none, or of this hub. */
+  readonly with: string | null;
+  readonly file: string | null;
+  readonly side: Side;
   readonly view: ScopeView;
   readonly prompt: number;
   /** Position of a token; null follows the newest. */
@@ -24,6 +28,10 @@ export interface Selection {
 export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca", "lens"] as const;
 export type ScopeView = (typeof SCOPE_VIEWS)[number];
 
+/** What a comparison of runs A and B shows. */
+export const SIDES = ["difference", "a", "b", "both"] as const;
+export type Side = (typeof SIDES)[number];
+
 export const NOTHING: Selection = {
   job: null,
   step: null,
@@ -32,6 +40,9 @@ export const NOTHING: Selection = {
   metric: "slowdown",
   page: null,
   run: null,
+  with: null,
+  file: null,
+  side: "difference",
   view: "layers",
   prompt: 0,
   token: null,
@@ -54,7 +65,11 @@ export function parseSelection(query: string): Selection {
   const metric = METRICS.find((name) => name === parameters.get("metric")) ?? NOTHING.metric;
   const page = parameters.get("page");
   const step = natural(parameters.get("step"));
-  const [job, run] = [parameters.get("job"), parameters.get("run")];
+  const runOf = (name: string): string | null => {
+    const run = parameters.get(name);
+    return run !== null && RUN.test(run) ? run : null;
+  };
+  const job = parameters.get("job");
   return {
     job: job !== null && JOB.test(job) ? job : null,
     step,
@@ -62,7 +77,10 @@ export function parseSelection(query: string): Selection {
     span: step === null ? null : natural(parameters.get("span")),
     metric,
     page: page === "job" || page === "jobs" || page === "scope" ? page : null,
-    run: run !== null && RUN.test(run) ? run : null,
+    run: runOf("run"),
+    with: runOf("with"),
+    file: runOf("with") === null ? null : parameters.get("file"),
+    side: SIDES.find((name) => name === parameters.get("side")) ?? NOTHING.side,
     view: SCOPE_VIEWS.find((name) => name === parameters.get("view")) ?? NOTHING.view,
     prompt: natural(parameters.get("prompt")) ?? 0,
     token: natural(parameters.get("token")),

@@ -14,6 +14,7 @@ export const KEYS: readonly KeyMeaning[] = [
   ["p", "in attention: pin or unpin the head"],
   ["m", "the panel in focus, or the first: fill the window; Escape: back"],
   ["t  l", "in a panel: table, hold the colour scale"],
+  ["s", "of two compared runs: B − A, A, B, both"],
   ["r", "next rank, then all ranks"],
   ["+  −  0", "in a picture: zoom, fit everything"],
   ["a  d", "pan"],

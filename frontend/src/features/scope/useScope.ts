@@ -1,5 +1,15 @@
 /** State of a MegaScope screen: the hub's messages, the store of frames, and the selected run. */
-import { computed, inject, onBeforeUnmount, provide, ref, shallowRef, watch, type InjectionKey } from "vue";
+import {
+  computed,
+  inject,
+  onBeforeUnmount,
+  provide,
+  ref,
+  shallowRef,
+  watch,
+  type ComputedRef,
+  type InjectionKey,
+} from "vue";
 import { asApiError, isAbort, type ApiClient } from "../../api/client";
 import { ScopeClient } from "../../scope/client";
 import { FrameStore } from "../../scope/store/frameStore";
@@ -138,11 +148,7 @@ export function createScope(api: ApiClient) {
   const run = computed(() =>
     state.version.value >= 0 && runId.value !== null ? (store.runs.get(runId.value) ?? null) : null,
   );
-  watch(runId, (id) => (store.selected = id), { immediate: true, flush: "sync" });
-  /** The hub's ring has what was sent before this page connected. */
-  watch([runId, () => state.live.value.kind === "live" && state.hello.value !== null], ([id, ready]) => {
-    if (id !== null && ready) stream.follow(id);
-  });
+  followRuns(runId, state, store, stream);
   return {
     ...state,
     client,
@@ -154,6 +160,26 @@ export function createScope(api: ApiClient) {
     stop: () => (loader.cancel(), painter.stop(), stream.close()),
     reconnect: () => (stream.open(), void loader.load()),
   };
+}
+
+/** Keeps what was sent of the selected run and of the one that it is compared with, and requests what is missing. */
+function followRuns(
+  runId: ComputedRef<string | null>,
+  state: State,
+  store: FrameStore,
+  stream: ScopeStream,
+): void {
+  const { selection } = useSelection();
+  /** Of this hub; a run in a file is not followed. */
+  const compared = computed(() => (selection.value.file === null ? selection.value.with : null));
+  const keep = (): void => void ([store.selected, store.compared] = [runId.value, compared.value]);
+  watch([runId, compared], keep, { immediate: true, flush: "sync" });
+  /** The hub's ring has what was sent before this page connected. */
+  const ready = computed(() => state.live.value.kind === "live" && state.hello.value !== null);
+  watch([runId, compared, ready], () => {
+    const wanted = [runId.value, compared.value].filter((id) => id !== null);
+    if (ready.value) stream.follow(...new Set(wanted));
+  });
 }
 
 function createLoader(client: ScopeClient, state: State, setHello: (hello: EarlyHello) => void) {
@@ -193,6 +219,9 @@ export function provideScope(api: ApiClient): ScopeApi {
   onBeforeUnmount(scope.stop);
   return scope;
 }
+
+/** Panels below this component show the run of another scope. */
+export const provideAs = (scope: ScopeApi): void => provide(KEY, scope);
 
 export function useScope(): ScopeApi {
   const scope = inject(KEY);

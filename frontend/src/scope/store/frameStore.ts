@@ -164,6 +164,8 @@ export class FrameStore {
   readonly runs = new Map<string, RunStore>();
   /** The run that is shown: its numbers are never dropped. */
   selected: string | null = null;
+  /** The run that it is compared with: never dropped, either. */
+  compared: string | null = null;
   /** Runs whose numbers were dropped to free memory. */
   readonly forgotten = new Set<string>();
 
@@ -228,7 +230,9 @@ export class FrameStore {
     if (known) return known;
     const fresh = new RunStore(id);
     this.forgotten.delete(id);
-    const others = [...this.runs.keys()].filter((other) => other !== this.selected);
+    const others = [...this.runs.keys()].filter(
+      (other) => other !== this.selected && other !== this.compared,
+    );
     for (const oldest of others.slice(0, this.runs.size + 1 - KEPT_RUNS)) {
       this.runs.delete(oldest);
       this.forgotten.add(oldest);

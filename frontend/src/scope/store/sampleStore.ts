@@ -34,6 +34,11 @@ export class SampleStore {
     return this.ids.length;
   }
 
+  /** Tokens that the model has read: all of a prompt, and all that was generated but the last. */
+  get read(): number {
+    return this.length > this.promptLength ? this.length - 1 : this.length;
+  }
+
   get bytes(): number {
     return [...this.tables.values()].reduce((sum, table) => sum + table.bytes, this.attentionBytes);
   }
