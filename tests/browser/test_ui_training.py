@@ -13,6 +13,8 @@ import playwright.sync_api as pw
 import pytest
 from axe import CONTRAST, violations
 
+from megatronapp_trainer.data import tokenizer as tokenizers
+
 pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(400)]
 ITERATIONS = 12
 START_MS = 240_000
@@ -43,13 +45,13 @@ spec:
   parallelism: {{data: 2}}
   fbd: {{enabled: true, backwardPerForward: 2, ship: auto}}
   model:
-    {{type: gpt, numLayers: 2, hiddenSize: 32, numAttentionHeads: 2, seqLength: 16, vocabSize: 64,
+    {{type: gpt, numLayers: 2, hiddenSize: 32, numAttentionHeads: 2, seqLength: 16, vocabSize: 300,
       attentionDropout: 0.0, hiddenDropout: 0.0}}
   training: {{microBatchSize: 1, globalBatchSize: 4, trainIters: {ITERATIONS}, lr: 1.0e-3}}
-  data: {{mock: true}}
+  data: {{mock: true, tokenizer: TOKENIZER}}
   trace: {{enabled: true}}
   analyzer: {{enabled: true, retainSeconds: 300}}
-  scope: {{training: {{enabled: false, captureEvery: 4}}}}
+  scope: {{training: {{enabled: false, captureEvery: 4, probeTexts: [the whale dives]}}}}
 """
 
 
@@ -129,9 +131,25 @@ def watch_layers(page: pw.Page) -> None:
     panel.get_by_role("button", name="Table").click()
 
 
+def watch_texts(page: pw.Page) -> None:
+    """The text after steps 4 and 12, which a forward rank of two replicas has run."""
+    panel = page.get_by_role("region", name="Probe texts")
+    pw.expect(panel).to_contain_text("Step 12")
+    pw.expect(panel.get_by_test_id("probe-attention")).to_be_visible()
+    panel.get_by_role("slider").fill("0")
+    pw.expect(panel).to_contain_text("Step 4")
+    panel.get_by_role("combobox", name="Layer").select_option("1")
+    pw.expect(panel.get_by_test_id("probe-attention")).to_have_attribute("aria-label", re.compile("layer 1, step 4:"))
+    pw.expect(panel.get_by_test_id("data-table")).to_contain_text("%")
+    panel.get_by_role("button", name="Table").click()
+    pw.expect(panel.get_by_test_id("data-table").first).to_contain_text("1.00")
+
+
 @pytest.mark.full("a training of three ranks; MegaFbdPanel.test.ts has the panel's texts")
 def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_path: pathlib.Path, page: pw.Page) -> None:
-    with running(ROLES, forkserver, tmp_path) as address:
+    tokenizers.train(["the whale dives"], 280).backend.save(str(tmp_path / "tokenizer.json"))
+    roles = ROLES.replace("TOKENIZER", str(tmp_path / "tokenizer.json"))
+    with running(roles, forkserver, tmp_path) as address:
         page.goto(address)
         state = page.get_by_role("region", name="State of the job")
         pw.expect(state).to_contain_text(f"{ITERATIONS} / {ITERATIONS}", timeout=START_MS)
@@ -146,6 +164,7 @@ def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_pat
         pw.expect(legend).to_contain_text("Shipment to a backward rank")
         pw.expect(page.get_by_text("Stage 0, forward")).to_be_visible()
         watch_layers(page)
+        watch_texts(page)
         assert violations(page) == []
         page.emulate_media(color_scheme="light")
         pw.expect(page.locator("html")).to_have_attribute("data-theme", "light")

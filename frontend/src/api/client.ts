@@ -1,6 +1,9 @@
 /** Thin client of a hub, directly or behind a gateway: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
 import type {
   CapturedStepDetails,
+  ProbeAttention,
+  ProbeResult,
+  Probes,
   Captures,
   Quantity,
   GatewayJob,
@@ -129,6 +132,20 @@ export class ApiClient {
 
   capturedStep = (step: number, signal?: AbortSignal): Promise<CapturedStepDetails> =>
     this.get(`training/captures/${step}`, {}, signal);
+
+  probes = (signal?: AbortSignal): Promise<Probes> => this.get("training/probes", {}, signal);
+
+  probeResult = (step: number, text: number, signal?: AbortSignal): Promise<ProbeResult> =>
+    this.get(`training/probes/${step}/${text}`, {}, signal);
+
+  probeAttention = (
+    step: number,
+    text: number,
+    layer: number,
+    head: number,
+    signal?: AbortSignal,
+  ): Promise<ProbeAttention> =>
+    this.get(`training/probes/${step}/${text}/attention`, { layer, head }, signal);
 
   addFault = (fault: FaultRequest): Promise<Fault> => this.post("faults", fault);
 

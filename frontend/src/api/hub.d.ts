@@ -1217,6 +1217,11 @@ export interface components {
              * @description Newest captured step; null before the first one.
              */
             newest: number | null;
+            /**
+             * Newestprobe
+             * @description Newest step after which probe texts were run.
+             */
+            newestProbe: number | null;
         };
         /**
          * Code

@@ -205,7 +205,7 @@ async def test_captures_are_ordered_and_the_ranks_report_their_interval(
             return bool((await controller.get("/training")).json()["captureEvery"] == 50)
 
         await until(reported)
-        assert (await steered.get("/api/v1/job"))["captures"] == {"every": 50, "newest": None}
+        assert (await steered.get("/api/v1/job"))["captures"] == {"every": 50, "newest": None, "newestProbe": None}
         actions = [action["what"] for action in (await steered.get("/api/v1/summary"))["actions"]]
         assert actions[0] == "ordered the training to capture every 50 steps"
         assert actions[-1] == "set the training to capture the next step after 8 steps"

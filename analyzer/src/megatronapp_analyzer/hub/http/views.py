@@ -83,7 +83,7 @@ def job_view(hub: HubReader) -> schemas.JobView:
         tracer=tracer_health(hub),
         progress=hub.ranks.progress,
         training=training_view(hub),
-        captures=captures_summary(hub.captures.store, captured_every(hub)),
+        captures=captures_summary(hub.captures, captured_every(hub)),
         server_time=time.time(),
     )
 

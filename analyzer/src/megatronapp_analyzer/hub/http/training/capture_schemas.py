@@ -63,6 +63,7 @@ class CapturesSummary(ApiModel):
 
     every: Annotated[int | None, Field(description="Steps from one capture to the next; null: no rank captures.")]
     newest: Annotated[int | None, Field(description="Newest captured step; null before the first one.")]
+    newest_probe: Annotated[int | None, Field(description="Newest step after which probe texts were run.")]
 
 
 class CapturedStepDetails(ApiModel):

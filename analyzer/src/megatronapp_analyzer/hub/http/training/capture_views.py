@@ -5,6 +5,7 @@ from typing import Any
 
 from megatronapp_analyzer.hub.http.training import capture_schemas as schemas
 from megatronapp_analyzer.hub.state.capture_store import CapturedStep, CaptureStore
+from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_common.scope.layer_statistics import FIRST_EXPONENT, SITES, Records, SiteLayer, first_not_finite
 
 MAX_STEPS = 256
@@ -40,12 +41,16 @@ def captures_view(
     )
 
 
-def captures_summary(store: CaptureStore, every: int | None) -> schemas.CapturesSummary | None:
+def captures_summary(captures: TrainingCaptures, every: int | None) -> schemas.CapturesSummary | None:
     """Return what is there of captures; None where no rank captures and no step was captured."""
-    shown = store.shown()
+    shown, probed = captures.store.shown(), captures.texts.steps
     if every is None and not shown:
         return None
-    return schemas.CapturesSummary(every=every, newest=shown[-1].step if shown else None)
+    return schemas.CapturesSummary(
+        every=every,
+        newest=shown[-1].step if shown else None,
+        newest_probe=probed[-1].step if probed else None,
+    )
 
 
 def details_view(step: CapturedStep) -> schemas.CapturedStepDetails:
