@@ -956,20 +956,12 @@ export interface components {
              * @description Probability that bitFlip flips a bit of a number.
              */
             rate?: number | null;
-            /**
-             * Run
-             * @description Id of the run that patch takes numbers from.
-             */
-            run?: string | null;
-            /**
-             * Sample
-             * @description Prompt of that run, from 0; omitted: 0.
-             */
-            sample?: number | null;
+            /** @description Prompt from which patch takes the numbers, of the model without perturbation. */
+            source?: components["schemas"]["PatchText"] | null;
             /**
              * Type
              * @description gaussian: x + N(0, coefficient^2). uniform: x * U(1 - coefficient, 1 + coefficient). bitFlip: a bit of x. mean: a
-             *     mean. patch: x of another run.
+             *     mean. patch: x of another prompt.
              * @enum {string}
              */
             type: "gaussian" | "uniform" | "bitFlip" | "zero" | "mean" | "patch";
@@ -2129,6 +2121,22 @@ export interface components {
             steps: number;
             /** Who */
             who: string;
+        };
+        /**
+         * PatchText
+         * @description Text whose activations a patch takes.
+         */
+        PatchText: {
+            /**
+             * Prompt
+             * @description Text of the prompt.
+             */
+            prompt?: string | null;
+            /**
+             * Tokens
+             * @description Its tokens instead.
+             */
+            tokens?: number[] | null;
         };
         /**
          * PcaFitted

@@ -60,3 +60,26 @@ class SeenGpt(PlainGpt):
         for name, tensor in (before | heads | {"attention": attention}).items():
             found.setdefault(name, []).append(tensor)
         return self._linear(context, prefix + "linear_proj")
+
+
+class PatchedGpt(SeenGpt):
+    """Model whose linear modules get some inputs, or give some outputs, of another text."""
+
+    def patch_output(self, module: str, rows: slice, values: torch.Tensor) -> None:
+        """Put values in as rows of what a module gives."""
+        self._output_edits = {**getattr(self, "_output_edits", {}), module: (rows, values)}
+
+    def patch_input(self, module: str, rows: slice, columns: slice, values: torch.Tensor) -> None:
+        """Put values in as rows and columns of what a module is given."""
+        self._input_edits = {**getattr(self, "_input_edits", {}), module: (rows, columns, values)}
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name in getattr(self, "_input_edits", {}):
+            rows, columns, values = self._input_edits[name]
+            x = x.clone()
+            x[rows, columns] = values
+        output = super()._linear(x, name)
+        if name in getattr(self, "_output_edits", {}):
+            rows, values = self._output_edits[name]
+            output[rows] = values
+        return output

@@ -24,6 +24,9 @@ def test_the_digest_names_the_meaning_and_not_the_spelling() -> None:
     assert parse_recipe(recipe(layers=[0, 1])).digest == parse_recipe(recipe(layers=[1, 0, 1])).digest
 
 
+PATCH = {"type": "patch", "source": {"tokens": [1, 2]}}
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -36,7 +39,16 @@ def test_the_digest_names_the_meaning_and_not_the_spelling() -> None:
         (recipe(action={"type": "gaussian"}), "perturbations.0.action: coefficient must be given for gaussian"),
         (recipe(action={"type": "zero", "coefficient": 1}), "perturbations.0.action: coefficient means nothing for"),
         (recipe(action={"type": "mean"}), "perturbations.0.action: one of value, values and over must be given"),
-        (recipe(action={"type": "patch"}), "perturbations.0.action: run must be given for patch"),
+        (recipe(action={"type": "patch"}), "perturbations.0.action: source must be given for patch"),
+        (
+            recipe(action=PATCH | {"source": {}}),
+            "perturbations.0.action.source: one of prompt and tokens must be given",
+        ),
+        (recipe(action=PATCH, steps={}), "perturbations.0: steps means nothing for patch"),
+        (
+            recipe(action=PATCH, positions=[{"origin": "promptEnd"}]),
+            "perturbations.0: positions.0: patch changes tokens",
+        ),
         (recipe(action={"type": "bitFlip", "bits": "sign", "rate": 1}), "action.type bitFlip is not possible for calc"),
         (recipe(site=None), "perturbations.0: site must be given for calculation"),
         (recipe(parameter="mlp.linear_fc1"), "perturbations.0: parameter means nothing for calculation"),

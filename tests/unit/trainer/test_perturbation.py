@@ -42,6 +42,7 @@ pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
 SITES = ("embedding", "q", "k", "head_output", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm")
 ZERO = {"type": "zero"}
+LAST = {"origin": "promptEnd", "first": -1}
 LENGTH = len(PROMPTS[0])
 
 
@@ -210,6 +211,38 @@ def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
         assert message in str(caught.value)
 
 
+def patches(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check patches of more requests than slots: each as if it were alone, and nothing is left; and what is refused."""
+    source = {"tokens": list(PROMPTS[1])}
+    last = recipe(calculation("residual", {"type": "patch", "source": source}, layers=[1], positions=[LAST]))
+    requests = [request(str(place), last, prompt=PROMPTS[0][place:]) for place in range(5)]
+    apart = [logits_of(run(engine, mine), mine.id) for mine in requests]
+    background = request("5", last, prompt=PROMPTS[0][:5], is_background=True)
+    events = run(engine, background, request("clean"), *requests)
+    clean = logits_of(run(engine, request("clean")), "clean")
+    assert torch.allclose(logits_of(events, "clean"), clean, atol=1e-4, rtol=1e-4)
+    for mine, expected in zip(requests, apart, strict=True):
+        found = logits_of(events, mine.id)
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(apart[0][LENGTH - 1], clean[LENGTH - 1], atol=0.1)
+    assert torch.allclose(apart[0][: LENGTH - 1], clean[: LENGTH - 1], atol=1e-4)
+    assert engine._recipes.is_empty
+    assert all(not module._forward_hooks for module in gang.stage.model.modules())
+    size = 2 * gang.stage.model.config.hidden_size * 4
+    two = calculation("residual", {"type": "patch", "source": source}, layers=[1], positions=[LAST | {"first": -2}])
+    assert gang.stage.perturbation.check(recipe(two)) == size
+    for places, action, message in (
+        ([{}], source, "positions.0: token 7 of the prompt (12 tokens) has no counterpart in the source (7 tokens)"),
+        ([{"first": 12}], source, "positions.0: selects no token of a prompt of 12 tokens"),
+        ([LAST], {"prompt": "a"}, "action.source.prompt: this model has no tokenizer; write tokens"),
+        ([LAST], {"tokens": [200]}, "action.source.tokens.0: there is no token 200; write 0 to 119"),
+    ):
+        wrong = calculation("mlp2", {"type": "patch", "source": action}, positions=places)
+        with pytest.raises(RequestError) as caught:
+            engine.submit(request("bad", recipe(wrong)))
+        assert f"perturbations.0.{message}" in str(caught.value)
+
+
 def bounds(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check that recipes that draw too much, or whose memory is reserved by others, are refused."""
     noise = recipe(*(calculation("mlp1", GAUSSIAN) for _ in range(3)))
@@ -249,6 +282,7 @@ CHECKS = (
     "interleaved",
     "joined",
     "rereads",
+    "patches",
     "graphs_of_recipes",
     "refusals",
 )

@@ -97,7 +97,7 @@ def perturbed_heads(values: torch.Tensor) -> torch.Tensor:
     action = {"type": "gaussian", "coefficient": 0.5}
     chosen = {"kind": "calculation", "site": "head_output", "heads": [1, 6], "positions": [{"first": 2}]}
     recipe = parse_recipe({"seed": 3, "perturbations": [chosen | {"action": action}]})
-    activations = ActivationPerturbations(recipe, torch.nn.Module(), shard_of(0, 1), slots=2)
+    activations = ActivationPerturbations(recipe, torch.nn.Module(), shard_of(0, 1), slots=2, source_lengths={})
     count = values.size(0)
     activations.rows = RowContext(
         positions_N=torch.arange(count), samples_N=torch.arange(count) % 2, prompts_N=torch.full((count,), count),

@@ -20,13 +20,14 @@ from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.model.sampling import SampledOutput
+from megatronapp_trainer.inference.patch_sources import source_of_name
 from megatronapp_trainer.inference.perturbed_steps import (
     RankRecipes,
     RecipeReservations,
     check_number_of_recipes,
     check_recipes,
 )
-from megatronapp_trainer.inference.request import GenerationRequest, check_fits
+from megatronapp_trainer.inference.request import GenerationRequest, check_fits, source_requests
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
 from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
@@ -85,13 +86,15 @@ class Engine:
                 has_text=self._decode is not None,
             )
         needed = check_recipes(stage.perturbation.check, requests)
+        sources = source_requests(stage.perturbation.sources, requests)
         with self._lock:
             if self.failure is not None:
                 raise self.failure
             open_digests = self._scheduler.open_digests()
             check_number_of_recipes({request.digest for request in requests} | open_digests)
             self._reservations.reserve(needed, open_digests, lambda: stage.perturbation.capacity_bytes)
-            self._scheduler.add(*requests)
+            unread = [source for digest, found in sources.items() if digest not in open_digests for source in found]
+            self._scheduler.add(*unread, *requests)
             self._work.notify_all()
 
     def cancel(self, request_id: str) -> bool:
@@ -164,6 +167,8 @@ class Engine:
             if planned is None:
                 self._gang.send_heartbeat()
             else:
+                for source in planned.sources:
+                    self._recipes.add(source.recipe, source.lengths)
                 self._recipes.add(planned.recipe)
                 events += self._observe(planned, self._gang.execute(planned.plan))
             with self._lock:
@@ -171,7 +176,7 @@ class Engine:
             self._recipes.keep(used)
         except Exception as error:  # any error must reach the clients that wait for their tokens
             events += self._fail(error)
-        return events
+        return [event for event in events if source_of_name(event.request_id) is None]
 
     def close(self) -> None:
         """Let the other ranks return. Open requests get no more events."""
@@ -200,7 +205,7 @@ class Engine:
                 request = self._scheduler.next_in_line
                 decode = self._decode_plain if request.skip_special else self._decode
                 sequence = self._scheduler.admit(None if decode is None else TextStream(decode, request.stop_texts))
-                if self._admitted is not None:
+                if self._admitted is not None and request.source_of is None:
                     self._admitted(sequence.request.id)
 
     def _observe(self, planned: ScheduledStep, readings: tuple[SampledOutput, ...]) -> list[Event]:

@@ -126,6 +126,7 @@ class ModelRunner:
             device,
             vocab_size=vocab_size,
             slots=options.slots,
+            capacity=options.capacity,
             step_tokens=max(options.slots, options.prefill_chunk),
             drop_graphs=self._graphs.drop,
         )

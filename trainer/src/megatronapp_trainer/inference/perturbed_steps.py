@@ -20,6 +20,8 @@ class AddRecipe:
     """Command to draw the noise of a recipe before the first step that uses it."""
 
     recipe: Recipe
+    source_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Tokens of the sources of patches, by index of the perturbation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +115,10 @@ class RankRecipes:
         self._command = command
         self._known: set[str] = set()
 
-    def add(self, recipe: Recipe | None) -> None:
-        """Send a recipe to all ranks before the first step that uses it."""
+    def add(self, recipe: Recipe | None, source_lengths: Mapping[int, int] | None = None) -> None:
+        """Send a recipe to all ranks before the first step that uses it, or that reads a source of its patches."""
         if recipe is not None and recipe.digest not in self._known:
-            self._command(TOPIC, AddRecipe(recipe=recipe))
+            self._command(TOPIC, AddRecipe(recipe=recipe, source_lengths=dict(source_lengths or {})))
             self._known.add(recipe.digest)
 
     @property

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Mapping
 
-from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
 from megatronapp_trainer.inference.errors import RequestError
+from megatronapp_trainer.inference.patch_sources import PatchSource, check_lengths, lengths_of, name_of_source
 
 MOST_CANDIDATES = 100
 MOST_STOPS = 16
@@ -74,6 +76,8 @@ class GenerationRequest:
 
     prompt_length: int | None = None
     """Length of the prompt for perturbations, where some of its tokens were generated before; None: all of it."""
+    source_of: PatchSource | None = None
+    """Recipe with a patch whose source this request reads; of requests of the engine itself."""
     compared: ComparedBranch | None = None
     """Branch of a comparison."""
 
@@ -117,6 +121,40 @@ def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, ha
         raise RequestError("candidates", f"{request.candidates} are more than the vocabulary's {vocab_size} tokens")
     if request.stop_texts and not has_text:
         raise RequestError("stop_texts", "this engine has no tokenizer; give stop_tokens instead")
+
+
+def digests_with_sources(requests: Iterable[GenerationRequest]) -> set[str]:
+    """Return the recipes some of whose sources have not been read to their end."""
+    return {request.source_of.recipe.digest for request in requests if request.source_of is not None}
+
+
+def source_requests(
+    sources_of: Callable[[Recipe], Mapping[int, tuple[int, ...]]], requests: Iterable[GenerationRequest]
+) -> dict[str, list[GenerationRequest]]:
+    """Return the requests that read the sources of patches, by digest of their recipe.
+
+    Raises RequestError for a source that cannot be read, or a prompt that does not fit its length.
+    """
+    found: dict[str, list[GenerationRequest]] = {}
+    try:
+        for request in requests:
+            if (recipe := request.perturbation) is None or not (sources := sources_of(recipe)):
+                continue
+            lengths = lengths_of(sources)
+            check_lengths(recipe, request.prompt_length or len(request.prompt), lengths)
+            found[recipe.digest] = [
+                GenerationRequest(
+                    id=name_of_source(recipe.digest, place),
+                    prompt=tokens,
+                    max_new_tokens=0,
+                    temperature=0,
+                    source_of=PatchSource(recipe=recipe, place=place, lengths=lengths),
+                )
+                for place, tokens in sources.items()
+            ]
+    except RecipeError as error:
+        raise RequestError("perturbation", str(error)) from error
+    return found
 
 
 def _check_tokens(field: str, tokens: object) -> None:

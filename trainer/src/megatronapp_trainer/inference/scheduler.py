@@ -11,8 +11,9 @@ from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
 from megatronapp_trainer.inference.model.sampling import noise_keys
+from megatronapp_trainer.inference.patch_sources import PatchSource
 from megatronapp_trainer.inference.perturbed_steps import PerturbedStep, RecipeRotation
-from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.request import GenerationRequest, digests_with_sources
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 
 Ending = tuple[FinishReason, int | tuple[int, ...] | str | None]
@@ -130,6 +131,8 @@ class ScheduledStep:
     rows: tuple[ScheduledRow, ...]
     recipe: Recipe | None = None
     """Perturbation of the step."""
+    sources: tuple[PatchSource, ...] = ()
+    """Sources of patches that the step reads."""
 
 
 PLAIN: StepKey = (None, "")
@@ -196,8 +199,12 @@ class Scheduler:
         return {request.id for request in self.waiting} | {sequence.request.id for sequence in self.running}
 
     def open_digests(self) -> set[str | None]:
-        """Return the perturbations of all requests that have not ended."""
-        return {request.digest for request in self.waiting} | {sequence.request.digest for sequence in self.running}
+        """Return the perturbations of all requests that have not ended, of those that read sources, too."""
+        open_requests = self._open_requests()
+        return {request.digest for request in open_requests} | digests_with_sources(open_requests)
+
+    def _open_requests(self) -> list[GenerationRequest]:
+        return [*self.waiting, *(sequence.request for sequence in self.running)]
 
     def next_admissible(self) -> bool:
         """Return true if a slot is free for a request that waits."""
@@ -271,10 +278,12 @@ class Scheduler:
         """Return the sequences of which a token can be read now."""
         prefilling_groups = self._groups_prefilling()
         waiting_groups = {request.group for request in list(self.waiting)}
+        unread = digests_with_sources(self._open_requests())
         return [
             sequence
             for sequence in self.running
-            if (
+            if sequence.request.digest not in unread
+            and (
                 sequence.request.group not in waiting_groups
                 if sequence.request.is_branch_of_pair
                 else sequence.is_prefilling or sequence.request.group not in prefilling_groups
@@ -336,7 +345,9 @@ def _scheduled(
         compared=tuple(row for row in compared if row is not None),
         least_slots=least_slots,
     )
-    return ScheduledStep(plan=plan, rows=tuple(rows), recipe=recipe)
+    sources = (sequence.request.source_of for sequence in sequences[: len(segments)])
+    read = tuple(source for source in sources if source is not None)
+    return ScheduledStep(plan=plan, rows=tuple(rows), recipe=recipe, sources=read)
 
 
 def _decode(sequences: list[Sequence], least_slots: int) -> ScheduledStep:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatronapp_trainer.hooks.interventions import WriteHooks
 from megatronapp_trainer.hooks.sites import Site, site_of
 from megatronapp_trainer.perturbation.model_shard import GlobalFeatures, ModelShard, global_features
 from megatronapp_trainer.perturbation.noise import activation_block, blocks_of_rows, gaussian, noise_key, scaled
+from megatronapp_trainer.perturbation.patches import SourceValues
 from megatronapp_trainer.perturbation.philox import RandomBlock, Uint32
 from megatronapp_trainer.perturbation.prompt_means import PromptMeans
 from megatronapp_trainer.perturbation.row_context import RowContext, selected_rows
@@ -30,7 +31,16 @@ class PlacedPerturbation:
 class ActivationPerturbations:
     """The activation perturbations of a recipe on one rank; `rows` are set before each forward pass."""
 
-    def __init__(self, recipe: Recipe, model: Any, shard: ModelShard, *, slots: int) -> None:  # noqa: ANN401 - GPTModel
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Any,  # noqa: ANN401 - GPTModel
+        shard: ModelShard,
+        *,
+        slots: int,
+        source_lengths: Mapping[int, int],
+    ) -> None:
+        """`source_lengths`: tokens of the sources of patches, by index of the perturbation."""
         self.rows: RowContext | None = None
         """Tokens of the forward pass; None: activations are unchanged."""
         self.output_rows: torch.Tensor | None = None
@@ -46,6 +56,11 @@ class ActivationPerturbations:
         self._head_masks: dict[tuple[int, torch.Size], torch.Tensor] = {}
         """Selected heads on the device, bool [heads, 1], by index of the perturbation and shape of a token's value."""
         self._by_site = _by_site(recipe)
+        self._sources = {
+            place: SourceValues(recipe.perturbations[place], length) for place, length in source_lengths.items()
+        }
+        self._recipe = recipe
+        self._recording = WriteHooks(model)
 
     def install(self) -> None:
         """Perturb forward passes from now on. Sites that this rank does not hold are skipped."""
@@ -57,10 +72,31 @@ class ActivationPerturbations:
         """Let the model compute as before."""
         self._hooks.remove()
 
+    def record(self, place: int, rows: slice, start: int) -> None:
+        """Record the values of a patch in the next forward pass; `start`: position of its first row."""
+        perturbation, source = self._recipe.perturbations[place], self._sources[place]
+
+        def hook(value: torch.Tensor, layer: int) -> None:
+            source.record(value, layer, rows, start)
+
+        layers = None if perturbation.layers is None else frozenset(perturbation.layers)
+        self._recording.add(site_of(perturbation.site or ""), hook, layers=layers, required=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of the values of patches."""
+        return sum(source.num_bytes for source in self._sources.values())
+
+    def end_recording(self) -> None:
+        """Remove the hooks that record."""
+        self._recording.remove()
+
     def changed(self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation) -> torch.Tensor:
         """Return a value with one perturbation applied: [N, features] or [N, heads, channels]."""
         assert self.rows is not None
         rows = self._rows_of(site, self.rows)
+        if placed.place in self._sources:
+            return self._patched(value, layer, site, placed, rows)
         if placed.perturbation.action.over is not None:  # sums over whole prompts
             return self._changed_rows(value, layer, site, placed, rows)
         blocks = blocks_of_rows(value.size(0), value.shape[1:].numel())
@@ -74,6 +110,15 @@ class ActivationPerturbations:
         new = self._new_value(value, layer, site, placed, rows)
         chosen = self._chosen(value, site, placed, rows)
         return new if chosen is None else torch.where(chosen, new, value)
+
+    def _patched(
+        self, value: torch.Tensor, layer: int, site: Site, placed: PlacedPerturbation, rows: RowContext
+    ) -> torch.Tensor:
+        heads, where = placed.perturbation.heads, self._coordinates(site, value)
+        mask = None
+        if heads is not None and where.heads is not None:
+            mask = self._head_mask(placed, value.shape[1:], where.heads, heads)
+        return self._sources[placed.place].patched(value, layer, rows, mask)
 
     def _rows_of(self, site: Site, rows: RowContext) -> RowContext:
         if site.name == LOGITS and self.output_rows is not None:

@@ -49,8 +49,8 @@ def _site_problems(perturbation: Perturbation, model: Any, shard: ModelShard) ->
 
 def _action_problems(perturbation: Perturbation, site: Site, shard: ModelShard) -> Iterator[str]:
     action = perturbation.action
-    if action.type == "patch":
-        yield "action.type: patch is not implemented yet; write gaussian, uniform, zero or mean"
+    if action.type == "patch" and site.name == LOGITS:
+        yield "action.type: logits are not computed at all positions of a prompt; patch another site"
     if action.over == "prompt" and site.name == LOGITS:
         yield "action.over: logits are not computed at all positions of a prompt; write value, or another site"
     width = _width_of(site, shard)

@@ -1,6 +1,6 @@
 """Memory and work of a recipe on the pipeline stage with the most of it, estimated on rank 0 before any rank draws."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from megatronapp_trainer.perturbation.activations import LOGITS
 from megatronapp_trainer.perturbation.model_shard import ModelShard
 from megatronapp_trainer.perturbation.noise import DRAWING_BYTES
 from megatronapp_trainer.perturbation.parameters import EMBEDDING, OUTPUT, OUTSIDE_LAYERS
+from megatronapp_trainer.perturbation.patches import recorded_positions
 
 MAX_STEP_NUMBERS = 1 << 30
 """Most random numbers that the recipe of a step draws on a rank; about a second of an H100."""
@@ -51,6 +52,24 @@ def needed_bytes(recipe: Recipe, model: Any, shard: ModelShard, *, slots: int, t
     )
     draws = any(entry.action.type in _RANDOM for entry in recipe.perturbations)
     return copies + means + chunk + (DRAWING_BYTES if draws else 0)
+
+
+def recorded_bytes(
+    recipe: Recipe,
+    model: Any,  # noqa: ANN401 - GPTModel
+    shard: ModelShard,
+    source_lengths: Mapping[int, int],
+) -> int:
+    """Return the memory of the values that patches take. `source_lengths`: tokens of each source, by index."""
+    itemsize: int = model.config.params_dtype.itemsize
+    sums = [0] * len(shard.stages)
+    for place, length in source_lengths.items():
+        entry = recipe.perturbations[place]
+        site = site_of(entry.site or "")
+        numbers = len(recorded_positions(entry, length)) * _width(site, shard)
+        for stage, span in enumerate(shard.stages):
+            sums[stage] += numbers * len(_layers_within(entry, span, site)) * itemsize
+    return max(sums)
 
 
 def _layers_times(recipe: Recipe, shard: ModelShard, count: Any) -> list[int]:  # noqa: ANN401 - of a perturbation

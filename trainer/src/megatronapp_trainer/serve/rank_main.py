@@ -191,6 +191,8 @@ class HttpFrontend:
         )
         if model.chat.flaw is not None:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
+        if model.tokenizer is not None:
+            gang.stage.perturbation.encode = model.ids_of
         check_recipes(gang, model)
         engine.warm_up()
         self._open(engine, model, open_capture)

@@ -56,7 +56,6 @@ Indices = Annotated[
     AfterValidator(lambda indices: tuple(sorted(set(indices)))),
     AsList,
 ]
-Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 PerturbationName = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 
 _ACTIONS: Mapping[Kind, tuple[ActionType, ...]] = {
@@ -70,7 +69,7 @@ _FIELDS_OF_ACTION: Mapping[ActionType, frozenset[str]] = {
     "bitFlip": frozenset({"bits", "rate"}),
     "zero": frozenset(),
     "mean": frozenset({"value", "values", "over"}),
-    "patch": frozenset({"run", "sample"}),
+    "patch": frozenset({"source"}),
 }
 _FIELDS_OF_KIND: Mapping[Kind, frozenset[str]] = {
     "storage": frozenset({"parameter", "tensor", "part", "layers", "heads"}),
@@ -89,12 +88,30 @@ class RecipeModel(RequestModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+class PatchText(RecipeModel):
+    """Text whose activations a patch takes."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    """Text of the prompt."""
+    tokens: (
+        Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(min_length=1, max_length=32768), AsList]
+        | None
+    ) = None
+    """Its tokens instead."""
+
+    @model_validator(mode="after")
+    def _has_tokens(self) -> Self:
+        if (self.prompt is None) == (self.tokens is None):
+            raise ValueError("one of prompt and tokens must be given; write for example prompt: The whale")
+        return self
+
+
 class Action(RecipeModel):
     """Change of the selected numbers."""
 
     type: ActionType
     """gaussian: x + N(0, coefficient^2). uniform: x * U(1 - coefficient, 1 + coefficient). bitFlip: a bit of x. mean: a
-    mean. patch: x of another run."""
+    mean. patch: x of another prompt."""
     coefficient: Amount | None = None
     """Standard deviation of gaussian, in units of the number; half the width of the factor of uniform."""
     bits: Bits | None = None
@@ -107,15 +124,13 @@ class Action(RecipeModel):
     """Mean of each feature, or channel of a head."""
     over: Literal["prompt"] | None = None
     """Mean of the same feature over the positions of the prompt; applied from the prompt's last token on."""
-    run: Digest | None = None
-    """Id of the run that patch takes numbers from."""
-    sample: Annotated[int, Field(ge=0, lt=1024)] | None = None
-    """Prompt of that run, from 0; omitted: 0."""
+    source: PatchText | None = None
+    """Prompt from which patch takes the numbers, of the model without perturbation."""
 
     @model_validator(mode="after")
     def _has_its_fields(self) -> Self:
         allowed = _FIELDS_OF_ACTION[self.type]
-        if others := _given(self, ("coefficient", "bits", "rate", "value", "values", "over", "run", "sample"), allowed):
+        if others := _given(self, ("coefficient", "bits", "rate", "value", "values", "over", "source"), allowed):
             raise ValueError(f"{others[0]} means nothing for {self.type}; leave it out")
         if self.type in {"gaussian", "uniform"} and self.coefficient is None:
             raise ValueError(f"coefficient must be given for {self.type}; write a number of 0 or more")
@@ -123,8 +138,8 @@ class Action(RecipeModel):
             raise ValueError("bits and rate must be given for bitFlip; write for example bits: mantissa, rate: 0.001")
         if self.type == "mean" and sum(given is not None for given in (self.value, self.values, self.over)) != 1:
             raise ValueError("one of value, values and over must be given for mean; write for example over: prompt")
-        if self.type == "patch" and self.run is None:
-            raise ValueError("run must be given for patch; write the id of a run of this server")
+        if self.type == "patch" and self.source is None:
+            raise ValueError('source must be given for patch; write for example source: {"prompt": "The whale"}')
         return self
 
 
@@ -201,12 +216,23 @@ class Perturbation(RecipeModel):
         if self.action.type not in _ACTIONS[self.kind]:
             choices = ", ".join(_ACTIONS[self.kind])
             raise ValueError(f"action.type {self.action.type} is not possible for {self.kind}; write one of {choices}")
+        if self.action.type == "patch":
+            self._patches_prompts()
         if self.action.over == "prompt" and any(_begins_in_prompt(place) for place in self.positions or ()):
             raise ValueError(
                 "positions: the mean over the prompt is known at its last token; write origin: promptEnd and first: -1 "
                 "or more"
             )
         return self
+
+    def _patches_prompts(self) -> None:
+        if self.steps is not None:
+            raise ValueError("steps means nothing for patch, which changes the prompt; leave it out")
+        for place, selected in enumerate(self.positions or ()):
+            if selected.origin == "promptEnd" and (selected.first >= 0 or (selected.end or 0) > 0):
+                raise ValueError(
+                    f"positions.{place}: patch changes tokens of the prompt; write first below 0, and end 0 or less"
+                )
 
 
 class Recipe(RecipeModel):

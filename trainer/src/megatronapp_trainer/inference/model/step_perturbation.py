@@ -9,11 +9,18 @@ import torch.distributed as dist
 from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.inference.model.kv_cache import free_bytes
+from megatronapp_trainer.inference.patch_sources import (
+    Encode,
+    check_source,
+    lengths_of,
+    source_of_name,
+    source_tokens,
+)
 from megatronapp_trainer.inference.perturbed_steps import AddRecipe, DropRecipe, PerturbedGraphs, PerturbedStep
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.perturbation.check import check_recipe
-from megatronapp_trainer.perturbation.limits import check_work, needed_bytes
+from megatronapp_trainer.perturbation.limits import check_work, needed_bytes, recorded_bytes
 from megatronapp_trainer.perturbation.model_perturbations import ModelPerturbations
 from megatronapp_trainer.perturbation.model_shard import model_shard_of
 from megatronapp_trainer.perturbation.row_context import PromptPart, RowContext
@@ -30,16 +37,22 @@ class StepPerturbation:
         *,
         vocab_size: int,
         slots: int,
+        capacity: int,
         step_tokens: int,
         drop_graphs: Callable[[Callable[[Hashable], bool]], None],
     ) -> None:
-        """`step_tokens`: most tokens of a step. `drop_graphs` drops the CUDA graphs of some families."""
+        """`capacity`: most tokens of a sequence. `step_tokens`: most tokens of a step. `drop_graphs` drops the CUDA
+        graphs of some families.
+        """
         self._drop_graphs = drop_graphs
         self._model = model
         self._device = device
         self._shard = model_shard_of(model, layout, vocabulary=vocab_size)
         self._perturbations = ModelPerturbations(model, self._shard, slots=slots)
         self._slots = slots
+        self._capacity_tokens = capacity
+        self.encode: Encode | None = None
+        """Tokenizer of the sources of patches, on rank 0; None: sources are given as tokens."""
         self._step_tokens = step_tokens
         self._less_free = 0
         """Bytes by which the rank with the least free memory has less than this one."""
@@ -57,7 +70,18 @@ class StepPerturbation:
         """
         check_recipe(recipe, self._model, self._shard)
         check_work(recipe, self._model, self._shard, tokens=self._step_tokens)
-        return needed_bytes(recipe, self._model, self._shard, slots=self._slots, tokens=self._step_tokens)
+        needed = needed_bytes(recipe, self._model, self._shard, slots=self._slots, tokens=self._step_tokens)
+        return needed + recorded_bytes(recipe, self._model, self._shard, lengths_of(self.sources(recipe)))
+
+    def sources(self, recipe: Recipe) -> dict[int, tuple[int, ...]]:
+        """Return the tokens of the sources of patches, by index of the perturbation; on rank 0, from any thread.
+
+        Raises RecipeError for one that cannot be read.
+        """
+        found = source_tokens(recipe, self.encode)
+        for place, tokens in found.items():
+            check_source(place, tokens, capacity=self._capacity_tokens, vocabulary=self._shard.vocabulary)
+        return found
 
     def compare_memory(self, group: Any) -> None:  # noqa: ANN401 - a process group of torch
         """Find the rank with the least free memory, once the cache exists; collective over a gloo group."""
@@ -78,7 +102,7 @@ class StepPerturbation:
         self._capacity = self.capacity_bytes
         try:
             if isinstance(command, AddRecipe):
-                self._perturbations.add(command.recipe)
+                self._perturbations.add(command.recipe, command.source_lengths)
                 return
             digest = command.digest
             self._drop_graphs(lambda family: isinstance(family, PerturbedGraphs) and family.digest == digest)
@@ -105,6 +129,12 @@ class StepPerturbation:
         """Set the tokens of prompts that a step reads, and the rows whose logits it computes (None: all)."""
         if plan.perturbed is not None:
             self._perturbations.set_rows(self._prompt_rows(plan, plan.perturbed, positions_N), output_rows)
+        row = 0
+        for segment in plan.segments:
+            rows = slice(row, row + len(segment.tokens))
+            if (source := source_of_name(segment.request_id)) is not None:
+                self._perturbations.record(*source, rows, segment.start)
+            row = rows.stop
 
     def begin_decode(self, plan: StepPlan, positions_B: torch.Tensor) -> None:
         """Set the tokens of a decode step, one for each slot; `positions_B` is at the same address in each step."""
@@ -114,6 +144,7 @@ class StepPerturbation:
     def end_pass(self) -> None:
         """Perturb no activation until the next step begins, such as when modules are called to read a step."""
         self._perturbations.set_rows(None)
+        self._perturbations.end_recording()
 
     def _prompt_rows(self, plan: StepPlan, step: PerturbedStep, positions_N: torch.Tensor) -> RowContext:
         parts: list[PromptPart] = []
