@@ -14,6 +14,7 @@
 #include "megatronapp/ring_reader.hpp"
 #include "megatronapp/ring_writer.hpp"
 #include "megatronapp/run_queue.hpp"
+#include "step_replay.hpp"
 #include "transport.hpp"
 
 namespace py = pybind11;
@@ -164,6 +165,7 @@ PYBIND11_MODULE(_native, module) {
     megatronapp::bind_writer(module);
     megatronapp::bind_reader(module);
     megatronapp::bind_transport(module);
+    megatronapp::bind_step_replay(module);
     module.def("monotonic_ns", &megatronapp::monotonic_ns, "CLOCK_MONOTONIC in nanoseconds.");
     module.def("run_queue_ns", &megatronapp::run_queue_ns,
                "Nanoseconds that the calling thread waited for a processor since it began; 0 where unknown.");

@@ -1,4 +1,4 @@
-"""`megatronapp trace ...` and `megatronapp scope ...`, under the entry points "megatronapp.commands".
+"""`megatronapp trace ...`, `scope ...` and `whatif ...`, under the entry points "megatronapp.commands".
 
 Heavy modules are imported when a command runs.
 """
@@ -10,7 +10,7 @@ from megatronapp_common.state import raise_state_errors
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `trace` and `scope` with their subcommands."""
+    """Add `trace` and `scope` with their subcommands, and `whatif`."""
     trace = subparsers.add_parser("trace", help="export the trace of a job", description="Traces of a job.")
     commands = trace.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
     export = commands.add_parser(
@@ -26,6 +26,40 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_argument("--to", dest="last", metavar="N", type=step_number, help="last step (default: the newest)")
     export.set_defaults(func=run_export)
     register_scope(subparsers)
+    register_whatif(subparsers)
+
+
+def register_whatif(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `whatif` to the commands."""
+    whatif = subparsers.add_parser(
+        "whatif",
+        help="say how much time slow workers, stages and operations have cost",
+        description="Replay recorded steps with the usual durations of operations, and say how much time they lost and "
+        "to whom. The file has the columns of the public straggler traces (docs/whatif.md).",
+    )
+    whatif.add_argument("file", metavar="FILE", type=pathlib.Path, help="recorded operations (*.parquet)")
+    whatif.add_argument("--json", action="store_true", help="print one JSON object with all numbers")
+    whatif.add_argument(
+        "--idealise",
+        choices=("pooled", "work"),
+        default="pooled",
+        help="expect operations to take equally long that are of one kind (pooled), or of one kind, stage and chunk of "
+        "the model (work) (default: %(default)s)",
+    )
+    whatif.set_defaults(func=run_whatif)
+
+
+def run_whatif(arguments: argparse.Namespace) -> int:
+    """Analyse a file and print the result."""
+    import json
+
+    from megatronapp_analyzer.whatif.analysis import Idealise, analyze
+    from megatronapp_analyzer.whatif.recording import read_parquet
+    from megatronapp_analyzer.whatif.report import text
+
+    result = analyze(read_parquet(arguments.file), Idealise(arguments.idealise))
+    print(json.dumps(result.document(), indent=1) if arguments.json else text(result))
+    return 0
 
 
 def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,6 +7,7 @@ AnalyzerError
 ├── SpoolError        stored traces that are missing or cannot be written
 ├── GraphError        a step whose operations depend on each other in a circle
 ├── ExportError       a trace export that cannot be made
+├── WhatIfError       a recording that cannot be analysed
 ├── SessionError      a recorded session that cannot be read or replayed
 └── HubError          the hub answered a request with an error, or did not answer
 
@@ -45,6 +46,10 @@ class GraphError(AnalyzerError):
 
 class ExportError(AnalyzerError):
     """A trace export that cannot be made, such as one of a job that left no traces."""
+
+
+class WhatIfError(AnalyzerError):
+    """A recording of steps that the what-if analysis cannot read or understand."""
 
 
 class SessionError(AnalyzerError):

@@ -64,7 +64,7 @@ PARTS = {
     "data": Distribution("data", "megatronapp-trainer", ("data",)),
     "checkpoint": Distribution("checkpoints", "megatronapp-trainer", ("checkpoint",)),
     "transport": Distribution("transfers between ranks", "megatronapp-trainer", ("transport",)),
-    "trace": Distribution("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope")),
+    "trace": Distribution("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope", "whatif")),
 }
 
 

@@ -1,4 +1,4 @@
-"""Trace ring in shared memory, and the transport between ranks.
+"""Trace ring in shared memory, the transport between ranks, and the replay of steps.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
@@ -9,6 +9,7 @@ from megatronapp_native._native import (
     RingInfo,
     RingReader,
     RingWriter,
+    StepReplay,
     TransportEndpoint,
     TransportMessage,
     interface_of,
@@ -38,6 +39,7 @@ __all__ = [
     "RingInfo",
     "RingReader",
     "RingWriter",
+    "StepReplay",
     "TransferTimeoutError",
     "TransportCorruptError",
     "TransportEndpoint",

@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
+from numpy import float64
+from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
 PROGRESS_WORDS: int
@@ -253,6 +255,35 @@ class RingReader:
         """Index, in the ring's life, of the record that the next read would like to begin with."""
     def close(self) -> None:
         """Unmap the file; later calls raise RingError."""
+
+class StepReplay:
+    """Replays all steps of a job with some durations as recorded and all others as in an ideal step.
+
+    An operation starts when all that it depends on has ended, and ends its duration later. Members of a group transfer
+    together, once the last of them has started. Lists of lists are concatenated, with the places where each begins.
+    """
+
+    def __init__(
+        self,
+        *,
+        dependency_begin: ArrayLike,
+        dependencies: ArrayLike,
+        group_begin: ArrayLike,
+        members: ArrayLike,
+        spans_replicas: ArrayLike,
+        recorded: ArrayLike,
+        ideal: ArrayLike,
+    ) -> None:
+        """Prepare [operations, replicas, steps] of recorded seconds and [operations] of ideal ones.
+
+        `spans_replicas` is 1 for a group that waits for the same group of all other replicas. ValueError where sizes or
+        indices do not fit, or operations wait for each other in a circle.
+        """
+    def step_seconds(self, is_recorded: ArrayLike) -> NDArray[float64]:
+        """Return seconds of [scenarios, steps] for flags of [scenarios, operations, replicas].
+
+        1 takes the recorded duration, 0 the ideal one. ValueError if sizes do not fit.
+        """
 
 def monotonic_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""

@@ -1,0 +1,138 @@
+"""The what-if analysis reproduces published results, and finds the faults of pipelines that have known ones."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from recorded_pipeline import RecordedPipeline, step_seconds
+
+from megatronapp_analyzer.errors import WhatIfError
+from megatronapp_analyzer.whatif.analysis import Idealise, WhatIfResult, analyze
+from megatronapp_analyzer.whatif.recording import read_parquet
+from megatronapp_common.cli import main
+
+_DEFAULT = pathlib.Path(__file__).parents[5] / "shared" / "data"
+DATA = pathlib.Path(os.environ.get("MEGATRONAPP_TEST_DATA", _DEFAULT)) / "straggler"
+SLOW = 4.0
+
+
+@pytest.fixture
+def analyzed(tmp_path: pathlib.Path) -> Callable[..., WhatIfResult]:
+    def analyzed(table: pyarrow.Table, idealise: Idealise = Idealise.POOLED) -> WhatIfResult:
+        parquet.write_table(table, tmp_path / "trace.parquet")
+        return analyze(read_parquet(tmp_path / "trace.parquet"), idealise)
+
+    return analyzed
+
+
+def slow_worker(replica: int, stage: int, _step: int, kind: str) -> float:
+    """Worker 2 (replica 1, stage 0) computes four times as long."""
+    return (1.0 if kind == "forward" else 2.0) * (SLOW if (replica, stage) == (1, 0) else 1)
+
+
+def heavy_stage(_replica: int, stage: int, _step: int, kind: str) -> float:
+    return (1.0 if kind == "forward" else 2.0) * (1.5 if stage == 1 else 1)
+
+
+@pytest.mark.skipif(not (DATA / "trace-AR.parquet").is_file(), reason=f"no public trace in {DATA}")
+def test_published_results_are_reproduced() -> None:
+    """Table of the artifact of OSDI 2025; the tolerance is that of single precision in the published step times."""
+    found = json.loads(json.dumps(analyze(read_parquet(DATA / "trace-AR.parquet")).document()))
+    published = json.loads((DATA / "result-AR.json").read_text())
+    assert found["S"] == pytest.approx(published["blocking_slowdown"], rel=1e-9)
+    assert found["launch_ratio"] == pytest.approx(published["launch_slowdown"], rel=1e-6)
+    assert found["M_W"] == pytest.approx(json.loads((DATA / "mw-AR.json").read_text())["Mw"], rel=1e-9)
+    assert found["M_S"] == pytest.approx(json.loads((DATA / "ms-AR.json").read_text())["Ms"], rel=1e-9)
+    assert found["by_step"] == pytest.approx(published["blocking_step_slowdown"], rel=1e-9)
+    assert found["launch_ratio_by_step"] == pytest.approx(published["launch_step_slowdown"], rel=1e-6)
+    for name, its_name in (("dp_rank", "dp_rank"), ("stage", "stage"), ("type", "optype")):
+        of_parts = f"blocking_decompose_by_{its_name}"
+        assert found[f"by_{name}"] == pytest.approx(published[of_parts], rel=1e-9)
+        per_step = published[f"{of_parts}_per_step"]
+        assert found[f"by_{name}_per_step"].keys() == per_step.keys()
+        for step, values in found[f"by_{name}_per_step"].items():
+            assert values == pytest.approx(per_step[step], rel=1e-9)
+    assert found["slowest_workers"] == [0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_equal_workers_lose_nothing(analyzed: Callable[..., WhatIfResult], microbatches: int) -> None:
+    """The replay of the recorded durations gives the recorded times, and these are the ideal ones."""
+    table = RecordedPipeline(microbatches=microbatches).table()
+    found = analyzed(table)
+    assert found.launch_ratio == found.slowdown == 1
+    assert found.recorded_s == step_seconds(table).mean()
+    assert found.worker_fraction is found.last_stage_fraction is None
+
+
+def test_a_slow_worker_is_named_with_all_of_the_loss(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline(pass_s=slow_worker).table()
+    found = analyzed(table)
+    usual = RecordedPipeline(pass_s=lambda *arguments: slow_worker(*arguments) * (1 + 3 / 4) / _slowness(*arguments))
+    assert found.recorded_s == step_seconds(table).mean()
+    assert found.ideal_s == step_seconds(usual.table()).mean(), "a mean of four workers"
+    assert found.slowest_workers == (2,)
+    assert found.worker_fraction is not None
+    assert found.worker_fraction >= 1, "the others are faster than the mean"
+    assert next(iter(found.by_dp_rank.overall)) == "1"
+    assert next(iter(found.by_stage.overall)) == "0"
+
+
+def _slowness(replica: int, stage: int, _step: int, _kind: str) -> float:
+    return SLOW if (replica, stage) == (1, 0) else 1
+
+
+def test_a_stage_with_more_work_is_slow_only_if_all_work_is_pooled(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline(pass_s=heavy_stage).table()
+    pooled = analyzed(table)
+    assert pooled.slowdown > 1
+    assert next(iter(pooled.by_stage.overall)) == "1"
+    assert analyzed(table, Idealise.WORK).slowdown == 1
+
+
+def test_steps_with_missing_or_repeated_records_are_skipped(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline(steps=(1, 2, 3, 4, 5)).table()
+    of_step = {step: np.flatnonzero(table["step"].to_numpy() == step) for step in (2, 4)}
+    rows = [row for row in range(table.num_rows) if row != of_step[2][7]]  # one is missing, one is there twice
+    found = analyzed(table.take([*rows, int(of_step[4][3])]))
+    assert found.skipped_steps == (2, 4)
+    assert list(found.step_slowdowns) == [1, 3, 5]
+
+
+def test_traces_that_do_not_fit_are_refused(analyzed: Callable[..., WhatIfResult], tmp_path: pathlib.Path) -> None:
+    table = RecordedPipeline().table()
+    with pytest.raises(WhatIfError, match=r"no column gmc \(chunk in the whole model\)"):
+        analyzed(table.drop_columns("gmc"))
+    with pytest.raises(WhatIfError, match="has no rows"):
+        analyzed(table.slice(0, 0))
+    kinds = np.array(table["optype"].to_pylist(), dtype=object)
+    other = np.where(kinds == "gc", "tea-break", kinds)
+    with pytest.raises(WhatIfError, match="kind tea-break are not known"):
+        analyzed(table.set_column(3, "optype", pyarrow.array(other)))
+    without = table.filter(pyarrow.array(~((kinds == "forward-recv") & (table["seq_id"].to_numpy() == 2))))
+    with pytest.raises(WhatIfError, match="stage 0 has 3 operations forward-send to stage 1, which has 2"):
+        analyzed(without)
+    (tmp_path / "text.parquet").write_text("no columns")
+    with pytest.raises(WhatIfError, match=r"text\.parquet is no Parquet file"):
+        read_parquet(tmp_path / "text.parquet")
+    with pytest.raises(WhatIfError, match="cannot be read"):
+        read_parquet(tmp_path / "absent.parquet")
+
+
+def test_the_command_prints_text_or_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.parquet"
+    parquet.write_table(RecordedPipeline(pass_s=slow_worker).table(), path)
+    assert main(["whatif", str(path)]) == 0
+    assert "slowest workers M_W" in capsys.readouterr().out
+    assert main(["whatif", str(path), "--json", "--idealise", "work"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["slowest_workers"] == [2]
+    assert document["idealise"] == "work"
+    assert {"S", "M_W", "M_S", "launch_ratio", "by_dp_rank", "by_stage", "by_type", "by_step"} <= document.keys()
+    assert main(["whatif", str(tmp_path / "absent.parquet")]) == 1
+    assert "absent.parquet cannot be read" in capsys.readouterr().err
