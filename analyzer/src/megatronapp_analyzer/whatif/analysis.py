@@ -35,7 +35,7 @@ class Idealise(enum.StrEnum):
     """Which operations are expected to take equally long."""
 
     POOLED = "pooled"
-    """All of a kind, as published: a stage with more work than others counts as slow."""
+    """All of a kind, as published: a stage with more work than others is found slow."""
     WORK = "work"
     """All of a kind on one stage and chunk, which do the same work in every replica and step."""
 

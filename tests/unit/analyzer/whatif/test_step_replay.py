@@ -13,7 +13,7 @@ from megatronapp_native import StepReplay
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ReplayCase:
     pattern: StepPattern
     recorded_NRT: NDArray[np.float64]
     ideal_N: NDArray[np.float64]
@@ -21,7 +21,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> ReplayCase:
     """Operations whose numbers are shuffled, so that their order is no topological one.
 
     Members of a group are on one level, and dependencies on lower levels, so that nothing waits for itself.
@@ -50,7 +50,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 3)),
     )
     source = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    return Case(
+    return ReplayCase(
         pattern,
         source.random((count, replicas, steps)),
         source.random(count),
@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def plain_replay(case: Case, flags_NR: NDArray[np.bool_]) -> NDArray[np.float64]:
+def plain_replay(case: ReplayCase, flags_NR: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Start all operations that can start, again and again, until the last one has ended."""
     pattern, (count, replicas, steps) = case.pattern, case.recorded_NRT.shape
     seconds = np.where(flags_NR[:, :, None], case.recorded_NRT, case.ideal_N[:, None, None])
@@ -85,7 +85,7 @@ def plain_replay(case: Case, flags_NR: NDArray[np.bool_]) -> NDArray[np.float64]
 
 
 @given(case=cases())
-def test_replays_equal_the_rules_written_out(case: Case) -> None:
+def test_replays_equal_the_rules_written_out(case: ReplayCase) -> None:
     replay = StepReplay(**case.pattern.flat(), recorded=case.recorded_NRT, ideal=case.ideal_N)
     expected = np.stack([plain_replay(case, flags_NR) for flags_NR in case.flags_BNR])
     np.testing.assert_array_equal(replay.step_seconds(case.flags_BNR), expected)
