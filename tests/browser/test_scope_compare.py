@@ -23,6 +23,7 @@ pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
 LAYER, HEAD = 1, 2
 """Head whose attention both sessions hold."""
+MINUS = "B \N{MINUS SIGN} A"
 VIEWS = {
     "1": "difference-layers",
     "2": "difference-attention",
@@ -87,20 +88,20 @@ def test_a_session_file_of_another_checkpoint_is_subtracted_from_the_run(
     read = min(len(a["residual"]), len(b["residual"]))
     pw.expect(page.get_by_text("positions 0 to")).to_be_visible()
     pw.expect(page.get_by_text(re.compile("Tokens differ from position 7 on"))).to_be_visible()
-    lines = table(page, "Layers by tokens, B − A")
+    lines = table(page, f"Layers by tokens, {MINUS}")
     for name, sites in (("a", a), ("b", b)):
         exact = np.linalg.norm(sites["residual"][:read], axis=-1).T
         np.testing.assert_allclose(matrix(lines, name, 4), exact, rtol=2e-3)
     page.keyboard.press("2")
     pw.expect(page.get_by_test_id("difference-attention")).to_be_visible()
-    attention = np.load(io.BytesIO(saved(page, f"Layer {LAYER}, head {HEAD}, B − A", "NPY")))
+    attention = np.load(io.BytesIO(saved(page, f"Layer {LAYER}, head {HEAD}, {MINUS}", "NPY")))
     shown = np.tril(np.ones((read, read), bool))
     exact = (b["attention"][LAYER, HEAD][:read, :read] - a["attention"][LAYER, HEAD][:read, :read])[shown]
     np.testing.assert_allclose(attention[shown], exact, atol=8e-3)
     page.keyboard.press("5")
     pw.expect(page.get_by_test_id("difference-lens")).to_be_visible()
     page.get_by_role("radio", name="Next token").check(force=True)
-    lens = table(page, "Logit lens, B − A")
+    lens = table(page, f"Logit lens, {MINUS}")
     logs = [scope_analysis.lens_logs(recording, 0) for recording in (replay.recording, other)]
     following = (other.prompts[0] + other.generated[0])[3]
     cell = next(line for line in lines_of(lens, "layer 1", 2))
