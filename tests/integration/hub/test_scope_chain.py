@@ -490,5 +490,6 @@ async def test_every_number(
         await check_lens(found)
         await chain_comparison.check_comparison(page)
         await chain_comparison.check_sweep(page)
+        await chain_comparison.check_client(page)
         if case[0].startswith("TP2"):
             await check_whole_axes(found)

@@ -1,7 +1,13 @@
 """Comparisons through the whole chain: page's requests, hub, rank 0 and all ranks."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+
+from megatronapp.scope import connect
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 NOTHING = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 0}}]}
 ABLATED = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "zero"}, "layers": [1]}]}
@@ -69,3 +75,35 @@ async def check_sweep(page: Any) -> None:
         while (state := (await page.get(f"{SWEEPS}/{name}")).json()["state"]) != "cancelled":
             assert state in {"queued", "running"}
             await asyncio.sleep(0.05)
+
+
+async def check_client(page: Any) -> None:
+    """Check the Python client: patches from the prompt itself and from another one, and tracing over positions."""
+    token = derive_token(page.hub.secret, TokenRole.CONTROLLER)
+    await asyncio.to_thread(_use_client, page.hub.url, token)
+
+
+def _use_client(url: str, token: str) -> None:
+    def patch(prompt: str, **fields: Any) -> dict[str, Any]:
+        return {
+            "kind": "calculation",
+            "site": "residual",
+            "action": {"type": "patch", "source": {"prompt": prompt}},
+            **fields,
+        }
+
+    prompt, other = "def f(", "def g("
+    seen: list[Mapping[str, Any]] = []
+    with connect(url, token) as scope:
+        same = scope.compare(prompt, {"perturbations": [patch(prompt)]}, tokens=3)
+        assert float(same.kl.max()) < 1e-6 and float(same.drift.max()) < 1e-5
+        found = scope.compare(prompt, {"perturbations": [patch(other, layers=[0])]}, tokens=3, mode="free", heads=False)
+        end = found.first_divergence
+        assert found.heads is None and float(found.drift[0, 0]) >= 0
+        assert not np.isnan(found.kl[: None if end is None else end + 1]).any()
+        traced = scope.sweep(
+            prompt, patch(other), [0, 1], positions=[0, 1], tokens=2, metric="logprobChange", progress=seen.append
+        )
+        assert traced.values.shape == (2, 2) and not np.isnan(traced.values).any()
+        assert abs(float(traced.values[1, 0])) < 1e-5  # both prompts begin alike
+        assert len(traced.ids) == 2 and traced.positions == [0, 1]

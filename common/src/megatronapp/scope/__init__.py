@@ -10,9 +10,22 @@ Needs `megatronapp-common[client]`: NumPy and httpx.
 """
 
 from megatronapp.scope.client import ScopeHub, connect
+from megatronapp.scope.comparisons import Comparison, Sweep
 from megatronapp.scope.errors import ScopeError
 from megatronapp.scope.results import Attribution, Candidate, Lens
 from megatronapp.scope.run import Run
 from megatronapp.scope.session import Session, open_session
 
-__all__ = ["Attribution", "Candidate", "Lens", "Run", "ScopeError", "ScopeHub", "Session", "connect", "open_session"]
+__all__ = [
+    "Attribution",
+    "Candidate",
+    "Comparison",
+    "Lens",
+    "Run",
+    "ScopeError",
+    "ScopeHub",
+    "Session",
+    "Sweep",
+    "connect",
+    "open_session",
+]

@@ -1,12 +1,22 @@
 """Connection to a hub of MegaScope, by the HTTP interface of docs/scope-protocol.md, section 8."""
 
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from megatronapp.scope.comparisons import (
+    Comparison,
+    ComparisonMode,
+    Recipe,
+    Sweep,
+    SweepMetric,
+    comparison_of,
+    ended,
+    sweep_of,
+)
 from megatronapp.scope.connection import HubConnection
 from megatronapp.scope.run import Run, prompts_of
 
@@ -117,3 +127,74 @@ class ScopeHub:
         answer = self._connection.request("POST", "runs", body)
         run = Run(self._connection, answer.json()["run"])
         return run.wait() if wait else run
+
+    def compare(
+        self,
+        prompt: str,
+        perturbation: Recipe,
+        tokens: int = 32,
+        *,
+        baseline: Recipe = "none",
+        mode: ComparisonMode = "teacher-forced",
+        temperature: float = 0.0,
+        seed: int | None = None,
+        top: int = 10,
+        heads: bool = True,
+        timeout_s: float = 600.0,
+    ) -> Comparison:
+        """Generate two branches of a prompt, and return what differs once both have ended.
+
+        A is the model with the recipe `baseline`, B the one with `perturbation`. Needs the role of a controller. Raises
+        ScopeError, TimeoutError.
+        """
+        body = {
+            "prompt": prompt,
+            "tokens": tokens,
+            "mode": mode,
+            "sampling": {"temperature": temperature, "seed": seed},
+            "baseline": baseline if isinstance(baseline, str) else dict(baseline),
+            "perturbation": perturbation if isinstance(perturbation, str) else dict(perturbation),
+            "top": top,
+            "heads": heads,
+        }
+        name = self._connection.request("POST", "comparisons", body).json()["comparison"]
+        path = f"comparisons/{name}?heads={str(heads).lower()}"
+        return comparison_of(ended(self._connection, path, timeout_s=timeout_s, progress=None))
+
+    def sweep(
+        self,
+        prompt: str,
+        template: Mapping[str, Any],
+        layers: Sequence[int],
+        *,
+        strengths: Sequence[float] | None = None,
+        positions: Sequence[int] | None = None,
+        tokens: int = 8,
+        metric: SweepMetric = "meanKl",
+        token: int | None = None,
+        seed: int = 0,
+        timeout_s: float = 3600.0,
+        progress: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Sweep:
+        """Compare a perturbation at each layer and strength, or position, with the model as it is.
+
+        `template` is one perturbation of a recipe; `progress` gets the hub's answer, with `done` and `cells`, every
+        0.2 s. Needs the role of a controller. Raises ScopeError, TimeoutError.
+        """
+        axes: dict[str, Any] = {"layers": list(layers)}
+        if strengths is not None:
+            axes["strengths"] = [float(strength) for strength in strengths]
+        if positions is not None:
+            axes["positions"] = list(positions)
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "template": dict(template),
+            "axes": axes,
+            "tokens": tokens,
+            "metric": metric,
+            "seed": seed,
+        }
+        if token is not None:
+            body["token"] = token
+        name = self._connection.request("POST", "sweeps", body).json()["sweep"]
+        return sweep_of(ended(self._connection, f"sweeps/{name}", timeout_s=timeout_s, progress=progress))
