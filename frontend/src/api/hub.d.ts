@@ -1397,6 +1397,16 @@ export interface components {
              */
             pausedSince?: string | null;
             /**
+             * Perturbation
+             * @description Digest of the recipe in force; null: none is.
+             */
+            perturbation?: string | null;
+            /**
+             * Perturbed
+             * @description Steps that were perturbed, the newest 8.
+             */
+            perturbed?: components["schemas"]["PerturbedSteps"][];
+            /**
              * Resumeafterseconds
              * @description Length after which a pause ends in which no client controls the training.
              */
@@ -2068,17 +2078,34 @@ export interface components {
              * Kind
              * @enum {string}
              */
-            kind: "pause" | "resume" | "step" | "stop" | "capture";
+            kind: "pause" | "resume" | "step" | "stop" | "capture" | "perturb" | "undo";
             /**
              * Lease
              * @description Key of the lease.
              */
             lease: string;
             /**
+             * Recipe
+             * @description Recipe of a perturbation, for perturb alone (docs/perturbation.md).
+             */
+            recipe?: {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * Replica
+             * @description For perturb: data-parallel replica; null: all alike.
+             */
+            replica?: number | null;
+            /**
              * Steps
-             * @description Steps to run, for step alone.
+             * @description Steps to run, for step; steps of perturbed activations, for perturb (null: until undo).
              */
             steps?: number | null;
+            /**
+             * Target
+             * @description For perturb: model, the default, perturbs parameters for a step, master for good.
+             */
+            target?: ("model" | "master") | null;
         };
         /**
          * OrderView
@@ -2092,6 +2119,11 @@ export interface components {
             at: number;
             /** Attempt */
             attempt: number;
+            /**
+             * Digest
+             * @description Name of the recipe, for perturb.
+             */
+            digest: string | null;
             /**
              * Every
              * @description Interval, for capture; 0: none, null: the next step.
@@ -2108,17 +2140,27 @@ export interface components {
              * Kind
              * @enum {string}
              */
-            kind: "pause" | "resume" | "step" | "stop" | "capture";
+            kind: "pause" | "resume" | "step" | "stop" | "capture" | "perturb" | "undo";
             /**
              * Refusal
              * @description Reason why it has no effect.
              */
             refusal: string | null;
             /**
+             * Replica
+             * @description Data-parallel replica, for perturb; null: all alike.
+             */
+            replica: number | null;
+            /**
              * Steps
-             * @description Steps to run, for step; else 0.
+             * @description Steps to run, for step; steps of activations, for perturb (0: until undo); else 0.
              */
             steps: number;
+            /**
+             * Target
+             * @description Parameters that change, for perturb.
+             */
+            target: ("model" | "master") | null;
             /** Who */
             who: string;
         };
@@ -2212,6 +2254,53 @@ export interface components {
              * @enum {string}
              */
             tensor: "weight" | "bias";
+        };
+        /**
+         * PerturbedSteps
+         * @description Consecutive steps that were computed with a perturbation.
+         */
+        PerturbedSteps: {
+            /** Digest */
+            digest: string;
+            /** Firststep */
+            firstStep: number;
+            /** Laststep */
+            lastStep?: number | null;
+            /** Parameters */
+            parameters?: string | null;
+            /** Replica */
+            replica?: number | null;
+        };
+        /**
+         * PerturbedStepsView
+         * @description Consecutive steps that were computed with a perturbation.
+         */
+        PerturbedStepsView: {
+            /**
+             * Digest
+             * @description Name of the recipe.
+             */
+            digest: string;
+            /**
+             * Firststep
+             * @description First step, counted from 1.
+             */
+            firstStep: number;
+            /**
+             * Laststep
+             * @description Newest step; null: none has ended yet.
+             */
+            lastStep: number | null;
+            /**
+             * Parameters
+             * @description Parameters that changed, model or master; null: none.
+             */
+            parameters: string | null;
+            /**
+             * Replica
+             * @description Data-parallel replica; null: all alike.
+             */
+            replica: number | null;
         };
         /**
          * PipelinePlan
@@ -3547,6 +3636,16 @@ export interface components {
              * @description RFC 3339; null outside of a pause.
              */
             pausedSince: string | null;
+            /**
+             * Perturbation
+             * @description Digest of the recipe in force; null: none is.
+             */
+            perturbation: string | null;
+            /**
+             * Perturbed
+             * @description Steps that were perturbed, the newest 8.
+             */
+            perturbed: components["schemas"]["PerturbedStepsView"][];
             /**
              * Resumeafterseconds
              * @description Length after which a pause ends in which no client controls the training.

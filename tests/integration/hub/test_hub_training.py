@@ -1,5 +1,6 @@
 """Control of a running training at the hub: the lease, orders, and what the ranks report of them."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from megatronapp_analyzer.hub.settings import ControlSettings
 from megatronapp_analyzer.hub.state.lease import LEASE_S, ControlLease
 from megatronapp_analyzer.hub.state.progress import ControlProgress
 from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
-from megatronapp_common.control.orders import OrderKind
+from megatronapp_common.control.orders import Order, OrderKind
 from megatronapp_common.frames import FrameType
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token
@@ -180,6 +181,59 @@ async def test_a_single_client_controls(steered: Any, controller: httpx.AsyncCli
 
 
 @pytest.mark.asyncio
+async def test_a_perturbation_is_ordered_with_its_recipe(
+    steered: Any, controller: httpx.AsyncClient, fake_job: Any, until: Any
+) -> None:
+    change = {"kind": "storage", "parameter": "mlp.linear_fc1", "action": {"type": "gaussian", "coefficient": 0.5}}
+    recipe = {"seed": 3, "perturbations": [change]}
+    async with steered.agent(fake_job(data=2), 0) as agent:
+        await agent.hello()
+        await agent.rings()
+        await agent.status(progress=progress("running", 7))
+
+        async def state() -> dict[str, Any]:
+            found: dict[str, Any] = (await controller.get("/training")).json()
+            return found
+
+        async def runs() -> bool:
+            return bool((await state())["state"] == "running")
+
+        await until(runs)
+        order = {"lease": await lease_of(controller), "kind": "perturb"}
+        wrong = {"perturbations": [change | {"heads": [0], "site": "q"}]}
+        large = {"perturbations": [change | {"layers": list(range(300))}]}
+        for given, message in (
+            ({}, "give recipe with perturb"),
+            ({"recipe": wrong}, "recipe: perturbations.0: site means nothing for storage"),
+            ({"recipe": large}, "an order to a training holds 1024"),
+            ({"recipe": recipe, "kind": "pause"}, "give recipe with perturb, and only with it"),
+        ):
+            answer = await controller.post("/training/orders", json=order | given)
+            assert (answer.status_code, message in answer.json()["message"]) == (422, True), answer.text
+        answer = await controller.post("/training/orders", json=order | {"recipe": recipe, "target": "master"})
+        digest = answer.json()["digest"]
+        assert (answer.json()["target"], answer.json()["replica"]) == ("master", None)
+        assert (await controller.post("/training/orders", json=order | {"kind": "undo"})).status_code == 202
+        while len(found := (await ordered(agent))["orders"]) < 2:
+            pass
+        text = json.dumps(recipe | {"version": 1}, sort_keys=True, separators=(",", ":"))
+        assert found == [
+            {"number": 1, "kind": "perturb", "recipe": text, "target": "master", "steps": 0},
+            {"number": 2, "kind": "undo"},
+        ]
+        span = {"digest": digest, "parameters": "master", "replica": None, "firstStep": 9, "lastStep": None}
+        await agent.status(progress=progress("running", 8, (1, 8), perturbation=digest, perturbed=[span]))
+
+        async def reported() -> bool:
+            found = await state()
+            return (found["perturbation"], found["perturbed"]) == (digest, [span])
+
+        await until(reported)
+        actions = [action["what"] for action in (await steered.get("/api/v1/summary"))["actions"]]
+        assert f"perturbed the training with recipe {digest} after 8 steps" in actions
+
+
+@pytest.mark.asyncio
 async def test_captures_are_ordered_and_the_ranks_report_their_interval(
     steered: Any, controller: httpx.AsyncClient, fake_job: Any, until: Any
 ) -> None:
@@ -224,7 +278,7 @@ def test_a_hub_without_its_orders_counts_on_from_those_that_the_ranks_report() -
     report = ControlProgress.model_validate(progress("running", 350, (1, 40), (2, 350))["control"])
     orders = TrainingOrders(None)
     orders.observe(1, report)
-    given = orders.add("x", OrderKind.PAUSE, 0, who="page", at=0.0, saves=True)
+    given = orders.add("x", Order(0, OrderKind.PAUSE), who="page", at=0.0, saves=True)
     orders.observe(1, report)
     orders.observe(0, report)  # an agent of an attempt that has ended
     (pending,) = orders.newest_first

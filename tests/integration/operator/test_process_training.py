@@ -1,6 +1,7 @@
 """A real job on this machine that is controlled by the command line and by two clients that fight for the lease."""
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -167,6 +168,26 @@ class Rival(threading.Thread):
                         self.codes.add(answer.json()["code"])
 
 
+def perturb(job: Served, path: pathlib.Path) -> int:
+    """Perturb master parameters of the paused job, undo it, and do it again for good; the number of orders."""
+    change = {"kind": "storage", "parameter": "mlp.linear_fc1", "action": {"type": "gaussian", "coefficient": 0.01}}
+    path.write_text(json.dumps({"perturbations": [change]}), encoding="utf-8")
+    order = ("training", job.name, "perturb", str(path), "--target", "master")
+    (digest,) = re.findall(r"perturbs with recipe ([0-9a-f]{12}) after 7 steps", job.cli(*order))
+    assert f"step 8 by recipe {digest}, in force" in job.cli("training", job.name, "status")
+    assert job.cli("training", job.name, "perturb", "--undo") == "perturbs no longer after 7 steps\n"
+    assert "Perturbed" not in job.cli("training", job.name, "status")
+    job.cli(*order)
+    job.cli("training", job.name, "step", "1")
+    job._until(lambda: until_state(job, "paused", 0)["step"] == 8)
+    state = until_state(job, "paused", 0)
+    span = {"digest": digest, "parameters": "master", "replica": None, "firstStep": 8, "lastStep": 8}
+    assert (state["perturbation"], state["perturbed"]) == (None, [span])
+    with pytest.raises(AssertionError, match="step 8 has used the perturbed parameters"):
+        job.cli("training", job.name, "perturb", "--undo")
+    return 5
+
+
 def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp_path: pathlib.Path) -> None:
     assert until_state(job, "paused", 0)["step"] == 0
     assert job.cli("training", job.name, "step", "3") == "runs 3 steps after 0 steps, then pauses again\n"
@@ -182,6 +203,7 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     assert until_state(job, "paused", 0)["captureEvery"] is None
     job._until(lambda: captured_steps(job) == [2, 5])
     assert "Running,Paused" in job.cli("get", job.name)
+    given_before = 5 + perturb(job, tmp_path / "recipe.json")
 
     attempt = 0
     if FULL:  # another gang of torch to start
@@ -200,6 +222,9 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     step = int(re.findall(r"stops after (\d+) steps", stopped)[0])
     job._until(lambda: job.status().get("phase") == "Succeeded")
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(step)
+    if attempt == 0:
+        (manifest,) = (tmp_path / "checkpoints").glob("iter_*/megatronapp.json")
+        assert [entry["first_step"] for entry in json.loads(manifest.read_text())["perturbed"]] == [8]
     first, second = decisions(job, attempt)
-    given = sum(rival.accepted for rival in rivals) + 1 + 5 * (attempt == 0)
+    given = sum(rival.accepted for rival in rivals) + 1 + given_before * (attempt == 0)
     assert first == second and len(first) == given

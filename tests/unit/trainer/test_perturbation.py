@@ -315,7 +315,7 @@ def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[s
         values = read(gang, engine, SITES, samples(noise, PROMPTS))
         stored = recipe(*(storage(module, GAUSSIAN, **fields) for module, fields in STORED), seed=4)
         shard = model_shard_of(gang.stage.model, layout, vocabulary=gang.stage.vocab_size)
-        parameters = PerturbedParameters(stored, gang.stage.model, shard)
+        parameters = PerturbedParameters(stored, [gang.stage.model], shard)
         estimate = 0
         if layout.rank == 0:
             estimate = needed_bytes(stored, gang.stage.model, shard, slots=2, tokens=chunk) - DRAWING_BYTES

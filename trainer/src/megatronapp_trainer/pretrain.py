@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatronapp_trainer.hooks.scheduled_capture import ScheduledCapture
     from megatronapp_trainer.hooks.step_observer import StepObserver
     from megatronapp_trainer.hooks.training_capture import TrainingCapture
+    from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
     from megatronapp_trainer.parallel.layout import Layout
     from megatronapp_trainer.pipeline.schedule import PipelineSchedule
     from megatronapp_trainer.training.build import TrainingRun
@@ -107,7 +108,16 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         saves_to = checkpoints if config.checkpoint.save is not None else None
         iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
         capture = prepare_capture(run)
-        control = open_control(run, observer, stop_request, announce=announce, reporter=reporter, capture=capture)
+        perturbation = prepare_perturbation(run)
+        control = open_control(
+            run,
+            observer,
+            stop_request,
+            announce=announce,
+            reporter=reporter,
+            capture=capture,
+            perturbation=perturbation,
+        )
         if capture is not None:
             capture.begin()
             stack.callback(capture.close)
@@ -122,6 +132,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
             control=control,
             capture=capture,
             probes=prepare_texts(run, capture),
+            perturbation=perturbation,
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
@@ -211,11 +222,13 @@ def open_control(
     announce: "Callable[[], None] | None" = None,
     reporter: "Reporter | None" = None,
     capture: "TrainingCapture | None" = None,
+    perturbation: "TrainingPerturbation | None" = None,
 ) -> "BoundaryControl | None":
     """Connect this rank to the control of the training with ``--training-control``; None, and nothing imported,
     without; collective over all ranks of the job.
 
-    `announce` calls the forward ranks to a step boundary; `reporter` shows the state; `capture` obeys orders, too.
+    `announce` calls the forward ranks to a step boundary; `reporter` shows the state; `capture` and `perturbation` obey
+    orders, too.
     """
     if not run.config.control.enabled:
         return None
@@ -227,7 +240,20 @@ def open_control(
         announce=announce,
         publish=None if reporter is None else reporter.control,
     )
-    return setup.open_control(run.config, run.layout, surroundings, observer, capture)
+    return setup.open_control(
+        run.config, run.layout, surroundings, observer, capture=capture, perturbation=perturbation
+    )
+
+
+def prepare_perturbation(run: "TrainingRun") -> "TrainingPerturbation | None":
+    """Prepare to perturb steps with ``--training-control``; None without, and with MegaFBD."""
+    config, layout = run.config, run.layout
+    if not config.control.enabled or config.fbd.enabled:
+        return None
+    from megatronapp_trainer.perturbation.training.setup import open_perturbation
+    from megatronapp_trainer.training.build import vocab_size_of
+
+    return open_perturbation(config, layout, run.state, vocabulary=vocab_size_of(config))
 
 
 def prepare_capture(run: "TrainingRun") -> "ScheduledCapture | None":

@@ -3,7 +3,7 @@
 running --pause--> paused --resume--> running
                    paused --step n--> stepping --n steps--> paused
 any state --stop--> stopping
-any state but stopping --capture--> the same
+any state but stopping --capture, perturb, undo--> the same
 
 Hub and ranks use the same rules: the hub refuses an order that does not fit before it sends it, and the ranks decide
 again at the step boundary at which they obey.
@@ -18,6 +18,8 @@ from megatronapp_common.errors import OrderError
 
 MAX_STEPS = 1_000_000
 """Most steps of one order."""
+MAX_RECIPE_BYTES = 1024
+"""Most bytes of a recipe's canonical JSON: the ranks exchange orders in messages of a fixed size."""
 BY_ITSELF = 0
 """Number of an order that rank 0 gives by itself, because no client controls the training any more."""
 
@@ -33,6 +35,19 @@ class OrderKind(enum.StrEnum):
     """Write a checkpoint and end."""
     CAPTURE = "capture"
     """Capture the next step, or every n-th one, or none."""
+    PERTURB = "perturb"
+    """Perturb parameters for a step, or activations until `undo` or for some steps."""
+    UNDO = "undo"
+    """End a perturbation; parameters are restored if no step has used them."""
+
+
+class PerturbationTarget(enum.StrEnum):
+    """Parameters that a perturbation of a training changes."""
+
+    MODEL = "model"
+    """Parameters that the passes of the next step compute with; the optimizer updates the undisturbed values."""
+    MASTER = "master"
+    """Parameters that the optimizer updates, with 32 bits; for good unless undone before the next step."""
 
 
 class TrainingState(enum.StrEnum):
@@ -51,9 +66,15 @@ class Order:
     number: int
     kind: OrderKind
     steps: int = 0
-    """Steps to run, for `step` alone."""
+    """Steps to run, for `step`; steps in which activations are perturbed, for `perturb` (0: until `undo`)."""
     every: int | None = None
     """Steps from one capture to the next, for `capture` alone; 0: none, None: the next step once."""
+    recipe: str | None = None
+    """Canonical JSON of the recipe, for `perturb` alone."""
+    target: PerturbationTarget = PerturbationTarget.MODEL
+    """Parameters that storage perturbations of the recipe change."""
+    replica: int | None = None
+    """Data-parallel replica that is perturbed; None: all alike."""
 
     def __str__(self) -> str:
         """Return kind and numbers, as `step x 3` and `capture every 50`."""
@@ -73,21 +94,40 @@ class Order:
                 OrderKind(document["kind"]),
                 int(document.get("steps", 0)),
                 None if every is None else int(every),
+                document.get("recipe"),
+                PerturbationTarget(document.get("target", PerturbationTarget.MODEL)),
+                None if document.get("replica") is None else int(document["replica"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OrderError(f"order {dict(document)}: {error!r}", "give number, kind and, for step, steps") from error
         if order.every is not None and not 0 <= order.every <= MAX_STEPS:
             raise OrderError(f"order {order.number}: every is {order.every}", f"give 0 to {MAX_STEPS}")
+        if order.kind is OrderKind.PERTURB:
+            check_recipe_size(order.recipe)
         if order.kind is OrderKind.STEP and not 1 <= order.steps <= MAX_STEPS:
             raise OrderError(f"order {order.number}: steps is {order.steps}", f"give 1 to {MAX_STEPS}")
         return order
 
     def to_json(self) -> dict[str, Any]:
         """Return the order as the control page holds it."""
-        fields = {"number": self.number, "kind": self.kind.value}
+        fields: dict[str, Any] = {"number": self.number, "kind": self.kind.value}
+        if self.kind is OrderKind.PERTURB:
+            perturbed = {"recipe": self.recipe, "target": self.target.value, "steps": self.steps}
+            return fields | perturbed | ({} if self.replica is None else {"replica": self.replica})
         if self.kind is OrderKind.STEP:
             return fields | {"steps": self.steps}
         return fields | ({} if self.every is None else {"every": self.every})
+
+
+def check_recipe_size(recipe: object) -> None:
+    """Raise OrderError unless this is the canonical JSON of a recipe that fits into an order."""
+    if not isinstance(recipe, str) or not recipe:
+        raise OrderError("the order has no recipe", "give one with at least one perturbation")
+    if (size := len(recipe.encode())) > MAX_RECIPE_BYTES:
+        raise OrderError(
+            f"the recipe takes {size} bytes, and an order to a training holds {MAX_RECIPE_BYTES}",
+            "choose fewer perturbations, layers or positions",
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +152,7 @@ class ControlState:
             raise OrderError(*refusal)
         if order.kind is OrderKind.STEP:
             return ControlState(TrainingState.STEPPING, order.steps)
-        if order.kind is OrderKind.CAPTURE:
+        if order.kind in {OrderKind.CAPTURE, OrderKind.PERTURB, OrderKind.UNDO}:
             return self
         return ControlState(_TARGETS[order.kind])
 

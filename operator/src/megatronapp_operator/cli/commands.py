@@ -263,18 +263,31 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
 
 
 def _training(subparsers: Subparsers) -> None:
-    text = """Pause, resume, step or stop a running training, capture statistics of its layers, or print its state.
-All ranks obey at the end of the same step. Needs spec.scope.training.enabled. One client controls a training at a time:
-the command takes the control for its order, which is refused while another one has it."""
+    text = """Pause, resume, step or stop a running training, capture statistics of its layers, perturb it, or print its
+state. All ranks obey at the end of the same step. Needs spec.scope.training.enabled. One client controls a training at
+a time: the command takes the control for its order, which is refused while another one has it."""
     parser = _add(subparsers, "training", "pause, resume, step, stop or capture a running training", description=text)
     _add_job(parser, "name of a running job")
-    orders = ("pause", "resume", "step", "stop", "capture", "status")
+    orders = ("pause", "resume", "step", "stop", "capture", "perturb", "status")
     parser.add_argument("order", choices=orders, help="stop writes a checkpoint and completes the job")
-    parser.add_argument("steps", nargs="?", type=parse_count, metavar="N", help="with step: number of steps")
+    parser.add_argument(
+        "value", nargs="?", metavar="N|FILE", help="with step: number of steps; with perturb: recipe in JSON"
+    )
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--every", type=parse_count, metavar="N", help="with capture: every n-th step from now on")
     when.add_argument("--now", action="store_true", help="with capture: the next step; the default")
     when.add_argument("--off", action="store_true", help="with capture: no step from now on")
+    perturbed = parser.add_argument_group(
+        "perturb", "Change parameters or activations by a recipe (docs/perturbation.md)."
+    )
+    perturbed.add_argument("--undo", action="store_true", help="end the perturbation in force")
+    perturbed.add_argument(
+        "--target",
+        choices=("model", "master"),
+        help="parameters of the next step (the default), or those of the optimizer",
+    )
+    perturbed.add_argument("--steps", type=parse_count, metavar="N", help="steps of activations; else until --undo")
+    perturbed.add_argument("--replica", type=parse_index, metavar="N", help="one data-parallel replica; else all alike")
     parser.add_argument("--force", action="store_true", help="take the control from the client that has it")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the ranks obey")
     parser.add_argument("--json", action="store_true", help="with status: print it as JSON")

@@ -71,6 +71,8 @@ class Manifest:
     """Checksum of every file; empty in checkpoints of format 1."""
     order_samples: int | None = None
     """Same as `TrainState.order_samples`."""
+    perturbed: list[dict[str, Any]] = field(default_factory=list)
+    """Perturbed steps, fields of `PerturbedSteps`."""
     format: int = FORMAT
 
 

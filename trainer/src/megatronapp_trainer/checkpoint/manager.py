@@ -1,6 +1,7 @@
 """Saving and resuming of a run. All ranks call it together."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
@@ -20,7 +21,7 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, read_common, verify, write
-from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.checkpoint.train_state import PerturbedSteps, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
@@ -161,6 +162,7 @@ class CheckpointManager:
             random_states=parts.random_states,
             arguments=arguments.record(self._config),
             order_samples=state.order_samples,
+            perturbed=[dataclasses.asdict(entry) for entry in state.perturbed],
         )
 
     def _saved_parts(self) -> StateParts:
@@ -229,6 +231,7 @@ class CheckpointManager:
             state.iteration = manifest.iteration
             state.consumed_samples = manifest.consumed_samples
             state.skipped_iterations = manifest.skipped_iterations
+            state.perturbed = [PerturbedSteps(**entry) for entry in manifest.perturbed]
             state.order_samples = arguments.order_samples(manifest, self._config, self._layout.data_size)
         self._log_loaded(candidate.path, manifest, parts)
 

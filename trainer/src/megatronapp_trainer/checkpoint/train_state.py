@@ -5,6 +5,22 @@ from typing import Any
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class PerturbedSteps:
+    """Steps that were computed with a perturbation."""
+
+    digest: str
+    """Name of the recipe."""
+    parameters: str | None
+    """Parameters that were changed, `model` or `master`; None: none."""
+    replica: int | None
+    """Data-parallel replica that was perturbed; None: all alike."""
+    first_step: int
+    """First perturbed step, counted from 1."""
+    last_step: int | None = None
+    """Newest perturbed step; None: none has ended yet."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class TrainState:
     """Mutable state of training. ``checkpoint`` saves and restores it in place."""
 
@@ -18,6 +34,8 @@ class TrainState:
     """Number of steps whose update the optimizer refused."""
     validation_due: bool = False
     """True if an evaluation is due after this step and has not ended, because of a stop."""
+    perturbed: list[PerturbedSteps] = dataclasses.field(default_factory=list)
+    """Perturbed steps of the whole training, also those before a checkpoint that it was resumed from."""
     chunks: list[Any]
     """Model chunks of this rank, each wrapped in megatron-core's DistributedDataParallel."""
     optimizer: Any

@@ -18,6 +18,8 @@ from megatronapp_trainer.errors import TransferError
 
 MESSAGE_BYTES = 2048
 """Size of every message: a broadcast is posted before its content is known to the receivers."""
+MAX_PROBLEM_BYTES = 512
+"""Most bytes of the text with which a rank refuses an order; it is cut there."""
 _HEAD = struct.Struct("<QI")  # iteration, length of the JSON
 
 
@@ -97,3 +99,13 @@ class ControlGroup:
         options.reduceOp = ReduceOp.MAX
         self._group.allreduce([message], options).wait()
         return OrderMessage.unpack(message[:MESSAGE_BYTES], iteration=iteration), bool(message[MESSAGE_BYTES])
+
+    def first_problem(self, problem: str) -> str:
+        """Return the text of the first rank that has one, the same on all ranks; empty: none has."""
+        mine = torch.zeros(MAX_PROBLEM_BYTES, dtype=torch.uint8)
+        data = problem.encode()[:MAX_PROBLEM_BYTES]
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        found = [torch.zeros_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([found], [mine]).wait()
+        texts = [bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in found]
+        return next((text for text in texts if text), "")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 from megatronapp_common.control.orders import ControlState, TrainingState
@@ -40,6 +41,10 @@ class ControlReport:
     """Length after which a pause ends in which no client controls the training; None: never."""
     capture_every: int | None = None
     """Steps from one capture to the next; None: none."""
+    perturbation: str | None = None
+    """Digest of the recipe in force; None: none is."""
+    perturbed_steps: Sequence[dict[str, Any]] = ()
+    """Spans of steps that were perturbed, the newest last."""
     orders: tuple[ObeyedOrder, ...]
 
     @property
@@ -60,5 +65,7 @@ class ControlReport:
             "saves": self.saves,
             "resumeAfterSeconds": self.resume_after_s,
             "captureEvery": self.capture_every,
+            "perturbation": self.perturbation,
+            "perturbed": list(self.perturbed_steps),
             "orders": [order.to_json() for order in self.orders[-MAX_REPORTED:]],
         }

@@ -19,6 +19,7 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
+from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import control_store
 
@@ -64,7 +65,9 @@ def open_control(
     layout: Layout,
     surroundings: RankSurroundings,
     observer: StepObserver | None,
+    *,
     capture: TrainingCapture | None = None,
+    perturbation: TrainingPerturbation | None = None,
 ) -> TrainingControl:
     """Connect this rank to the control of the training; collective over all ranks of the job.
 
@@ -87,6 +90,7 @@ def open_control(
         resume_after_s=config.control.training_resume_after,
         observer=observer,
         capture=capture,
+        perturbation=perturbation,
     )
 
 

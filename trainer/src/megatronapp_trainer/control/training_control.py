@@ -8,7 +8,7 @@ on the host every `PAUSE_ROUND_S`, so that no deadline of a collective strikes a
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatronapp_common.control.orders import BY_ITSELF, ControlState, Order, OrderKind, TrainingState
 from megatronapp_common.errors import OrderError
@@ -19,6 +19,7 @@ from megatronapp_trainer.control.report import MAX_REPORTED, ControlReport, Obey
 from megatronapp_trainer.hooks.boundary_control import BoundaryDecision
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
+from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 
 log = logging.getLogger(__name__)
 PAUSE_ROUND_S = 1.0
@@ -43,6 +44,10 @@ class ControlSurroundings(Protocol):
 
     def publish(self, report: ControlReport) -> None:
         """Show the state to users; on the reporting rank."""
+
+
+class RefusedOrderError(Exception):
+    """Refusal of an order by some rank, in its words."""
 
 
 class PauseSpan:
@@ -88,6 +93,7 @@ class TrainingControl:
         resume_after_s: float | None = None,
         observer: StepObserver | None = None,
         capture: TrainingCapture | None = None,
+        perturbation: TrainingPerturbation | None = None,
     ) -> None:
         """Take the group, and on rank 0 the page with the orders.
 
@@ -100,6 +106,7 @@ class TrainingControl:
             resume_after_s: length after which rank 0 ends a pause in which no client controls the training.
             observer: of this rank's spans.
             capture: of this rank; None where steps cannot be captured.
+            perturbation: of this rank; None on all ranks where the training cannot be perturbed.
         """
         self._group = group
         self._page = page
@@ -109,11 +116,14 @@ class TrainingControl:
         self._resume_after_s = resume_after_s
         self._observer = observer
         self._capture = capture
+        self._perturbation = perturbation
         self._pending: PendingOrders | None = None
         self._is_first_boundary = True
         self._paused_since: float | None = None
         self._paused_seconds = 0.0
         self._obeyed: list[ObeyedOrder] = []
+        self._perturbed: list[dict[str, Any]] = []
+        """Perturbed steps as they were published last."""
 
     @property
     def obeyed(self) -> list[ObeyedOrder]:
@@ -133,7 +143,7 @@ class TrainingControl:
             orders = self._pending.read()
             self._obey(orders, iteration)
             self._pending = None
-        is_changed = self._is_first_boundary or self._state != before or orders
+        is_changed = self._is_first_boundary or self._state != before or orders or self._has_new_perturbed_steps()
         self._is_first_boundary = False
         if self._state.state is TrainingState.PAUSED:
             if self._pause(iteration):
@@ -214,7 +224,9 @@ class TrainingControl:
                 self._state = self._state.after(order)
                 if order.kind is OrderKind.CAPTURE:
                     self._order_capture(order)
-            except OrderError as error:
+                elif order.kind in {OrderKind.PERTURB, OrderKind.UNDO}:
+                    self._order_perturbation(order, iteration)
+            except (OrderError, RefusedOrderError) as error:
                 refusal = str(error)
             log.info("order %d (%s) after %d steps: %s", order.number, order, iteration, refusal or self._state.state)
             self._obeyed = [*self._obeyed, ObeyedOrder(order.number, iteration, refusal)][-MAX_REPORTED:]
@@ -224,7 +236,33 @@ class TrainingControl:
             raise OrderError("this training captures no steps", "start it by megatronapp run")
         self._capture.order(order.every)
 
+    def _order_perturbation(self, order: Order, iteration: int) -> None:
+        """Perturb, or undo. All ranks do it or none: one that lacks memory refuses for all."""
+        perturbation = self._perturbation
+        if perturbation is None:
+            raise OrderError(
+                "with MegaFBD the parameters are on ranks of both roles, which perturbations do not change alike",
+                "train without --forward-backward-disaggregating",
+            )
+        if order.kind is OrderKind.UNDO:
+            perturbation.undo()
+            return
+        problem = ""
+        try:
+            perturbation.prepare(order, iteration)
+        except OrderError as error:
+            problem = str(error)
+        if problem := self._group.first_problem(problem):
+            perturbation.discard()
+            raise RefusedOrderError(problem)
+        perturbation.commit()
+
+    def _has_new_perturbed_steps(self) -> bool:
+        return self._perturbation is not None and self._perturbation.steps != self._perturbed
+
     def _publish(self) -> None:
+        if self._perturbation is not None:
+            self._perturbed = self._perturbation.steps
         self._surroundings.publish(
             ControlReport(
                 state=self._state,
@@ -232,6 +270,8 @@ class TrainingControl:
                 paused_seconds=self._paused_seconds,
                 saves=self._saves,
                 resume_after_s=self._resume_after_s,
+                perturbation=None if self._perturbation is None else self._perturbation.active,
+                perturbed_steps=self._perturbed,
                 capture_every=None if self._capture is None else self._capture.every or None,
                 orders=tuple(self._obeyed),
             )

@@ -45,6 +45,8 @@ class ActivationPerturbations:
         """Tokens of the forward pass; None: activations are unchanged."""
         self.output_rows: torch.Tensor | None = None
         """Rows whose logits are computed, int64 on the device; None: all."""
+        self.step: int | None = None
+        """Training step that noise of calculation depends on; None: the model generates."""
         self._hooks = WriteHooks(model)
         self._seed = recipe.seed
         self._shard = shard
@@ -55,7 +57,7 @@ class ActivationPerturbations:
         """Given means on the device, by index of the perturbation: a CUDA graph cannot copy them from the host."""
         self._head_masks: dict[tuple[int, torch.Size], torch.Tensor] = {}
         """Selected heads on the device, bool [heads, 1], by index of the perturbation and shape of a token's value."""
-        self._by_site = _by_site(recipe)
+        self._by_site = by_site(recipe)
         self._sources = {
             place: SourceValues(recipe.perturbations[place], length) for place, length in source_lengths.items()
         }
@@ -65,7 +67,7 @@ class ActivationPerturbations:
     def install(self) -> None:
         """Perturb forward passes from now on. Sites that this rank does not hold are skipped."""
         for name, placed in self._by_site.items():
-            layers = _layers_of(placed)
+            layers = layers_of(placed)
             self._hooks.add(site_of(name), _SiteHook(self, site_of(name), placed), layers=layers, required=False)
 
     def remove(self) -> None:
@@ -109,6 +111,8 @@ class ActivationPerturbations:
     ) -> torch.Tensor:
         new = self._new_value(value, layer, site, placed, rows)
         chosen = self._chosen(value, site, placed, rows)
+        if chosen is None and value.requires_grad and not new.requires_grad:
+            chosen = torch.ones((), dtype=torch.bool, device=value.device)  # backward passes go on, with gradient 0
         return new if chosen is None else torch.where(chosen, new, value)
 
     def _patched(
@@ -173,15 +177,17 @@ class ActivationPerturbations:
         positions: Uint32 = 0
         samples: Uint32 = 0
         features: Uint32 = where.features
-        name = site.name
+        identity: list[str | int] = [site.name, layer]
         if placed.perturbation.kind == "system":
-            name = "system"
+            identity[0] = "system"
             features = 0 if placed.perturbation.action.type == "uniform" else where.features
         else:
             axes = (-1, *([1] * (value.ndim - 1)))
             positions, samples = rows.positions_N.view(axes), rows.samples_N.view(axes)
+            if self.step is not None:
+                identity += ["step", self.step]
         return activation_block(
-            noise_key(self._seed, placed.place, name, layer),
+            noise_key(self._seed, placed.place, *identity),
             features=features,
             positions=positions,
             samples=samples,
@@ -223,7 +229,8 @@ class _SiteHook:
         return None if changed is value else changed
 
 
-def _by_site(recipe: Recipe) -> dict[str, list[PlacedPerturbation]]:
+def by_site(recipe: Recipe) -> dict[str, list[PlacedPerturbation]]:
+    """Return the activation perturbations of a recipe by site, in its order."""
     found: dict[str, list[PlacedPerturbation]] = {}
     for place, perturbation in enumerate(recipe.perturbations):
         if perturbation.kind != "storage":
@@ -232,7 +239,7 @@ def _by_site(recipe: Recipe) -> dict[str, list[PlacedPerturbation]]:
     return found
 
 
-def _layers_of(placed: Sequence[PlacedPerturbation]) -> frozenset[int] | None:
+def layers_of(placed: Sequence[PlacedPerturbation]) -> frozenset[int] | None:
     """Return the layers that any of the perturbations selects; None: all."""
     layers = [entry.perturbation.layers for entry in placed]
     return None if None in layers else frozenset(layer for some in layers for layer in some or ())

@@ -35,7 +35,7 @@ class ModelPerturbations:
         """
         if recipe.digest not in self._activations:
             self.activate(None)  # its parameters would be taken for the model's own
-            self._parameters[recipe.digest] = PerturbedParameters(recipe, self._model, self._shard)
+            self._parameters[recipe.digest] = PerturbedParameters(recipe, [self._model], self._shard)
             self._activations[recipe.digest] = ActivationPerturbations(
                 recipe, self._model, self._shard, slots=self._slots, source_lengths=source_lengths
             )

@@ -31,7 +31,7 @@ class ModelShard:
     tensor_rank: int
     tensor_size: int
     stages: tuple[Span, ...]
-    """Layers of each pipeline stage."""
+    """Layers of each pipeline stage; empty where ranks hold several chunks."""
 
     @property
     def first_head(self) -> int:
@@ -59,7 +59,7 @@ def model_shard_of(model: Any, layout: Layout, *, vocabulary: int) -> ModelShard
         tied=bool(model.share_embeddings_and_output_weights),
         tensor_rank=layout.tensor_rank,
         tensor_size=layout.tensor_size,
-        stages=_layers_of_stages(config, layout.pipeline_size),
+        stages=_layers_of_stages(config, layout.pipeline_size) if layout.virtual_size == 1 else (),
     )
 
 

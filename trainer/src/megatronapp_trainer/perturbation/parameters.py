@@ -82,6 +82,14 @@ class ElementIndex:
         """Return the global indices of the elements of some local rows, int64 [rows, columns]."""
         return self.rows[rows, None] * self.width + self.columns
 
+    def flat(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return global indices, and which are selected, of elements by their places in the shard, row after row."""
+        places = torch.arange(first, end, device=self.rows.device)
+        rows = torch.div(places, self.columns.numel(), rounding_mode="floor")
+        columns = places % self.columns.numel()
+        indices = self.rows[rows] * self.width + self.columns[columns]
+        return indices, self.chosen_rows[rows] & self.chosen_columns[columns]
+
     def chosen(self, rows: slice) -> torch.Tensor:
         """Return which elements of some local rows are selected, bool [rows, columns]."""
         return self.chosen_rows[rows, None] & self.chosen_columns

@@ -1,5 +1,6 @@
 """Storage perturbations: copies of parameters, swapped in and out by pointer, so that undoing changes no bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from megatronapp_common.scope.perturbation.recipe import Action, Bits, Perturbation, Recipe
 from megatronapp_trainer.perturbation.model_shard import ModelShard
 from megatronapp_trainer.perturbation.noise import blocks_of_rows, element_block, gaussian, noise_key, scaled
-from megatronapp_trainer.perturbation.parameters import ElementIndex, LocalParameter, element_index, local_parameters
+from megatronapp_trainer.perturbation.parameters import LocalParameter, element_index, local_parameters
 from megatronapp_trainer.perturbation.philox import RandomBlock, uniform
 
 _WHOLE_NUMBERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -18,12 +19,13 @@ _EXPONENT = {torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10,
 class PerturbedParameters:
     """The perturbed copies of a recipe on one rank. The original tensors are never written."""
 
-    def __init__(self, recipe: Recipe, model: Any, shard: ModelShard) -> None:  # noqa: ANN401 - GPTModel
+    def __init__(self, recipe: Recipe, models: Sequence[Any], shard: ModelShard) -> None:
+        """Draw the noise. `models`: megatron-core's GPTModel of each chunk of this rank."""
         self._originals: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         with torch.no_grad():
             for place, perturbation in enumerate(recipe.perturbations):
-                if perturbation.kind == "storage":
+                for model in models if perturbation.kind == "storage" else ():
                     for local in local_parameters(perturbation, model, shard):
                         self._perturb(local, perturbation, noise_key(recipe.seed, place, local.name), shard)
 
@@ -36,6 +38,14 @@ class PerturbedParameters:
         """Let the model compute with its own parameters again."""
         for parameter, original in self._originals.items():
             parameter.data = original
+
+    def swap_contents(self) -> None:
+        """Exchange the numbers of parameters and copies; a second call restores every bit."""
+        with torch.no_grad():
+            for parameter, copy in self._copies.items():
+                own = parameter.data.clone()
+                parameter.data.copy_(copy)
+                copy.copy_(own)
 
     @property
     def num_bytes(self) -> int:
@@ -53,16 +63,19 @@ class PerturbedParameters:
         matrix = copy if copy.ndim > 1 else copy[:, None]
         index = element_index(local, perturbation, shard)
         for rows in blocks_of_rows(*matrix.shape):
-            matrix[rows] = _changed(matrix[rows], perturbation.action, key, index, rows)
+            matrix[rows] = changed_values(
+                matrix[rows], perturbation.action, key, index.indices(rows), index.chosen(rows)
+            )
 
 
-def _changed(
-    values: torch.Tensor, action: Action, key: tuple[int, int], index: ElementIndex, rows: slice
+def changed_values(
+    values: torch.Tensor, action: Action, key: tuple[int, int], indices: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
+    """Return values of a parameter with an action applied to the chosen ones; `indices`: their global places."""
     if action.type == "zero":
         changed = torch.zeros_like(values)
     else:
-        block = element_block(key, index.indices(rows))
+        block = element_block(key, indices)
         if action.type == "bitFlip":
             assert action.bits is not None and action.rate is not None
             changed = flipped(values, action.bits, action.rate, block)
@@ -70,7 +83,7 @@ def _changed(
             assert action.coefficient is not None
             draw = gaussian if action.type == "gaussian" else scaled
             changed = draw(values, action.coefficient, block)
-    return torch.where(index.chosen(rows), changed, values)
+    return torch.where(chosen, changed, values)
 
 
 def flipped(values: torch.Tensor, bits: Bits, rate: float, block: RandomBlock) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatronapp_trainer.hooks.boundary_control import BoundaryControl, Boundary
 from megatronapp_trainer.hooks.probe_texts import ProbeTexts
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
+from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
@@ -50,6 +51,7 @@ class Trainer:
         control: BoundaryControl | None = None,
         capture: TrainingCapture | None = None,
         probes: ProbeTexts | None = None,
+        perturbation: TrainingPerturbation | None = None,
     ) -> None:
         """Take a run with its data and schedule.
 
@@ -64,6 +66,7 @@ class Trainer:
             control: decides before each step whether there is one more.
             capture: captures steps.
             probes: texts that are run after each captured step.
+            perturbation: perturbs steps by order.
         """
         self._run = run
         self._config = run.config
@@ -81,7 +84,7 @@ class Trainer:
         )
         self._context = context
         self._probes = probes
-        self._step = TrainingStep(context, iterators.train, capture)
+        self._step = TrainingStep(context, iterators.train, capture, perturbation)
         self._evaluator = Evaluator(context, iterators)
 
     def train(self) -> ExitCode:

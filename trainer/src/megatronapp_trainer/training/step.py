@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
+from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
     reduce_loss,
@@ -20,7 +21,11 @@ class TrainingStep:
     """Runs optimizer steps. The ranks agree within each whether to stop after it."""
 
     def __init__(
-        self, context: LoopContext, batches: Iterator[HostMicrobatch], capture: TrainingCapture | None = None
+        self,
+        context: LoopContext,
+        batches: Iterator[HostMicrobatch],
+        capture: TrainingCapture | None = None,
+        perturbation: TrainingPerturbation | None = None,
     ) -> None:
         """Wrap the optimizer's gradient norm, which refuses values that are not finite from now on."""
         self._context = context
@@ -31,6 +36,7 @@ class TrainingStep:
         self._batches = batches
         self._capture = capture
         self._is_captured = False
+        self._perturbation = perturbation
         self._pending: PendingLossReduction | None = None
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
@@ -70,7 +76,11 @@ class TrainingStep:
             observer=self._monitor.observer,
             is_captured=self._is_captured,
         )
+        if self._perturbation is not None:
+            self._perturbation.step_begin(self._state.iteration, self._state.consumed_samples)
         reports = self._context.schedule.train(feed, microbatches)
+        if self._perturbation is not None:
+            self._perturbation.passes_done()
         if self._capture is not None and self._is_captured:
             with self._monitor.span(RecordKind.CAPTURE):
                 self._capture.step_computed()

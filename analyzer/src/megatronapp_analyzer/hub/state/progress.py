@@ -92,6 +92,18 @@ class DecidedOrder(ApiModel):
     refusal: Annotated[str | None, Field(description="Reason why it has no effect.")] = None
 
 
+class PerturbedSteps(ApiModel):
+    """Consecutive steps that were computed with a perturbation."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    digest: str
+    parameters: str | None = None
+    replica: int | None = None
+    first_step: int
+    last_step: int | None = None
+
+
 class ControlProgress(ApiModel):
     """State of a training that obeys orders, as the reporting rank publishes it."""
 
@@ -108,6 +120,10 @@ class ControlProgress(ApiModel):
         float | None, Field(description="Length after which a pause ends in which no client controls the training.")
     ] = None
     capture_every: Annotated[int | None, Field(description="Steps from one capture to the next; null: none.")] = None
+    perturbation: Annotated[str | None, Field(description="Digest of the recipe in force; null: none is.")] = None
+    perturbed: Annotated[list[PerturbedSteps], Field(description="Steps that were perturbed, the newest 8.")] = Field(
+        default_factory=list
+    )
     orders: Annotated[list[DecidedOrder], Field(description="The newest 8, oldest first.")] = Field(
         default_factory=list
     )

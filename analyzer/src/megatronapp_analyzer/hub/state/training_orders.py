@@ -7,8 +7,9 @@ from typing import Any
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_analyzer.hub.state.progress import ControlProgress
-from megatronapp_common.control.orders import ControlState, Order, OrderKind, TrainingState
+from megatronapp_common.control.orders import ControlState, Order, OrderKind, PerturbationTarget, TrainingState
 from megatronapp_common.errors import OrderError
+from megatronapp_common.scope.perturbation.recipe import digest_of
 from megatronapp_common.web.problems import HttpError
 
 MAX_STORED = 32
@@ -32,6 +33,12 @@ class StoredOrder:
     """Seconds since 1970."""
     every: int | None = None
     """Interval of a `capture`; 0: none, None: the next step."""
+    recipe: str | None = None
+    """Canonical JSON of the recipe of a `perturb`."""
+    target: str = PerturbationTarget.MODEL.value
+    """Parameters that it changes."""
+    replica: int | None = None
+    """Data-parallel replica that it changes; None: all alike."""
     from_step: int | None = None
     """Steps done when it took effect; None until the ranks have decided."""
     refusal: str | None = None
@@ -45,7 +52,20 @@ class StoredOrder:
     @property
     def order(self) -> Order:
         """Return the order as the ranks get it."""
-        return Order(self.number, self.kind, self.steps, self.every)
+        return Order(
+            self.number,
+            self.kind,
+            self.steps,
+            self.every,
+            recipe=self.recipe,
+            target=PerturbationTarget(self.target),
+            replica=self.replica,
+        )
+
+    @property
+    def digest(self) -> str | None:
+        """Return the name of the recipe of a `perturb`."""
+        return None if self.recipe is None else digest_of(self.recipe)
 
 
 def described(order: StoredOrder) -> str:
@@ -56,6 +76,10 @@ def described(order: StoredOrder) -> str:
     at = f"after {order.from_step} step{'s' * (order.from_step != 1)}"
     if order.kind is OrderKind.CAPTURE:
         return f"set the training {_intent(order)} {at}"
+    if order.kind is OrderKind.UNDO:
+        return f"ended the perturbation of the training {at}"
+    if order.kind is OrderKind.PERTURB:
+        return f"perturbed the training with recipe {order.digest} {at}"
     done = {"pause": "paused", "resume": "resumed", "step": "stepped", "stop": "stopped"}[order.kind]
     of_steps = f" by {_count(order.steps)}" if order.kind is OrderKind.STEP else ""
     return f"{done} the training{of_steps} {at}"
@@ -64,6 +88,10 @@ def described(order: StoredOrder) -> str:
 def _intent(order: StoredOrder) -> str:
     if order.kind is OrderKind.STEP:
         return f"to run {_count(order.steps)}"
+    if order.kind is OrderKind.PERTURB:
+        return f"to compute with perturbation {order.digest}"
+    if order.kind is OrderKind.UNDO:
+        return "to end its perturbation"
     if order.kind is not OrderKind.CAPTURE:
         return f"to {order.kind}"
     if order.every is None:
@@ -121,18 +149,8 @@ class TrainingOrders:
         """Return the order of this id."""
         return next((order for order in self._orders if order.id == order_id), None)
 
-    def add(
-        self,
-        order_id: str,
-        kind: OrderKind,
-        steps: int,
-        *,
-        who: str,
-        at: float,
-        saves: bool,
-        every: int | None = None,
-    ) -> StoredOrder:
-        """Accept an order. Raises HttpError 409 if it does not fit the state."""
+    def add(self, order_id: str, order: Order, *, who: str, at: float, saves: bool) -> StoredOrder:
+        """Accept an order, whose number is set here. Raises HttpError 409 if it does not fit the state."""
         expected = self.expected
         if expected is None or self._attempt is None:
             raise HttpError(409, "not-training", "the ranks do not train yet", "Wait until the job is running.")
@@ -140,7 +158,9 @@ class TrainingOrders:
             raise HttpError(
                 409, "orders-wait", f"{MAX_PENDING} orders wait for the ranks", "Wait until they have taken effect."
             )
-        if kind is OrderKind.STOP and not saves:
+        if order.kind is OrderKind.PERTURB and any(stored.kind is OrderKind.PERTURB for stored in self._pending()):
+            raise HttpError(409, "orders-wait", "a perturbation waits for the ranks", "Wait until it has taken effect.")
+        if order.kind is OrderKind.STOP and not saves:
             raise HttpError(
                 409,
                 "nothing-saved",
@@ -148,7 +168,7 @@ class TrainingOrders:
                 "Delete or suspend the job, or start it with spec.checkpoint.save.",
             )
         try:
-            expected.after(Order(0, kind, steps, every))
+            expected.after(order)
         except OrderError as error:
             raise HttpError(409, "order-refused", error.reason, f"{error.hint[:1].upper()}{error.hint[1:]}.") from error
         self._newest += 1
@@ -156,9 +176,12 @@ class TrainingOrders:
             id=order_id,
             number=self._newest,
             attempt=self._attempt,
-            kind=kind,
-            steps=steps,
-            every=every,
+            kind=order.kind,
+            steps=order.steps,
+            every=order.every,
+            recipe=order.recipe,
+            target=order.target.value,
+            replica=order.replica,
             who=who,
             at=at,
         )

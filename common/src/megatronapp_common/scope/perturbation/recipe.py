@@ -261,7 +261,7 @@ class Recipe(RecipeModel):
     @functools.cached_property
     def digest(self) -> str:
         """Name of the recipe: the first 12 hex digits of the SHA-256 of its canonical JSON."""
-        return hashlib.sha256(self.canonical().encode()).hexdigest()[:DIGEST_LENGTH]
+        return digest_of(self.canonical())
 
 
 class NamedRecipe(RecipeModel):
@@ -279,6 +279,11 @@ class NamedRecipe(RecipeModel):
         if self.name == NONE:
             raise ValueError(f"name: {NONE} means no perturbation in requests; write another name")
         return self
+
+
+def digest_of(canonical: str) -> str:
+    """Return the name of a recipe by its canonical JSON."""
+    return hashlib.sha256(canonical.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 def parse_recipe(document: object) -> Recipe:

@@ -19,6 +19,8 @@ const TRAINING: TrainingView = {
   saves: true,
   resumeAfterSeconds: null,
   captureEvery: null,
+  perturbation: null,
+  perturbed: [],
   lease: null,
   orders: [],
 };

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import pathlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -11,8 +12,10 @@ from typing import Any, Protocol
 
 import httpx
 
+from megatronapp_common.scope.perturbation.recipe import RecipeError, parse_recipe
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.inject import problem_of
+from megatronapp_operator.cli.text.numbers import parse_count
 from megatronapp_operator.errors import HubError, OperatorError
 
 POLL_S = 0.3
@@ -31,12 +34,7 @@ class HubCall(Protocol):
 
 def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float], None] = time.sleep) -> int:
     """Give the order of the command line, or print the state; return the exit code."""
-    if (arguments.steps is None) != (arguments.order != "step"):
-        raise OperatorError("give the number of steps with step, and only with it: megatronapp training JOB step 10")
-    if arguments.order != "capture" and (arguments.every is not None or arguments.now or arguments.off):
-        raise OperatorError(
-            "give --every, --now and --off with capture only: megatronapp training JOB capture --every 50"
-        )
+    order = order_of(arguments)
     if arguments.order == "status":
         state = _answer(call("GET", ""))
         print(json.dumps(state, indent=2) if arguments.json else replace_control_characters(describe(state)))
@@ -44,11 +42,7 @@ def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float
     taken = {"action": "take", "client": CLIENT, "force": arguments.force}
     key = str(_answer(call("POST", "/lease", taken))["key"])
     try:
-        every = 0 if arguments.off else arguments.every
-        numbers = {"steps": arguments.steps, "every": every}
-        given = {name: number for name, number in numbers.items() if number is not None}
-        order = {"lease": key, "id": uuid.uuid4().hex, "kind": arguments.order} | given
-        given = _answer(call("POST", "/orders", order))
+        given = _answer(call("POST", "/orders", {"lease": key, "id": uuid.uuid4().hex} | order))
         if not arguments.no_wait:
             given = _decided(call, key, given, sleep)
     finally:
@@ -58,6 +52,47 @@ def main(arguments: argparse.Namespace, call: HubCall, *, sleep: Callable[[float
         raise HubError(replace_control_characters(str(given["refusal"])))
     print(replace_control_characters(outcome(given)))
     return 0
+
+
+def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the order of the command line. Raises OperatorError for options that do not belong together."""
+    kind, value = arguments.order, arguments.value
+    if (value is None) != (kind not in {"step", "perturb"} or (kind == "perturb" and arguments.undo)):
+        raise OperatorError(
+            "give a number with step, a file with perturb, and neither otherwise: megatronapp training JOB step 10, "
+            "megatronapp training JOB perturb recipe.json"
+        )
+    if kind != "capture" and (arguments.every is not None or arguments.now or arguments.off):
+        raise OperatorError(
+            "give --every, --now and --off with capture only: megatronapp training JOB capture --every 50"
+        )
+    numbers = {"target": arguments.target, "steps": arguments.steps, "replica": arguments.replica}
+    chosen = {name: number for name, number in numbers.items() if number is not None}
+    if (chosen and (kind != "perturb" or arguments.undo)) or (arguments.undo and kind != "perturb"):
+        raise OperatorError(
+            "give --target, --steps and --replica with perturb FILE, and --undo with perturb only: "
+            "megatronapp training JOB perturb --undo"
+        )
+    if kind == "perturb":
+        return {"kind": "undo"} if arguments.undo else {"kind": kind, "recipe": read_recipe(value)} | chosen
+    if kind == "step":
+        try:
+            return {"kind": kind, "steps": parse_count(value)}
+        except argparse.ArgumentTypeError as error:
+            raise OperatorError(f"step: {error}") from error
+    every = 0 if arguments.off else arguments.every
+    return {"kind": kind} | ({} if every is None else {"every": every})
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """Read a recipe from a file. Raises OperatorError with the place of a mistake."""
+    try:
+        document = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        recipe = parse_recipe(document)
+    except (OSError, ValueError, RecipeError) as error:
+        raise OperatorError(f"{path}: {error}") from error
+    parsed: dict[str, Any] = json.loads(recipe.canonical())
+    return parsed
 
 
 def _decided(call: HubCall, key: str, given: dict[str, Any], sleep: Callable[[float], None]) -> dict[str, Any]:
@@ -86,6 +121,8 @@ def outcome(order: Mapping[str, Any]) -> str:
         "pause": f"paused after {step} steps",
         "resume": f"resumed after {step} steps",
         "step": f"runs {count} step{'s' * (count != 1)} after {step} steps, then pauses again",
+        "perturb": f"perturbs with recipe {order['digest']} after {step} steps",
+        "undo": f"perturbs no longer after {step} steps",
         "capture": f"captures {captures}, after {step} steps",
         "stop": f"stops after {step} steps, with a checkpoint",
     }[str(order["kind"])]
@@ -105,6 +142,10 @@ def describe(state: Mapping[str, Any]) -> str:
         lines.append(f"Paused:   for {seconds:.0f} s{cost}")
     if state["captureEvery"] is not None:
         lines.append(f"Captures: every {state['captureEvery']} steps")
+    for span in state["perturbed"]:
+        last = "" if span["lastStep"] in {None, span["firstStep"]} else f" to {span['lastStep']}"
+        force = ", in force" if span["digest"] == state["perturbation"] and span is state["perturbed"][-1] else ""
+        lines.append(f"Perturbed: step {span['firstStep']}{last} by recipe {span['digest']}{force}")
     lease = state["lease"]
     control = "no client" if lease is None else f"{lease['who']} ({lease['client']})"
     lines.append(f"Control:  {control}")

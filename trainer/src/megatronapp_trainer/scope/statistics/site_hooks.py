@@ -8,6 +8,7 @@ import torch
 
 from megatronapp_common.scope.layer_statistics import COMPUTED, SiteLayer
 from megatronapp_trainer.hooks.errors import CaptureError
+from megatronapp_trainer.hooks.recomputation import is_recomputing
 from megatronapp_trainer.hooks.sites import ShardAxis, Site, modules_of, site_of
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 
@@ -76,9 +77,3 @@ def _hook(row: SiteLayer, site: Site, module: torch.nn.Module, statistics: Stati
             statistics.add(row, value if bias is None else value + bias)
 
     return module.register_forward_hook(add, with_kwargs=True)
-
-
-def is_recomputing() -> bool:
-    """Return True within a backward pass, whose forward passes repeat earlier ones."""
-    current_task: int = torch._C._current_graph_task_id()  # torch.utils.checkpoint uses it, too
-    return current_task != -1

@@ -13,7 +13,9 @@ from megatronapp_analyzer.hub.state.training_orders import described
 from megatronapp_analyzer.scope.routes import CONTROLLER, bounded
 from megatronapp_analyzer.scope.store.audit_log import who_of
 from megatronapp_analyzer.web.roles import direct
-from megatronapp_common.control.orders import OrderKind
+from megatronapp_common.control.orders import Order, OrderKind, PerturbationTarget, check_recipe_size
+from megatronapp_common.errors import OrderError
+from megatronapp_common.scope.perturbation.recipe import RecipeError, parse_recipe
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
@@ -69,18 +71,35 @@ async def order(hub: HubOf, request: schemas.OrderRequest, who: Who) -> schemas.
     hub.lease.check_holds(request.lease)
     progress = hub.ranks.progress
     saves = progress is not None and progress.control is not None and progress.control.saves
-    kind, steps = OrderKind(request.kind), request.steps or 0
     stored = hub.orders.add(
         request.id or secrets.token_hex(8),
-        kind,
-        steps,
+        _order_of(request),
         who=who,
         at=round(time.time(), 3),
         saves=saves,
-        every=request.every,
     )
     hub.scope.probe_client.actions.note(who, described(stored))
     return views.order_view(stored)
+
+
+def _order_of(request: schemas.OrderRequest) -> Order:
+    """Return the order of a request. Raises HttpError for a recipe with mistakes, or one that is too large."""
+    text = None
+    if request.recipe is not None:
+        try:
+            text = parse_recipe(request.recipe).canonical()
+            check_recipe_size(text)
+        except (RecipeError, OrderError) as error:
+            raise HttpError(422, "invalid-request", f"recipe: {error}", "See docs/perturbation.md.") from error
+    return Order(
+        0,
+        OrderKind(request.kind),
+        request.steps or 0,
+        request.every,
+        recipe=text,
+        target=PerturbationTarget(request.target or "model"),
+        replica=request.replica,
+    )
 
 
 def _check_controlled(hub: Hub) -> None:

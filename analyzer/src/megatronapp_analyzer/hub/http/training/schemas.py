@@ -1,13 +1,14 @@
 """Models of the control of a running training."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from megatronapp_common.control.orders import MAX_STEPS
 from megatronapp_common.web.models import ApiModel
 
-OrderKindName = Literal["pause", "resume", "step", "stop", "capture"]
+OrderKindName = Literal["pause", "resume", "step", "stop", "capture", "perturb", "undo"]
+TargetName = Literal["model", "master"]
 TrainingStateName = Literal["starting", "running", "pausing", "paused", "stepping", "stopping", "ended"]
 KEY_LENGTH = 64
 Key = Annotated[str, Field(min_length=1, max_length=KEY_LENGTH, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -59,10 +60,27 @@ class OrderRequest(ApiModel):
 
     lease: Annotated[Key, Field(description="Key of the lease.")]
     kind: OrderKindName
-    steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="Steps to run, for step alone.")] = None
+    steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_STEPS,
+            description="Steps to run, for step; steps of perturbed activations, for perturb (null: until undo).",
+        ),
+    ] = None
     every: Annotated[
         int | None,
         Field(ge=0, le=MAX_STEPS, description="For capture alone: every n-th step, 0: none, null: the next step."),
+    ] = None
+    recipe: Annotated[
+        dict[str, Any] | None, Field(description="Recipe of a perturbation, for perturb alone (docs/perturbation.md).")
+    ] = None
+    target: Annotated[
+        TargetName | None,
+        Field(description="For perturb: model, the default, perturbs parameters for a step, master for good."),
+    ] = None
+    replica: Annotated[
+        int | None, Field(ge=0, lt=1 << 20, description="For perturb: data-parallel replica; null: all alike.")
     ] = None
     id: Annotated[
         Key | None, Field(description="Chosen by the client: an order that is sent again with its id is given once.")
@@ -70,8 +88,14 @@ class OrderRequest(ApiModel):
 
     @model_validator(mode="after")
     def _has_steps(self) -> "OrderRequest":
-        if (self.steps is None) != (self.kind != "step"):
-            raise ValueError("give steps with step, and only with it")
+        if self.kind == "step" and self.steps is None:
+            raise ValueError("give steps with step")
+        if self.steps is not None and self.kind not in {"step", "perturb"}:
+            raise ValueError("steps belongs to step and perturb; leave it out")
+        if (self.recipe is None) != (self.kind != "perturb"):
+            raise ValueError("give recipe with perturb, and only with it")
+        if self.kind != "perturb" and (self.target is not None or self.replica is not None):
+            raise ValueError("target and replica belong to perturb; leave them out")
         if self.every is not None and self.kind != "capture":
             raise ValueError("every belongs to capture; leave it out")
         return self
@@ -83,14 +107,29 @@ class OrderView(ApiModel):
     id: str
     attempt: int
     kind: OrderKindName
-    steps: Annotated[int, Field(description="Steps to run, for step; else 0.")]
+    steps: Annotated[
+        int, Field(description="Steps to run, for step; steps of activations, for perturb (0: until undo); else 0.")
+    ]
     every: Annotated[int | None, Field(description="Interval, for capture; 0: none, null: the next step.")]
+    digest: Annotated[str | None, Field(description="Name of the recipe, for perturb.")]
+    target: Annotated[TargetName | None, Field(description="Parameters that change, for perturb.")]
+    replica: Annotated[int | None, Field(description="Data-parallel replica, for perturb; null: all alike.")]
     who: str
     at: Annotated[float, Field(description="Seconds of real time at which it was accepted.")]
     from_step: Annotated[
         int | None, Field(description="Steps done when it took effect, the same on all ranks; null until then.")
     ]
     refusal: Annotated[str | None, Field(description="Reason why it has no effect.")]
+
+
+class PerturbedStepsView(ApiModel):
+    """Consecutive steps that were computed with a perturbation."""
+
+    digest: Annotated[str, Field(description="Name of the recipe.")]
+    parameters: Annotated[str | None, Field(description="Parameters that changed, model or master; null: none.")]
+    replica: Annotated[int | None, Field(description="Data-parallel replica; null: all alike.")]
+    first_step: Annotated[int, Field(description="First step, counted from 1.")]
+    last_step: Annotated[int | None, Field(description="Newest step; null: none has ended yet.")]
 
 
 class TrainingView(ApiModel):
@@ -112,5 +151,7 @@ class TrainingView(ApiModel):
         float | None, Field(description="Length after which a pause ends in which no client controls the training.")
     ]
     capture_every: Annotated[int | None, Field(description="Steps from one capture of layers to the next; null: none.")]
+    perturbation: Annotated[str | None, Field(description="Digest of the recipe in force; null: none is.")]
+    perturbed: Annotated[list[PerturbedStepsView], Field(description="Steps that were perturbed, the newest 8.")]
     lease: Annotated[LeaseView | None, Field(description="Who controls the training; null: no client.")]
     orders: Annotated[list[OrderView], Field(description="The newest 32, newest first.")]

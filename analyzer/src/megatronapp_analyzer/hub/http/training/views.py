@@ -6,7 +6,7 @@ from megatronapp_analyzer.hub.http.training import schemas
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import RankState
 from megatronapp_analyzer.hub.state.training_orders import StoredOrder
-from megatronapp_common.control.orders import TrainingState
+from megatronapp_common.control.orders import PerturbationTarget, TrainingState
 
 
 def training_view(hub: HubReader) -> schemas.TrainingView | None:
@@ -29,6 +29,8 @@ def training_view(hub: HubReader) -> schemas.TrainingView | None:
         saves=report.saves if report else False,
         resume_after_seconds=control.resume_after_s if report is None else report.resume_after_seconds,
         capture_every=captured_every(hub),
+        perturbation=None if report is None else report.perturbation,
+        perturbed=[] if report is None else [schemas.PerturbedStepsView(**dict(steps)) for steps in report.perturbed],
         lease=None if holder is None else schemas.LeaseView(**dataclasses.asdict(holder)),
         orders=[order_view(order) for order in hub.orders.newest_first],
     )
@@ -42,6 +44,9 @@ def order_view(order: StoredOrder) -> schemas.OrderView:
         kind=order.kind.value,
         steps=order.steps,
         every=order.every,
+        digest=order.digest,
+        target=None if order.recipe is None else PerturbationTarget(order.target).value,
+        replica=order.replica,
         who=order.who,
         at=order.at,
         from_step=order.from_step,

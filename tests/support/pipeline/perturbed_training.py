@@ -1,0 +1,142 @@
+"""Ranks that train under orders to perturb, for tests: losses, weights at step boundaries, and values of sites."""
+
+import json
+from typing import Any
+
+import torch
+from evaluated_training import EvaluationRecorder
+from perturbing_ranks import recipe
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 4 --lr 2e-3 --mock-data --vocab-size 120 --training-control "
+    "--training-start-paused --training-resume-after 1"
+)
+Script = list[tuple[int, dict[str, Any]]]
+"""Orders, each with the steps that are done when rank 0 first finds it on its page."""
+RESUME = 50
+"""Number of the order that ends the pause before the first step."""
+
+
+def perturb(number: int, *perturbations: dict[str, Any], seed: int = 0, **fields: Any) -> dict[str, Any]:
+    """An order to perturb."""
+    text = recipe(*perturbations, seed=seed).canonical()
+    return {"number": number, "kind": "perturb", "recipe": text, **fields}
+
+
+class ScriptedOrders:
+    """Control page that shows each order from its step on; those before the first step precede its `resume`."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.steps_done = 0
+
+    def read_new(self) -> dict[str, Any]:
+        orders = [{"number": RESUME, "kind": "resume"}]
+        for step, order in self._script:
+            if step <= self.steps_done:
+                orders.append(order if step == 0 else order | {"number": order["number"] + RESUME})
+        return {"training": {"attempt": 0, "orders": orders, "renewals": 0}}
+
+
+class PassReader:
+    """Read hooks on a site of a rank's chunks: the values of each pass, by layer, in the order of passes."""
+
+    def __init__(self, chunks: list[Any], site: str) -> None:
+        from megatronapp_trainer.hooks.sites import modules_of, site_of
+        from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
+
+        self.values: dict[int, list[torch.Tensor]] = {}
+        self._site = site_of(site)
+        for chunk in chunks:
+            for layer, module in modules_of(self._site, model_of(chunk)):
+                if module is not None:
+                    module.register_forward_hook(self._hook(layer), with_kwargs=True)
+
+    def _hook(self, layer: int) -> Any:
+        def read(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            taken = self._site.take((*args, *kwargs.values()), output)
+            value = taken[0] if isinstance(taken, tuple) else taken
+            self.values.setdefault(layer, []).append(value.detach().clone())
+
+        return read
+
+
+def train(flags: str, script: Script, site: str | None = None, model: str = SMALL) -> dict[str, Any]:
+    """Train on this rank under scripted orders, as `pretrain` does it; what it has seen."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer import pretrain
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.control import setup, training_control
+    from megatronapp_trainer.control.order_page import OrderPage
+    from megatronapp_trainer.training import loop, progress
+
+    training_control.PAUSE_ROUND_S = 0.01
+    page, recorder = ScriptedOrders(script), EvaluationRecorder()
+    reports: list[dict[str, Any]] = []
+    recorder.control = lambda report: reports.append(json.loads(json.dumps(report.to_json())))  # type: ignore[attr-defined]
+    setup._open_page = lambda: OrderPage(page, attempt=0)
+    progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
+    seen: dict[str, Any] = {"weights": [], "passes": [], "obeyed": {}}
+    begin, at_boundary = loop.Trainer.__init__, training_control.TrainingControl.at_boundary
+
+    def observed(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        seen["state"] = self._run.state
+        seen["place"] = self._run.layout.tensor_rank, self._run.layout.data_rank
+        if site is not None:
+            seen["reader"] = PassReader(self._run.state.chunks, site)
+
+    def recorded(self: Any, iteration: int) -> Any:
+        page.steps_done = iteration
+        decision = at_boundary(self, iteration)
+        if "state" in seen:  # forward ranks of MegaFBD have none
+            seen["weights"].append(global_weights(seen["state"].chunks))
+        for order in self.obeyed:
+            number = order.number - RESUME if order.number > RESUME else order.number
+            seen["obeyed"][number] = order.step, order.refusal
+        return decision
+
+    loop.Trainer.__init__, training_control.TrainingControl.at_boundary = observed, recorded  # type: ignore[method-assign]
+    code = pretrain.pretrain(parse(f"{model} {flags}".split()))
+    if "state" not in seen:
+        return {"code": code, "losses": [], "obeyed": seen["obeyed"]}
+    state = seen["state"]
+    return {
+        "code": code,
+        "losses": recorder.losses,
+        "norms": recorder.grad_norms,
+        "reports": reports,
+        "obeyed": seen["obeyed"],
+        "weights": [*seen["weights"], global_weights(state.chunks)],
+        "optimizer": optimizer_numbers(state.optimizer),
+        "values": seen["reader"].values if site is not None else {},
+        "place": seen["place"],
+        "perturbed": [(entry.digest, entry.first_step, entry.last_step) for entry in state.perturbed],
+    }
+
+
+def global_weights(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Copies of the parameters of a rank by their names in the whole model."""
+    from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
+
+    found: dict[str, torch.Tensor] = {}
+    for model in map(model_of, chunks):
+        named = {name: value for name, value in model.named_parameters() if not name.startswith("decoder.layers.")}
+        for layer in model.decoder.layers:
+            prefix = f"decoder.layers.{layer.layer_number - 1}."
+            named |= {prefix + name: value for name, value in layer.named_parameters()}
+        found |= {name: value.detach().clone() for name, value in named.items()}
+    return found
+
+
+def optimizer_numbers(optimizer: Any) -> list[torch.Tensor]:
+    """All tensors of the optimizer's state."""
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                found += [parameter.detach().clone(), *part.optimizer.state[parameter].values()]
+    return [value for value in found if isinstance(value, torch.Tensor)]

@@ -1,0 +1,193 @@
+"""Perturbation of a model that trains: null tests, noise equal on every layout, undo, and refusals."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from perturbed_training import perturb, train
+from perturbing_ranks import GAUSSIAN, calculation, noise_alone, storage
+
+pytestmark = pytest.mark.torch
+RunRanks = Callable[..., list[Any]]
+NONE = {"type": "gaussian", "coefficient": 0.0}
+UNIT = {"type": "uniform", "coefficient": 0.0}
+FC1, EMBEDDING = "mlp.linear_fc1", "embedding.word_embeddings"
+SITES = ("embedding", "head_output", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm", "logits")
+PRECISIONS = {"fp32": "--attention-dropout 0.1", "bf16": "--bf16 --use-distributed-optimizer"}
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "DP2": (2, ""),
+    "TP2-SP": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {RECOMPUTE}"),
+    "PP2-VPP2": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective",
+    ),
+}
+
+
+def ranks_of(run_ranks: RunRanks, world: int, *arguments: Any) -> list[dict[str, Any]]:
+    environment = {"MEGATRONAPP_JOB_UID": f"perturb-{os.getpid()}-{world}"}
+    return run_ranks(world, train, *arguments, environment=environment)
+
+
+def reported(ranks: list[dict[str, Any]], name: str) -> Any:
+    (found,) = [rank[name] for rank in ranks if rank["losses"]]
+    return found
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+@pytest.mark.full("both precisions", but=("fp32",))
+@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=list(PRECISIONS))
+def test_coefficient_0_changes_no_bit(run_ranks: RunRanks, flags: str) -> None:
+    stored = (storage(FC1, NONE), storage(EMBEDDING, UNIT))
+    places = (*(calculation(site, NONE) for site in SITES[:3]), {"kind": "system", "action": NONE})
+    activations = () if "bf16" in flags else places  # their biases are rounded before the sum otherwise
+    script = [
+        (0, perturb(1, *stored, target="master")),
+        (1, perturb(2, *stored, *activations)),
+        (2, {"number": 3, "kind": "undo"}),
+    ]
+    perturbed, clean = (ranks_of(run_ranks, 2, flags, orders) for orders in (script, []))
+    assert [rank["obeyed"][1] for rank in perturbed] == [(0, None)] * 2
+    assert [rank["obeyed"][2][1] for rank in perturbed] == [None] * 2
+    assert reported(perturbed, "losses") == reported(clean, "losses")
+    assert reported(perturbed, "norms") == reported(clean, "norms")
+    for mine, plain in zip(perturbed, clean, strict=True):
+        assert all(equal(*pair) for pair in zip(mine["weights"], plain["weights"], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(mine["optimizer"], plain["optimizer"], strict=True))
+
+
+NOISE = (*noise_alone("mlp2"), *noise_alone("head_output"))
+
+
+def passes(rank: dict[str, Any], layer: int, step: int, count: int) -> list[torch.Tensor]:
+    """Values of the first passes of a step; each is recorded again where the backward pass repeats it."""
+    values: list[torch.Tensor] = rank["values"][layer]
+    each = len(values) // 4
+    return values[step * each : step * each + count]
+
+
+@pytest.mark.full("each layout", but=("TP2-SP",))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noise_is_equal_on_every_layout(run_ranks: RunRanks, layout: str) -> None:
+    """Compare with one process: values of a site that is replaced by noise, and perturbed master weights."""
+    world, flags = LAYOUTS[layout]
+    site = "mlp2" if layout == "PP2-VPP2" else "head_output"
+    stored = [storage(name, GAUSSIAN) for name in (FC1, "mlp.linear_fc2", EMBEDDING)]
+    script = [(0, perturb(1, *NOISE, *stored, seed=4, target="master"))]
+    (whole,) = ranks_of(run_ranks, 1, "", script, site)
+    ranks = ranks_of(run_ranks, world, flags, script, site)
+    for rank in (whole, *ranks):
+        assert rank["obeyed"][1] == (0, None)
+    for rank in ranks:
+        tensor, data = rank["place"]
+        for layer, values in rank["values"].items():
+            microbatches = 2 if layout == "DP2" else 4
+            repeats = 2 if "full" in flags else 1
+            mine = values[: microbatches if layout != "TP2-SP" else microbatches * repeats]
+            expected = passes(whole, layer, 0, 4)
+            if layout == "DP2":
+                expected = expected[data::2]
+            check_passes(mine, expected, tensor if layout == "TP2-SP" else None)
+        for name, weight in rank["weights"][0].items():
+            source = EMBEDDING + ".weight" if name == "output_layer.weight" else name
+            assert torch.equal(weight, shard_of(name, whole["weights"][0][source], weight, tensor)), name
+
+
+def check_passes(found: list[torch.Tensor], expected: list[torch.Tensor], tensor: int | None) -> None:
+    """Each pass has the noise of a microbatch, and each microbatch its pass; a repeated pass the same one."""
+    if tensor is not None:
+        expected = [value.chunk(2, dim=2)[tensor] for value in expected]
+    for value in found:
+        assert any(torch.equal(value, other) for other in expected)
+    for other in expected:
+        assert any(torch.equal(value, other) for value in found)
+
+
+def shard_of(name: str, whole: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
+    if whole.shape == like.shape:
+        return whole
+    return whole.chunk(2, 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0)[rank]
+
+
+def test_parameters_are_perturbed_for_a_step_or_for_good_and_undone(run_ranks: RunRanks) -> None:
+    noise = storage(FC1, {"type": "gaussian", "coefficient": 0.3})
+    flags = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    undone = [(0, perturb(1, noise, target="master")), (0, {"number": 2, "kind": "undo"}), (1, perturb(3, noise))]
+    ranks, clean = (ranks_of(run_ranks, 2, flags, script) for script in (undone, []))
+    for rank, plain in zip(ranks, clean, strict=True):
+        assert [rank["obeyed"][number] for number in (1, 2)] == [(0, None)] * 2
+        assert rank["obeyed"][3] == (2, None)
+        assert equal(rank["weights"][0], plain["weights"][0])
+        ((digest, *steps),) = rank["perturbed"]
+        assert steps == [3, 3]
+    losses, undisturbed = reported(ranks, "losses"), reported(clean, "losses")
+    assert losses[:2] == undisturbed[:2]
+    assert abs(losses[2] - undisturbed[2]) > 0.01
+    assert abs(losses[3] - undisturbed[3]) < abs(losses[2] - undisturbed[2]) / 2, "the optimizer updates other weights"
+    report = reported(ranks, "reports")[-1]
+    assert report["perturbation"] is None
+    assert report["perturbed"] == [
+        {"digest": digest, "parameters": "model", "replica": None, "firstStep": 3, "lastStep": 3}
+    ]
+
+
+@pytest.mark.full("the same hooks on one of two replicas")
+def test_a_replica_is_perturbed_for_some_steps(run_ranks: RunRanks) -> None:
+    order = perturb(1, calculation("mlp2", GAUSSIAN, layers=[1]), replica=1, steps=2)
+    script = [(0, order), (3, perturb(2, storage(FC1, NONE), target="master")), (3, {"number": 3, "kind": "undo"})]
+    ranks, clean = (ranks_of(run_ranks, 2, "", orders, "mlp2") for orders in (script, []))
+    for data, (rank, plain) in enumerate(zip(ranks, clean, strict=True)):
+        first = [torch.equal(*pair) for pair in zip(rank["values"][1][:2], plain["values"][1][:2], strict=True)]
+        assert first == [data == 0] * 2
+        assert rank["perturbed"][0][1:] == (1, 2)
+        assert equal(rank["weights"][-1], ranks[0]["weights"][-1]), "replicas are alike"
+
+
+@pytest.mark.full("other schedules", but=("plain",))
+@pytest.mark.parametrize(
+    ("world", "flags", "orders", "message"),
+    [
+        (
+            1, "",
+            [
+                (0, perturb(1, storage("mlp.linear_fc9", NONE))),
+                (0, perturb(2, calculation("mlp2", NONE), replica=1)),
+                (0, perturb(3, calculation("mlp2", NONE, positions=[{"origin": "promptEnd", "first": 0}]))),
+                (0, perturb(4, storage(FC1, NONE), steps=2)),
+                (0, perturb(5, storage(FC1, NONE), target="master")),
+                (1, {"number": 6, "kind": "undo"}),
+            ],
+            [
+                "perturbations.0.parameter: this model has no mlp.linear_fc9.weight",
+                "there is no replica 1; give 0 to 0",
+                "perturbations.0.positions: samples of a training have no prompt",
+                "steps means nothing for a recipe without activations",
+                None,
+                "step 1 has used the perturbed parameters, so that they cannot be undone",
+            ],
+        ),
+        (
+            2, "--use-dpp --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            [(0, perturb(1, calculation("mlp2", NONE))), (0, perturb(2, storage(FC1, GAUSSIAN)))],
+            ["with --use-dpp passes run in no fixed order", None],
+        ),
+        (
+            2, "--forward-backward-disaggregating", [(0, perturb(1, storage(FC1, NONE)))],
+            ["with MegaFBD the parameters are on ranks of both roles"],
+        ),
+    ],
+    ids=["plain", "dynamic", "pair"],
+)  # fmt: skip
+def test_what_cannot_be_perturbed_is_refused_on_all_ranks(
+    run_ranks: RunRanks, world: int, flags: str, orders: Any, message: list[str | None]
+) -> None:
+    for rank in ranks_of(run_ranks, world, flags, orders):
+        for number, expected in enumerate(message, 1):
+            refusal = rank["obeyed"][number][1]
+            assert (refusal is None) if expected is None else refusal is not None and refusal.startswith(expected)

@@ -1,0 +1,1 @@
+"""Perturbation of models that train, by orders at step boundaries."""

@@ -1,0 +1,28 @@
+"""Construction of the perturbation of a training on each of its ranks."""
+
+from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.perturbation.training.trained_activations import SamplePlan
+from megatronapp_trainer.perturbation.training.trained_perturbation import TrainedPerturbation, model_of
+
+
+def open_perturbation(
+    config: TrainerConfig, layout: Layout, state: TrainState, *, vocabulary: int
+) -> TrainedPerturbation:
+    """Prepare a rank to obey orders to perturb. `vocabulary`: number of tokens without padding."""
+    plan = SamplePlan(
+        micro_batch_size=config.training.micro_batch_size,
+        seq_length=config.model.seq_length,
+        data_rank=layout.data_rank,
+        data_size=layout.data_size,
+    )
+    return TrainedPerturbation(
+        state,
+        model_shard_of(model_of(state.chunks[0]), layout, vocabulary=vocabulary),
+        plan,
+        replicas=layout.data_size,
+        runs_in_order=not config.dpp.use_dpp,
+        overlaps_gathers=config.parallel.overlap_param_gather,
+    )

@@ -1,0 +1,251 @@
+"""Perturbation of a model that trains, by orders that all ranks obey at the same step boundary."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatronapp_common.control.orders import Order, PerturbationTarget
+from megatronapp_common.errors import OrderError
+from megatronapp_common.scope.perturbation.recipe import Perturbation, Recipe, RecipeError
+from megatronapp_trainer.checkpoint.train_state import PerturbedSteps, TrainState
+from megatronapp_trainer.perturbation.check import check_recipe
+from megatronapp_trainer.perturbation.model_shard import ModelShard
+from megatronapp_trainer.perturbation.storage import PerturbedParameters
+from megatronapp_trainer.perturbation.training.master_parameters import MasterParameters
+from megatronapp_trainer.perturbation.training.trained_activations import SamplePlan, TrainingActivations
+
+MAX_REPORTED = 8
+"""Perturbed spans of steps in the progress document, the newest."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _OrderedPerturbation:
+    """A perturbation that was ordered, on this rank."""
+
+    entry: PerturbedSteps
+    steps_left: int | None
+    """Steps in which activations are perturbed; None: until it is undone."""
+    model: PerturbedParameters | None = None
+    """Parameters of the next step; None: unchanged."""
+    master: MasterParameters | None = None
+    """Parameters of the optimizer; None: unchanged."""
+    activations: TrainingActivations | None = None
+    """None: unchanged on this replica."""
+    has_activations: bool
+    """The recipe has perturbations of activations, on some replica."""
+    steps_done: int = 0
+
+
+class TrainedPerturbation:
+    """`TrainingPerturbation` of a rank with an optimizer. At most one recipe is in force."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        shard: ModelShard,
+        plan: SamplePlan,
+        *,
+        replicas: int,
+        runs_in_order: bool,
+        overlaps_gathers: bool,
+    ) -> None:
+        """Take the state that is trained.
+
+        Args:
+            state: of the training; its record of perturbed steps is kept up to date.
+            shard: sizes of the model.
+            plan: which samples this rank's microbatches have.
+            replicas: number of data-parallel replicas.
+            runs_in_order: the passes of each chunk run in the order of microbatches.
+            overlaps_gathers: parameters are gathered while forward passes run.
+        """
+        self._state = state
+        self._shard = shard
+        self._plan = plan
+        self._replicas = replicas
+        self._runs_in_order = runs_in_order
+        self._overlaps_gathers = overlaps_gathers
+        self._models = [model_of(chunk) for chunk in state.chunks]
+        self._prepared: _OrderedPerturbation | None = None
+        self._current: _OrderedPerturbation | None = None
+
+    @property
+    def active(self) -> str | None:
+        """Return the digest of the recipe in force."""
+        return None if self._current is None else self._current.entry.digest
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the newest perturbed steps as the progress document has them."""
+        return [
+            {
+                "digest": entry.digest,
+                "parameters": entry.parameters,
+                "replica": entry.replica,
+                "firstStep": entry.first_step,
+                "lastStep": entry.last_step,
+            }
+            for entry in self._state.perturbed[-MAX_REPORTED:]
+        ]
+
+    def prepare(self, order: Order, iteration: int) -> None:
+        """Check an order to perturb, and draw noise of parameters, without any effect yet. Raises OrderError."""
+        try:
+            self._prepared = self._drawn(order, iteration)
+        except RecipeError as error:
+            raise OrderError(str(error), "change the recipe") from error
+        except torch.OutOfMemoryError as error:
+            raise OrderError("a rank has too little memory for the noise", "choose fewer layers or modules") from error
+
+    def commit(self) -> None:
+        """Apply what was prepared. Collective over the replicas."""
+        self._current, self._prepared = self._prepared, None
+        assert self._current is not None
+        if self._current.master is not None:
+            with self._gathered():
+                self._current.master.swap()
+        self._state.perturbed.append(self._current.entry)
+
+    def discard(self) -> None:
+        """Forget what was prepared."""
+        self._prepared = None
+
+    def undo(self) -> None:
+        """End the perturbation in force; a step that has not been perturbed yet never was."""
+        current = self._current
+        if current is None:
+            raise self._nothing_to_undo()
+        if current.steps_done == 0:
+            if current.master is not None:
+                with self._gathered():
+                    current.master.swap()
+            self._state.perturbed.remove(current.entry)
+        self._current = None
+
+    def step_begin(self, iteration: int, consumed_samples: int) -> None:
+        """Perturb the passes of the step that follows after `iteration` steps."""
+        current = self._current
+        if current is None:
+            return
+        if current.steps_done == 0 and current.model is not None:
+            if self._overlaps_gathers:
+                for chunk in self._state.chunks:
+                    chunk.disable_forward_pre_hook()
+            current.model.swap_contents()
+        if current.activations is not None:
+            current.activations.install(iteration, consumed_samples)
+        current.entry.last_step = iteration + 1
+
+    def passes_done(self) -> None:
+        """Compute as before again, and count the step."""
+        current = self._current
+        if current is None:
+            return
+        if current.activations is not None:
+            current.activations.remove()
+        if current.steps_done == 0 and current.model is not None:
+            current.model.swap_contents()
+            current.model = None
+            if self._overlaps_gathers:
+                for chunk in self._state.chunks:
+                    chunk.enable_forward_pre_hook()
+        current.steps_done += 1
+        is_over = current.steps_done == current.steps_left
+        if is_over or not current.has_activations:
+            self._current = None
+
+    def _drawn(self, order: Order, iteration: int) -> _OrderedPerturbation:
+        if self._current is not None:
+            raise OrderError(f"perturbation {self.active} is in force", "undo it first")
+        recipe = Recipe.model_validate_json(order.recipe or "")
+        self._check(order, recipe)
+        stored = any(entry.kind == "storage" for entry in recipe.perturbations)
+        is_mine = order.replica in {None, self._plan.data_rank}
+        found = _OrderedPerturbation(
+            entry=PerturbedSteps(
+                digest=recipe.digest,
+                parameters=order.target.value if stored else None,
+                replica=order.replica,
+                first_step=iteration + 1,
+            ),
+            steps_left=order.steps or None,
+            has_activations=any(entry.kind != "storage" for entry in recipe.perturbations),
+        )
+        if found.has_activations and is_mine:
+            found.activations = TrainingActivations(recipe, self._models, self._shard, self._plan)
+        if stored and is_mine:
+            with self._gathered():
+                if order.target is PerturbationTarget.MASTER:
+                    found.master = MasterParameters(
+                        recipe, self._models, self._state.chunks, self._state.optimizer, self._shard
+                    )
+                else:
+                    found.model = PerturbedParameters(recipe, self._models, self._shard)
+        return found
+
+    def _check(self, order: Order, recipe: Recipe) -> None:
+        """Raise OrderError or RecipeError for what this training cannot do."""
+        for model in self._models:
+            check_recipe(recipe, model, self._shard)
+        for place, entry in enumerate(recipe.perturbations):
+            if (problem := _problem_in_training(entry)) is not None:
+                raise RecipeError(f"perturbations.{place}.{problem}")
+        stored = any(entry.kind == "storage" for entry in recipe.perturbations)
+        activations = any(entry.kind != "storage" for entry in recipe.perturbations)
+        if activations and not self._runs_in_order:
+            raise OrderError(
+                "with --use-dpp passes run in no fixed order, on which noise of activations depends",
+                "perturb parameters, or train without --use-dpp",
+            )
+        if order.steps and not activations:
+            raise OrderError("steps means nothing for a recipe without activations", "leave it out")
+        if order.target is PerturbationTarget.MASTER and not stored:
+            raise OrderError("master means nothing for a recipe without parameters", "leave it out")
+        if order.replica is not None and order.target is PerturbationTarget.MASTER:
+            raise OrderError("replicas have equal master parameters", "name no replica, or perturb model")
+        if order.replica is not None and order.replica >= self._replicas:
+            raise OrderError(f"there is no replica {order.replica}", f"give 0 to {self._replicas - 1}")
+
+    def _nothing_to_undo(self) -> OrderError:
+        newest = self._state.perturbed[-1] if self._state.perturbed else None
+        if newest is None or newest.parameters != PerturbationTarget.MASTER.value:
+            return OrderError("no perturbation is in force", "perturb the training first")
+        return OrderError(
+            f"step {newest.first_step} has used the perturbed parameters, so that they cannot be undone",
+            f"load a checkpoint from before step {newest.first_step}",
+        )
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let no gather of parameters be pending inside the context."""
+        overlapped = self._state.chunks if self._overlaps_gathers else []
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
+
+
+def _problem_in_training(entry: Perturbation) -> str | None:
+    """Return what a perturbation of generation has that training lacks."""
+    if entry.action.type == "patch":
+        return "action.type: a training has no other prompt to patch from; write gaussian, uniform, zero or mean"
+    if entry.steps is not None:
+        return "steps: are steps of generation; leave them out, and give steps with the order"
+    if any(place.origin == "promptEnd" for place in entry.positions or ()):
+        return "positions: samples of a training have no prompt; write origin: start"
+    if entry.action.over is not None:
+        return "action.over: samples of a training have no prompt; write value or values"
+    return None
+
+
+def model_of(chunk: Any) -> Any:  # noqa: ANN401 - megatron-core's wrappers
+    """Return the model in megatron-core's wrappers of data parallelism and half precision."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
