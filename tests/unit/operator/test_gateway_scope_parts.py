@@ -38,6 +38,8 @@ SEGMENTS = st.from_regex(re.compile(f"{PathSegment}", re.ASCII), fullmatch=True)
         (f"{RUN}/values/q", "layer=1", {JSON}, None),
         (f"{RUN}/values/q", "format=json&format=csv", {JSON, CSV}, "0123456789ab-q.csv"),
         (f"{RUN}/values/my.site", "format=npy", {JSON, BYTES}, "0123456789ab-my.site.npy"),
+        ("scope/comparisons/0123456789ab", "format=csv", {JSON, CSV}, "comparison-0123456789ab.csv"),
+        ("scope/sweeps/0123456789ab", "", {JSON}, None),
         (f"{RUN}/values/q/session", "format=npy", {JSON}, None),
         (f"faults/{RUN}/session", "", {JSON}, None),
     ],

@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 << 10
 """Limit of JSON that users and programs send."""
 MAX_PROMPT_BYTES = 4 << 20
 """Limit of prompts, which only controllers send; rank 0 accepts no more."""
-PROMPTS_PATH = "/api/v1/scope/runs"
+PROMPT_PATHS = frozenset(f"/api/v1/scope/{kind}" for kind in ("runs", "comparisons", "sweeps"))
 
 
 def hub_of(connection: HTTPConnection) -> Hub:
@@ -74,5 +74,5 @@ def limit_of(scope: Scope) -> int | None:
     """Return the number of bytes that the body of a request may have; None where no route reads one but by itself."""
     if not scope["path"].startswith(API) or scope["method"] in READING:
         return None
-    prompts = scope["path"].rstrip("/") == PROMPTS_PATH and scope.get(ROLE) == TokenRole.CONTROLLER
+    prompts = scope["path"].rstrip("/") in PROMPT_PATHS and scope.get(ROLE) == TokenRole.CONTROLLER
     return MAX_PROMPT_BYTES if prompts else MAX_BODY_BYTES

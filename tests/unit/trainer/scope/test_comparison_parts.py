@@ -1,0 +1,168 @@
+"""Divergence from parts of a vocabulary, the order of branches, and the cells of a sweep. Pure."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.scope.comparison_requests import SweepRequest
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, parse_recipe
+from megatronapp_common.scope.protocol_requests import SamplingSettings
+from megatronapp_trainer.hooks.forward_observer import ComparedRow
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.scheduler import Scheduler, Sequence
+from megatronapp_trainer.scope.comparison.comparison_service import BranchText
+from megatronapp_trainer.scope.comparison.row_results import RowResult
+from megatronapp_trainer.scope.comparison.shard_divergence import Divergence, merged, shard_part
+from megatronapp_trainer.serve.scope.sweep_cells import cell_recipes, cell_value
+
+pytestmark = pytest.mark.torch
+LOGIT = st.floats(-30, 30, width=32)
+NOISE = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 1.0}}
+RECIPE = parse_recipe({"perturbations": [NOISE]})
+
+
+def divergence_of(a: list[float], b: list[float], cuts: list[int], token: int) -> Divergence:
+    """Merge the parts between the cuts."""
+    first, second = torch.tensor(a), torch.tensor(b)
+    edges = [0, *sorted(cut % (len(a) + 1) for cut in cuts), len(a)]
+    parts = [
+        shard_part(first[low:high], second[low:high], token - low, second[token : token + 1])
+        for low, high in itertools.pairwise(edges)
+    ]
+    return merged(torch.stack(parts).numpy())
+
+
+@given(
+    pairs=st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40),
+    cuts=st.lists(st.integers(0, 100), max_size=4),
+    token=st.integers(0, 39),
+)
+def test_parts_of_a_vocabulary_give_the_divergence_of_all(
+    pairs: list[tuple[float, float]], cuts: list[int], token: int
+) -> None:
+    a, b = map(list, zip(*pairs, strict=True))
+    token %= len(a)
+    found = divergence_of(a, b, cuts, token)
+    logs_a, logs_b = (torch.tensor(logits, dtype=torch.float64).log_softmax(0) for logits in (a, b))
+    assert found.kl == pytest.approx(float((logs_a.exp() * (logs_a - logs_b)).sum()), abs=1e-9)
+    assert found.rank == sum(logit > b[token] for logit in b)
+    assert found.logprob_a == pytest.approx(float(logs_a[token]), abs=1e-9)
+    assert found.logprob_b == pytest.approx(float(logs_b[token]), abs=1e-9)
+    assert divergence_of(a, a, cuts, token).kl == 0.0
+
+
+def test_logits_that_are_not_numbers_give_no_divergence() -> None:
+    assert np.isnan(divergence_of([0.0, 1.0], [float("nan"), 1.0], [1], 0).kl)
+
+
+def steps_of(
+    scheduler: Scheduler, choices: dict[str, list[int]]
+) -> list[tuple[tuple[str, ...], tuple[ComparedRow, ...]]]:
+    """Plan steps until nothing is due; each request chooses the tokens of its list."""
+    done = []
+    while scheduler.next_admissible():
+        scheduler.admit(None)
+    while (step := scheduler.plan()) is not None:
+        done.append((tuple(segment.request_id for segment in step.plan.segments), step.plan.compared))
+        for segment in step.plan.segments:
+            next(mine for mine in scheduler.running if mine.slot == segment.slot).read = segment.end
+        for row in step.rows:
+            advance(scheduler, row.sequence, choices)
+    return done
+
+
+def advance(scheduler: Scheduler, sequence: Sequence, choices: dict[str, list[int]]) -> None:
+    """Append the next token of a sequence, and release it at its end, as the engine does."""
+    sequence.generated.append(sequence.next_token(choices[sequence.request.id][len(sequence.generated)]))
+    sequence.ended = sequence.stopped(frozenset())
+    if sequence.ended is not None:
+        scheduler.release(sequence)
+
+
+def pair(*, is_forced: bool, recipe: Recipe | None = RECIPE) -> list[GenerationRequest]:
+    text = BranchText(name="p", ids=(1, 2, 3), tokens=3, sampling=SamplingSettings(temperature=0.0), seed=0)
+    return [text.request(0, None), text.request(1, recipe, is_forced=is_forced)]
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, None])
+def test_branches_alternate_and_share_no_step(recipe: Recipe | None) -> None:
+    scheduler = Scheduler(slots=4, prefill_chunk=2, most_waiting=9)
+    other = GenerationRequest(id="other", prompt=(1,), max_new_tokens=3, temperature=0)
+    scheduler.add(other, *pair(is_forced=True, recipe=recipe))
+    steps = steps_of(scheduler, {"other": [7, 7, 7], "p-0": [4, 5, 6], "p-1": [4, 9, 6]})
+    mine = [ids for ids, _ in steps if ids != ("other",)]
+    assert mine == [("p-0",), ("p-1",)] * (len(mine) // 2)
+    rows = [row for _, compared in steps for row in compared if row.branch == 1]
+    assert [(row.index, row.token) for row in rows] == [(0, 4), (1, 5), (2, 6)]
+
+
+def test_free_branches_are_compared_until_they_differ() -> None:
+    scheduler = Scheduler(slots=2, prefill_chunk=8, most_waiting=9)
+    scheduler.add(*pair(is_forced=False))
+    steps = steps_of(scheduler, {"p-0": [4, 5, 6], "p-1": [4, 9, 6]})
+    assert [row.index for _, compared in steps for row in compared if row.branch == 1] == [0, 1]
+
+
+def test_a_pair_waits_for_two_slots() -> None:
+    scheduler = Scheduler(slots=2, prefill_chunk=8, most_waiting=9)
+    scheduler.add(GenerationRequest(id="other", prompt=(1,), max_new_tokens=2, temperature=0), *pair(is_forced=True))
+    while scheduler.next_admissible():
+        scheduler.admit(None)
+    step = scheduler.plan()
+    assert step is not None
+    assert [segment.request_id for segment in step.plan.segments] == ["other"]
+
+
+def sweep(**fields: Any) -> SweepRequest:
+    axes = fields.pop("axes", {"layers": [0, 2], "strengths": [0.0, 2.5]})
+    return SweepRequest.model_validate({"prompt": "a", "template": NOISE, "axes": axes} | fields)
+
+
+def test_cells_are_recipes_of_layers_and_strengths_or_positions() -> None:
+    found = [[cell.perturbations[0] for cell in line] for line in cell_recipes(sweep())]
+    assert [[(cell.layers, cell.action.coefficient) for cell in line] for line in found] == [
+        [((0,), 0.0), ((0,), 2.5)],
+        [((2,), 0.0), ((2,), 2.5)],
+    ]
+    zero = NOISE | {"action": {"type": "zero"}}
+    traced = cell_recipes(sweep(template=zero, axes={"layers": [1], "positions": [3]}))[0][0].perturbations[0]
+    assert traced.positions is not None
+    assert (traced.positions[0].first, traced.positions[0].end) == (3, 4)
+    with pytest.raises(RecipeError, match="zero has no strength"):
+        cell_recipes(sweep(template=zero))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {"layers": [0]}}, "one of strengths and positions must be given"),
+        ({"axes": {"layers": list(range(40)), "strengths": [0.1] * 40}}, "the sweep has 1600 cells"),
+        ({"token": 3}, "token means nothing for meanKl"),
+        ({"template": NOISE | {"layers": [1]}}, "template: layers is given by the axes"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep(**fields)
+
+
+def test_values_of_cells() -> None:
+    rows = [
+        RowResult(
+            branch=1,
+            index=index,
+            divergence=Divergence(kl=kl, rank=0, logprob_a=-1.0, logprob_b=-1.5 - index),
+            drift=None,
+            heads=None,
+        )
+        for index, kl in enumerate((0.5, 1.5))
+    ]
+    assert cell_value("meanKl", rows, [1, 2], [1, 3]) == 1.0
+    assert cell_value("logprobChange", rows, [1, 2], [1, 3]) == -0.5
+    assert cell_value("firstDivergence", rows, [1, 2], [1, 3]) == 1
+    assert cell_value("firstDivergence", rows, [1, 2], [1, 2]) is None
