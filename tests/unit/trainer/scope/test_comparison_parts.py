@@ -26,34 +26,34 @@ NOISE = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "
 RECIPE = parse_recipe({"perturbations": [NOISE]})
 
 
-def divergence_of(a: list[float], b: list[float], cuts: list[int], token: int) -> Divergence:
-    """Merge the parts between the cuts."""
+def divergence_of(a: list[float], b: list[float], edges: list[int], token: int) -> Divergence:
+    """Merge the parts between the edges."""
     first, second = torch.tensor(a), torch.tensor(b)
-    edges = [0, *sorted(cut % (len(a) + 1) for cut in cuts), len(a)]
+    bounds = [0, *sorted(edge % (len(a) + 1) for edge in edges), len(a)]
     parts = [
         shard_part(first[low:high], second[low:high], token - low, second[token : token + 1])
-        for low, high in itertools.pairwise(edges)
+        for low, high in itertools.pairwise(bounds)
     ]
     return merged(torch.stack(parts).numpy())
 
 
 @given(
     pairs=st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40),
-    cuts=st.lists(st.integers(0, 100), max_size=4),
+    edges=st.lists(st.integers(0, 100), max_size=4),
     token=st.integers(0, 39),
 )
 def test_parts_of_a_vocabulary_give_the_divergence_of_all(
-    pairs: list[tuple[float, float]], cuts: list[int], token: int
+    pairs: list[tuple[float, float]], edges: list[int], token: int
 ) -> None:
     a, b = map(list, zip(*pairs, strict=True))
     token %= len(a)
-    found = divergence_of(a, b, cuts, token)
+    found = divergence_of(a, b, edges, token)
     logs_a, logs_b = (torch.tensor(logits, dtype=torch.float64).log_softmax(0) for logits in (a, b))
     assert found.kl == pytest.approx(float((logs_a.exp() * (logs_a - logs_b)).sum()), abs=1e-9)
     assert found.rank == sum(logit > b[token] for logit in b)
     assert found.logprob_a == pytest.approx(float(logs_a[token]), abs=1e-9)
     assert found.logprob_b == pytest.approx(float(logs_b[token]), abs=1e-9)
-    assert divergence_of(a, a, cuts, token).kl == 0.0
+    assert divergence_of(a, a, edges, token).kl == 0.0
 
 
 def test_logits_that_are_not_numbers_give_no_divergence() -> None:
