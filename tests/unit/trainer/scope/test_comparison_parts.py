@@ -90,7 +90,7 @@ def pair(*, is_forced: bool, recipe: Recipe | None = RECIPE) -> list[GenerationR
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, None])
-def test_branches_alternate_and_share_no_step(recipe: Recipe | None) -> None:
+def test_branches_alternate_and_have_steps_apart(recipe: Recipe | None) -> None:
     scheduler = Scheduler(slots=4, prefill_chunk=2, most_waiting=9)
     other = GenerationRequest(id="other", prompt=(1,), max_new_tokens=3, temperature=0)
     scheduler.add(other, *pair(is_forced=True, recipe=recipe))
