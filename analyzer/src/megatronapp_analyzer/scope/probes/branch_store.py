@@ -29,7 +29,9 @@ class BranchStore:
 
     async def start(self, body: Mapping[str, Any], who: str) -> str:
         """Start one on rank 0; return its name. Raises HttpError."""
-        name = str((await self._probe_client.serving.start_branches(self._kind, body)).get(self._singular))
+        name = (await self._probe_client.serving.start_branches(self._kind, body)).get(self._singular)
+        if not isinstance(name, str):
+            raise HttpError(503, "model-failed", f"the model named no {self._singular}", "See the log of rank 0.")
         self._probe_client.actions.note(who, f"started {self._singular} {name[:64]}")
         self._frames[name] = await self._probe_client.serving.branches(self._kind, name)
         ended = [known for known, frame in self._frames.items() if frame.header["state"] not in OPEN]
