@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Rank0:
-    """Stands in for the client of rank 0: comparisons end when `state` says so, and are unknown if it is None."""
+    """Fake client of rank 0: comparisons have the state `state`, and are unknown if it is None."""
 
     def __init__(self) -> None:
         self.state: str | None = "done"
@@ -50,7 +50,7 @@ async def test_the_newest_that_have_ended_are_stored(monkeypatch: pytest.MonkeyP
     await store.close()
 
 
-async def test_one_that_rank_0_has_lost_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_comparison_that_rank_0_has_lost_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, store = opened(monkeypatch)
     rank.state = "running"
     name = await store.start({"prompt": "a"}, "jane")

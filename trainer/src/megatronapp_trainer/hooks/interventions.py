@@ -26,6 +26,8 @@ class WriteHooks:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._handles: list[Any] = []
+        self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
+        """Modules of sites, by layer: finding them takes longer than hooking them."""
 
     def add(self, site: Site, hook: WriteHook, *, layers: frozenset[int] | None = None, required: bool = True) -> None:
         """Add a hook to these layers of a site; None: all.
@@ -35,7 +37,9 @@ class WriteHooks:
         """
         if site.put is None:
             raise CaptureError(f"site {site.name} can only be read; choose a site that has `put`, such as mlp2")
-        for layer, module in modules_of(site, self._model, required=required):
+        if site not in self._found:
+            self._found[site] = modules_of(site, self._model, required=required)
+        for layer, module in self._found[site]:
             if module is not None and (layers is None or not site.per_layer or layer in layers):
                 forward_hook = _forward_hook(site, site.put, layer, hook)
                 self._handles.append(module.register_forward_hook(forward_hook, with_kwargs=True, prepend=True))

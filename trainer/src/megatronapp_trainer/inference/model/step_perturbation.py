@@ -62,6 +62,8 @@ class StepPerturbation:
         """Slots whose cache a perturbed step has written since it was cleared."""
         self._origins: dict[int, torch.Tensor] = {}
         """Samples, prompt lengths and slots of decode steps, int64 [3, B] by number of slots, for CUDA graphs."""
+        self._written: dict[int, tuple[list[int], list[int]]] = {}
+        """Samples and prompt lengths that these tensors hold."""
 
     def check(self, recipe: Recipe) -> int:
         """Return the memory in bytes that a recipe takes on the stage with the most of it; on rank 0, from any thread.
@@ -161,12 +163,15 @@ class StepPerturbation:
     def _decode_rows(self, plan: StepPlan, step: PerturbedStep, positions_B: torch.Tensor) -> RowContext:
         """Write the step into the buffer that the graph of this size reads."""
         slots = positions_B.size(0)
-        origins_3B = torch.tensor([[0] * slots, [1] * slots, list(range(slots))])
+        samples, lengths = [0] * slots, [1] * slots
         for segment, sample, length in zip(plan.segments, step.samples, step.prompt_lengths, strict=True):
-            origins_3B[0, segment.slot], origins_3B[1, segment.slot] = sample, length
+            samples[segment.slot], lengths[segment.slot] = sample, length
         if slots not in self._origins:
             self._origins[slots] = torch.empty(3, slots, dtype=torch.int64, device=self._device.torch_device)
-        source = origins_3B.pin_memory() if self._device.is_cuda else origins_3B
-        self._origins[slots].copy_(source, non_blocking=True)
+        if self._written.get(slots) != (samples, lengths):  # a copy delays the launch of the step
+            origins_3B = torch.tensor([samples, lengths, list(range(slots))])
+            source = origins_3B.pin_memory() if self._device.is_cuda else origins_3B
+            self._origins[slots].copy_(source, non_blocking=True)
+            self._written[slots] = samples, lengths
         samples_B, prompts_B, slots_B = self._origins[slots].unbind()
         return RowContext(positions_N=positions_B, samples_N=samples_B, prompts_N=prompts_B, slots_N=slots_B)

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.hooks.forward_observer import ComparedRow, ForwardResult, StepContext
 from megatronapp_trainer.hooks.hook_collector import HookCollector
@@ -82,12 +83,17 @@ class RankComparer:
         self._exchange = RankExchange(runner.layout, group.process_group, self.shard.layers)
         self._collector = HookCollector(runner.model)
         self._open: dict[str, _Open] = {}
+        self._window: IdleWindow | None = None
+        """Window in which rows are compared: while the thread waits for the token. None: rows are compared at once."""
+        self._later: list[Callable[[], None]] = []
         self._step: StepContext | None = None
         self._rows: list[ComparedRow] = []
 
     def attach(self, group: Any) -> None:  # noqa: ANN401 - WorkerGroup
         """Observe the runner of this group and take commands of rank 0 from now on."""
         group.handle(TOPIC, self.handle)
+        if next(self._runner.model.parameters()).is_cuda:
+            self._window = group.idle_window
         observer = self._runner.observer
         self._runner.observer = self if observer is None else ObserverPair(observer, self)
 
@@ -102,6 +108,7 @@ class RankComparer:
 
     def handle(self, command: ComparisonCommand) -> None:
         """Begin, gather or end a comparison; an unknown name is ignored on all ranks alike."""
+        self._flush()
         if isinstance(command, BeginComparison):
             self._open[command.name] = _Open(settings=command)
         elif command.name in self._open:
@@ -116,6 +123,7 @@ class RankComparer:
         """Read the sites of a step that has compared rows; None if it has none."""
         if not self._open:
             return None
+        self._flush()
         self._rows = [row for row in step.compared if row.name in self._open]
         sites = self._sites()
         if not self._rows:
@@ -139,17 +147,30 @@ class RankComparer:
         return found
 
     def step_end(self, result: ForwardResult, /) -> None:
-        """Hold the reference's rows, and compare those of the others with them."""
+        """Hold the reference's rows, and compare those of the others with them, before the next step is launched."""
         step, self._step = self._step, None
-        with torch.no_grad():
-            for row_place, row in enumerate(self._rows):
-                place = _slot_of(step, row) if step is not None and step.decode else row_place
-                values = self._values(row, place, result)
-                found = self._open[row.name]
-                if row.branch == 0:
-                    found.reference[row.index] = values
-                else:
-                    self._compare(found, row, values, result.logits)
+        assert step is not None
+        rows = self._rows
+        self._later.append(lambda: self._read(step, rows, result))
+        if self._window is None:
+            self._flush()
+        else:
+            self._window.defer(self._flush)
+
+    def _flush(self) -> None:
+        later, self._later = self._later, []
+        for work in later:
+            work()
+
+    @torch.no_grad()
+    def _read(self, step: StepContext, rows: Sequence[ComparedRow], result: ForwardResult) -> None:
+        for row_place, row in enumerate(rows):
+            values = self._values(row, _slot_of(step, row) if step.decode else row_place, result)
+            found = self._open[row.name]
+            if row.branch == 0:
+                found.reference[row.index] = values
+            else:
+                self._compare(found, row, values, result.logits)
 
     def forget(self, key: Hashable) -> None:
         """Do nothing: the only graphs are those of the runner."""

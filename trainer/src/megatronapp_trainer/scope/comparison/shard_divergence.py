@@ -29,13 +29,15 @@ def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token: int, token_b: torch.
     if a_V.numel() == 0:
         least = a_V.new_full((1,), -torch.inf)
         return torch.cat([least, zero, zero, least, zero, zero, zero, zero])
-    peak_a, peak_b = a_V.max().reshape(1), b_V.max().reshape(1)
-    weight_V = (a_V - peak_a).exp()
-    weighted = (weight_V * (a_V - b_V)).sum().reshape(1)
+    both_2V = torch.stack([a_V, b_V])
+    peak_21 = both_2V.amax(1, keepdim=True)
+    weight_2V = (both_2V - peak_21).exp()
+    peak_a, peak_b = peak_21.unbind()
+    sum_a, sum_b = weight_2V.sum(1, keepdim=True).unbind()
+    weighted = torch.dot(weight_2V[0], a_V - b_V).reshape(1)
     above = (b_V > token_b).sum().reshape(1).double()
-    sum_b = (b_V - peak_b).exp().sum().reshape(1)
     logits = (a_V[token : token + 1], token_b) if 0 <= token < a_V.numel() else (zero, zero)
-    return torch.cat([peak_a, weight_V.sum().reshape(1), weighted, peak_b, sum_b, above, *logits])
+    return torch.cat([peak_a, sum_a, weighted, peak_b, sum_b, above, *logits])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
