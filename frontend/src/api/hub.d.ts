@@ -1178,7 +1178,7 @@ export interface components {
              * Quantity
              * @enum {string}
              */
-            quantity: "rms" | "mean" | "largest" | "notFinite" | "zeros";
+            quantity: "rms" | "mean" | "largest" | "notFinite" | "zeros" | "ratio";
             /** Site */
             site: string;
             /**
@@ -6700,7 +6700,7 @@ export interface operations {
         parameters: {
             query?: {
                 site?: string;
-                quantity?: "rms" | "mean" | "largest" | "notFinite" | "zeros";
+                quantity?: "rms" | "mean" | "largest" | "notFinite" | "zeros" | "ratio";
                 /** @description First step; all if absent. */
                 from?: number | null;
                 /** @description Last step, included; the newest if absent. */

@@ -42,7 +42,7 @@ def train(flags: str, captures: bool) -> dict[str, Any]:
             def close(self) -> None: ...
 
         setup.FramePublisher = Publisher  # type: ignore[assignment, attr-defined]
-        flags += f" --scope-capture-interval {CAPTURED}"
+        flags = f"--scope-capture-interval {CAPTURED} {flags}"
     measured = steps_that_tuners_measure()
     pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.http.training.capture_views import captures_view
 from megatronapp_analyzer.hub.state.capture_store import CaptureStore
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_common.errors import FrameError
@@ -103,6 +104,15 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     again = TrainingCaptures(path, writable=False).store
     assert [(step.step, step.missing) for step in again.shown()][-2:] == [(10, []), (12, [1])]
     assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
+
+
+def test_the_ratio_of_an_update_is_that_of_norms() -> None:
+    store = CaptureStore()
+    update, weight = SiteLayer("update", 0), SiteLayer("weight", 0)
+    store.take(frame(0, 1, 1, {update: [3e-3, 4e-3], weight: [3.0, -4.0]}))
+    store.take(frame(0, 1, 2, {update: [1.0], weight: [0.0]}))
+    view = captures_view(store, "update", "ratio", first=None, last=None, every=1)
+    assert view.values == [[pytest.approx(1e-3), None]]
 
 
 def test_what_ranks_left_incomplete_is_shown_once_all_workers_that_capture_have_ended() -> None:

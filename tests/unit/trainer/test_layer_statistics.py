@@ -69,7 +69,13 @@ def values_of_plain_hooks(flags: str) -> dict[tuple[str, int], list[Any]]:
             layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
             values.setdefault(("gradient", layer), []).append(parameter.main_grad.double().numpy().copy())
             values.setdefault(("weight", layer), []).append(parameter.detach().double().numpy().copy())
-        return step()
+        before = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+        done = step()
+        for name, parameter in model.named_parameters():
+            layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
+            change = (parameter.detach().double() - before[name]).numpy()
+            values.setdefault(("update", layer), []).append(change)
+        return done
 
     run.state.optimizer.step = stepping
     assert trainer.step().loss.mean > 0
@@ -108,7 +114,7 @@ def test_statistics_are_those_of_all_values_and_training_is_bit_equal(
     ranks = run_ranks(size, train, flags, True)
     found = merged(ranks)
     assert found.keys() == plain.keys()
-    assert {row.site for row in found} == {*COMPUTED, "gradient", "weight"}
+    assert {row.site for row in found} == {*COMPUTED, "gradient", "weight", "update"}
     for row, expected in plain.items():
         assert found[row]["count"] == expected["count"], row
         for name in ("squares", "largest"):

@@ -36,7 +36,9 @@ GRADIENT = "gradient"
 """Gradients of the weights of a layer, as the optimizer gets them, without a loss scale."""
 WEIGHT = "weight"
 """Weights of a layer before the step changes them."""
-SITES = (*COMPUTED, GRADIENT, WEIGHT)
+UPDATE = "update"
+"""Change of the weights of a layer by the step."""
+SITES = (*COMPUTED, GRADIENT, WEIGHT, UPDATE)
 
 Records = NDArray[Any]
 """Array of RECORD."""
@@ -117,6 +119,8 @@ def _place(row: SiteLayer) -> tuple[int, int, int]:
         return 0, row.layer, 0
     if row.site == GRADIENT:
         return 3, -row.layer, 0
+    if row.site == UPDATE:
+        return 4, row.layer, 0
     if row.site not in COMPUTED:
         return 2, row.layer, 0
     after_layers = row.site == "final_norm"

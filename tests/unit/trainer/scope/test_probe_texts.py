@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.frames import Frame, FrameType, decode
+from megatronapp_common.scope.layer_statistics import read_statistics
 from megatronapp_common.scope.probe_texts import blocks_of
 
 RunRanks = Callable[..., list[Any]]
@@ -146,6 +147,27 @@ def test_results_are_those_of_the_model_and_training_is_bit_equal(
         else:
             np.testing.assert_allclose(found[key][0][:-1], value[0][:-1], atol=2e-3)
             np.testing.assert_allclose(found[key][2], value[2], atol=2e-3)
+
+
+@pytest.mark.torch
+@pytest.mark.full("50 steps")
+@pytest.mark.parametrize("layout", ["DP2", "pair"])
+def test_fifty_losses_are_bit_equal_with_captures_every_five_steps(
+    run_ranks: RunRanks, flags: str, layout: str
+) -> None:
+    size, own = LAYOUTS[layout]
+    own = f"{own} --bf16 --train-iters 50"
+    ranks = run_ranks(size, train, f"{with_texts(flags)} {own} --scope-capture-interval 5", True)
+    off = run_ranks(size, train, f"{flags} {own}", False)
+    for name in ("losses", "norms"):
+        assert [rank[name] for rank in ranks] == [rank[name] for rank in off]
+    frames = [decode(data) for rank in ranks for data in rank["frames"]]
+    assert {frame.header["step"] for frame in frames} == set(range(5, 51, 5))
+    read = [read_statistics(frame) for frame in frames if frame.type == FrameType.TRAINING_STATISTICS]
+    updates = [
+        record for found in read for row, record in zip(*found, strict=True) if row.site == "update" and record["count"]
+    ]  # without those of layers of which a rank has no shard
+    assert len(updates) >= 10 * 5 and all(record["squares"] > 0 == record["nan"] for record in updates)
 
 
 @pytest.mark.torch

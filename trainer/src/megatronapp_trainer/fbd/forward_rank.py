@@ -202,12 +202,12 @@ class ForwardRank:
         self._iteration += 1
 
     def _end_capture(self, capture: TrainingCapture) -> None:
-        if self._observer is None:
-            capture.step_computed()
-            return
-        self._observer.begin(RecordKind.CAPTURE, 0, NO_MICROBATCH)
+        if self._observer is not None:
+            self._observer.begin(RecordKind.CAPTURE, 0, NO_MICROBATCH)
         capture.step_computed()
-        self._observer.end(RecordKind.CAPTURE)
+        capture.step_ended(None)
+        if self._observer is not None:
+            self._observer.end(RecordKind.CAPTURE)
 
     def _train(self, num_microbatches: int) -> None:
         self._clock.begin_step({})

@@ -10,8 +10,11 @@ class ConnectedCapture(Protocol):
     def install(self, step: int) -> None:
         """Install the hooks of a step, counted from 1 over the whole job."""
 
-    def send(self) -> None:
-        """Remove the hooks, and send what the step gave."""
+    def remove(self) -> None:
+        """Remove the hooks once all passes of the step have been launched."""
+
+    def send(self, optimizer: Any | None) -> None:  # noqa: ANN401 - MegatronOptimizer
+        """Send what the step gave; `optimizer` has updated the weights, or None."""
 
     def post(self, job: Any) -> None:  # noqa: ANN401 - FrameJob, not imported where nothing is captured
         """Send further frames of a step."""
@@ -62,9 +65,14 @@ class ScheduledCapture:
         return True
 
     def step_computed(self) -> None:
-        """Remove the hooks of a captured step, and send its statistics."""
+        """Remove the hooks of a captured step, and count weights and gradients."""
         assert self._capture is not None
-        self._capture.send()
+        self._capture.remove()
+
+    def step_ended(self, optimizer: Any | None) -> None:  # noqa: ANN401 - MegatronOptimizer
+        """Count the updates of a captured step, if `optimizer` has done some, and send its statistics."""
+        assert self._capture is not None
+        self._capture.send(optimizer)
 
     def post(self, job: Any) -> None:  # noqa: ANN401 - FrameJob, not imported where nothing is captured
         """Send further frames of a captured step."""

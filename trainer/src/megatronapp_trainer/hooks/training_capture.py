@@ -1,6 +1,6 @@
 """Captures of a training, as its loop sees them: a run without captures imports no more of them."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class TrainingCapture(Protocol):
@@ -24,6 +24,11 @@ class TrainingCapture(Protocol):
 
     def step_computed(self) -> None:
         """All passes of a captured step have been launched and its gradients are reduced; no weight has changed yet."""
+
+    def step_ended(self, optimizer: Any | None) -> None:  # noqa: ANN401 - MegatronOptimizer
+        """A captured step has ended. `optimizer`: has updated the weights, with the rates of the step; None: none were
+        updated.
+        """
 
     def close(self) -> None:
         """Send what is left, and end."""

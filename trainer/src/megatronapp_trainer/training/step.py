@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
@@ -48,7 +49,7 @@ class TrainingStep:
         self._monitor.step_begin()
         microbatches = self._run.batches.num_microbatches(self._state.consumed_samples)
         self._pending = pending = self._forward_backward(microbatches)
-        succeeded, norm, _ = self._state.optimizer.step()  # computes the norm even where nothing is clipped
+        succeeded, norm = self._update()
         grad_norm = None if norm is None else float(norm)
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
@@ -63,6 +64,18 @@ class TrainingStep:
         )
         self._monitor.step_end(outcome)
         return outcome
+
+    def _update(self) -> tuple[bool, Any]:
+        """Update the weights; returns whether they changed, and the norm of the gradients."""
+        optimizer = self._state.optimizer
+        succeeded = False
+        try:
+            succeeded, norm, _ = optimizer.step()  # computes the norm even where nothing is clipped
+        finally:  # a step whose loss is not finite is sent, too
+            if self._capture is not None and self._is_captured:
+                with self._monitor.span(RecordKind.CAPTURE):
+                    self._capture.step_ended(optimizer if succeeded else None)
+        return succeeded, norm
 
     def _forward_backward(self, microbatches: int) -> PendingLossReduction:
         for chunk in self._state.chunks:

@@ -7,6 +7,7 @@ export const QUANTITIES: readonly { readonly value: Quantity; readonly label: st
   { value: "rms", label: "rms" },
   { value: "mean", label: "mean" },
   { value: "largest", label: "largest magnitude" },
+  { value: "ratio", label: "rms over that of the weights" },
   { value: "zeros", label: "share of zeros" },
   { value: "notFinite", label: "share of NaN and Inf" },
 ];
@@ -20,6 +21,7 @@ const SITES: Readonly<Record<string, string>> = {
   final_norm: "final norm",
   gradient: "gradients",
   weight: "weights",
+  update: "updates of weights",
 };
 
 export const siteText = (site: string): string => SITES[site] ?? site;
@@ -27,7 +29,7 @@ export const siteText = (site: string): string => SITES[site] ?? site;
 /** A row: its layer, or what has none. */
 export function layerText(site: string, layer: number): string {
   if (layer >= 0) return `layer ${layer}`;
-  return site === "gradient" || site === "weight" ? "other" : "model";
+  return ["gradient", "weight", "update"].includes(site) ? "other" : "model";
 }
 
 /** Three significant digits, as 3.1e-5 where they are far from one. */

@@ -91,14 +91,20 @@ class LayerCapture:
         if self._sites is not None:
             self._sites.install(self._statistics)
 
-    def send(self) -> None:
-        """Remove the hooks, and send the statistics of the step."""
-        statistics, self._statistics = self._statistics, None
-        assert statistics is not None
+    def remove(self) -> None:
+        """Remove the hooks, and count weights and gradients."""
+        assert self._statistics is not None
         if self._sites is not None:
             self._sites.remove()
         if self._parameters is not None:
-            self._parameters.add_to(statistics)
+            self._parameters.add_to(self._statistics)
+
+    def send(self, optimizer: Any | None) -> None:  # noqa: ANN401 - MegatronOptimizer
+        """Send the statistics of the step, with its updates where `optimizer` has done them."""
+        statistics, self._statistics = self._statistics, None
+        assert statistics is not None
+        if self._parameters is not None and optimizer is not None:
+            self._parameters.add_updates(statistics, optimizer)
         self._copier.before_prompts()  # the copies of earlier steps, which are long done
         layout = BufferLayout(found=(), shapes=(), dtypes=())
         copy = self._copier.send_step(

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from megatronapp_common.scope.layer_statistics import GRADIENT, NO_LAYER, WEIGHT, SiteLayer
+from megatronapp_common.scope.layer_statistics import GRADIENT, NO_LAYER, UPDATE, WEIGHT, SiteLayer
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 from megatronapp_trainer.scope.statistics.site_hooks import model_of
+from megatronapp_trainer.scope.statistics.updates import adam_updates
 
 
 class LayerParameters:
@@ -20,6 +21,14 @@ class LayerParameters:
 
     def __init__(self, chunks: Sequence[Any], *, tensor_rank: int) -> None:
         self._chunks = chunks
+        self._firsts = {
+            parameter
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            if buffer.data_parallel_group.rank() == 0
+            for parameter in buffer.params
+        }
+        """Weights of which this rank is the first of those that have the same ones."""
         self._layers: dict[torch.nn.Parameter, int] = {}
         for chunk in chunks:
             model = model_of(chunk)
@@ -37,7 +46,7 @@ class LayerParameters:
     def rows(self) -> list[SiteLayer]:
         """Rows that this rank may count."""
         layers = sorted(set(self._layers.values()))
-        return [SiteLayer(site, layer) for site in (GRADIENT, WEIGHT) for layer in layers]
+        return [SiteLayer(site, layer) for site in (GRADIENT, WEIGHT, UPDATE) for layer in layers]
 
     def add_to(self, statistics: StatisticsAccumulator) -> None:
         """Add weights and gradients."""
@@ -51,6 +60,13 @@ class LayerParameters:
                     for parameter in buffer.params:
                         if parameter in self._layers:
                             statistics.add(SiteLayer(WEIGHT, self._layers[parameter]), parameter)
+
+    def add_updates(self, statistics: StatisticsAccumulator, optimizer: Any) -> None:  # noqa: ANN401 - MegatronOptimizer
+        """Add the changes of the weights by the step that `optimizer` has just done."""
+        for is_first in (True, False):
+            owned = [parameter for parameter in self._layers if (parameter in self._firsts) == is_first]
+            for parameter, update in adam_updates(optimizer, owned, is_first_replica=is_first):
+                statistics.add(SiteLayer(UPDATE, self._layers[parameter]), update)
 
 
 def _differs_between_tensor_ranks(parameter: torch.nn.Parameter) -> bool:

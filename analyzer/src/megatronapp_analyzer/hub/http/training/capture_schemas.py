@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatronapp_common.web.models import ApiModel
 
-Quantity = Literal["rms", "mean", "largest", "notFinite", "zeros"]
+Quantity = Literal["rms", "mean", "largest", "notFinite", "zeros", "ratio"]
 NO_LAYER = "-1: no layer, or the weights outside of the layers."
 
 

@@ -6,7 +6,14 @@ from typing import Any
 from megatronapp_analyzer.hub.http.training import capture_schemas as schemas
 from megatronapp_analyzer.hub.state.capture_store import CapturedStep, CaptureStore
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
-from megatronapp_common.scope.layer_statistics import FIRST_EXPONENT, SITES, Records, SiteLayer, first_not_finite
+from megatronapp_common.scope.layer_statistics import (
+    FIRST_EXPONENT,
+    SITES,
+    WEIGHT,
+    Records,
+    SiteLayer,
+    first_not_finite,
+)
 
 MAX_STEPS = 256
 """Most steps of an answer, the newest."""
@@ -29,6 +36,7 @@ def captures_view(
     ]
     layers = sorted({row.layer for step in steps for row in step.rows if row.site == site})
     found = [[step.rows.get(SiteLayer(site, layer)) for step in steps] for layer in layers]
+    weights = [[step.rows.get(SiteLayer(WEIGHT, layer)) for step in steps] for layer in layers]
     return schemas.Captures(
         every=every,
         sites=[name for name in SITES if name in sites] + sorted(sites.difference(SITES)),
@@ -36,7 +44,10 @@ def captures_view(
         quantity=quantity,
         steps=[step_view(step) for step in steps],
         layers=layers,
-        values=[[None if record is None else _quantity(record, quantity) for record in row] for row in found],
+        values=[
+            [None if record is None else _shown(record, weight, quantity) for record, weight in zip(*rows, strict=True)]
+            for rows in zip(found, weights, strict=True)
+        ],
         not_finite=[[0 if record is None else _not_finite(record) for record in row] for row in found],
     )
 
@@ -86,6 +97,14 @@ def _statistics(row: SiteLayer, record: Records) -> schemas.SiteStatistics:
         largest=float(record["largest"][0]),
         histogram=record["histogram"][0].tolist(),
     )
+
+
+def _shown(record: Records, weight: Records | None, quantity: schemas.Quantity) -> float | None:
+    """Return a quantity of a site of a layer. `weight`: the layer's weights, for `ratio`: the rms over theirs."""
+    if quantity != "ratio":
+        return _quantity(record, quantity)
+    own, of_weight = _quantity(record, "rms"), None if weight is None else _quantity(weight, "rms")
+    return None if own is None or not of_weight else _finite(own / of_weight)
 
 
 def _quantity(record: Records, quantity: schemas.Quantity) -> float | None:
