@@ -50,9 +50,30 @@ beforeEach(() => {
 });
 
 describe("the control bar of a training", () => {
+  it("perturbs by a recipe, and undoes what is in force", async () => {
+    const span = { digest: "0123456789ab", parameters: null, replica: null, firstStep: 3, lastStep: 5 };
+    const { bar, client } = barOf({ perturbation: span.digest, perturbed: [span] });
+    await vi.waitFor(() => expect(bar.find('form[aria-label="Perturb the training"]').exists()).toBe(true));
+    const form = bar.find('form[aria-label="Perturb the training"]');
+    expect(form.text()).toContain("step 3 to 5: recipe 0123456789ab");
+    await form.find("textarea").setValue("[1]");
+    expect(disabled(bar, "Perturb")).toBe(true);
+    await form.find("textarea").setValue('{"perturbations": []}');
+    await form.find('input[type="checkbox"]').setValue(true);
+    await form.trigger("submit");
+    await flushPromises();
+    await button(bar, "Undo").trigger("click");
+    await flushPromises();
+    const sent = client.orderTraining.mock.calls.map(([{ kind, recipe, target }]) => [kind, recipe, target]);
+    expect(sent).toEqual([
+      ["perturb", { perturbations: [] }, "master"],
+      ["undo", undefined, undefined],
+    ]);
+  });
+
   it("orders captures of the next step, of every n-th step, and their end", async () => {
     const { bar, client } = barOf({ captureEvery: 20 });
-    expect(bar.text()).toContain("layers are captured every 20 steps");
+    await vi.waitFor(() => expect(bar.text()).toContain("layers are captured every 20 steps"));
     await button(bar, "Capture next step").trigger("click");
     await flushPromises();
     await bar.find('form[aria-label="Capture layers"]').trigger("submit");
@@ -64,8 +85,10 @@ describe("the control bar of a training", () => {
       ["capture", 50],
       ["capture", 0],
     ]);
-    expect(disabled(barOf({}).bar, "Captures off")).toBe(true);
-    expect(disabled(barOf({ state: "stopping" }).bar, "Capture next step")).toBe(true);
+    const others = [barOf({}).bar, barOf({ state: "stopping" }).bar] as const;
+    await flushPromises();
+    expect(disabled(others[0], "Captures off")).toBe(true);
+    expect(disabled(others[1], "Capture next step")).toBe(true);
   });
 
   it("asks with the cost before it pauses many GPUs, and takes the control for the order", async () => {

@@ -43,10 +43,10 @@ export function useTrainingControl(client: ControlClient) {
       await acquire(true);
     });
 
-  const order = (kind: OrderKind, steps: number | null = null, every: number | null = null): Promise<void> =>
+  const order = (kind: OrderKind, fields: Partial<OrderRequest> = {}): Promise<void> =>
     attempt(async () => {
       const lease = await acquire(false);
-      await client.orderTraining({ lease, kind, steps, every, id: null });
+      await client.orderTraining({ lease, kind, steps: null, every: null, id: null, ...fields });
     });
 
   const release = (): Promise<void> =>
