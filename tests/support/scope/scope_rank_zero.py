@@ -31,6 +31,27 @@ megatronapp_serve_request_queue_time_seconds_bucket{le="+Inf"} 2.0
 megatronapp_serve_request_queue_time_seconds_sum 0.1
 """
 LAYERLESS = {"embedding", "final_norm", "logits"}
+BRANCHES = "00c0ffee0000"
+"""Name of the only comparison, and of the only sweep."""
+
+
+def branches_frame(kind: str) -> Frame:
+    """Build the frame of a comparison of one token, or of a sweep of one cell, that has ended."""
+    header: dict[str, Any] = {"kind": kind, kind: BRANCHES, "state": "done", "prompt": "a", "error": None, "seed": 0}
+    header |= {"startedAt": "2026-11-27T12:00:00.000+00:00"}
+    if kind == "sweep":
+        matrix = {"layers": [0], "strengths": [0.5], "positions": None, "values": [[0.25]], "digests": [["0" * 12]]}
+        header |= matrix | {"metric": "meanKl", "done": 1, "cells": 1, "template": {}, "token": None}
+        return build_frame(FrameType.SCOPE_ANALYSIS, header | {"ids": [1], "texts": None})
+    choice = {"id": 1, "text": None, "logprob": -1.0, "otherLogprob": -1.5}
+    row = {"index": 0, "position": 1, "a": choice, "b": choice, "kl": 0.25, "overlap": 9, "rank": 0}
+    header |= {"mode": "free", "tokens": 1, "compared": 1, "baseline": None, "perturbation": None, "top": 10}
+    header |= {"firstDivergence": None, "promptTokens": 1, "texts": ["b", "b"], "rows": [row]}
+    tensors = [
+        Tensor("drift", "f32", np.full((2, 1), 0.5, "<f4")),
+        Tensor("heads", "f32", np.full((2, 2, 1), 0.5, "<f4")),
+    ]
+    return build_frame(FrameType.SCOPE_ANALYSIS, header, tensors)
 
 
 @dataclasses.dataclass
@@ -75,12 +96,18 @@ class RankZero:
         if path in {"scores", "analyses"}:
             found = self.read_again(path, document)
             return Response(frames.encode(found), media_type="application/octet-stream")
+        kind = path.partition("/")[0].removesuffix("s")
+        if kind in {"comparison", "sweep"} and method == "GET":
+            return Response(frames.encode(branches_frame(kind)), media_type="application/octet-stream")
         if method == "GET":
             known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
             return JSONResponse(known or {"code": "no-such-run", "message": "", "hint": ""}, 200 if known else 404)
-        if (method, path) == ("POST", "runs"):
-            return JSONResponse({"run": scope_session.RUN, "position": 0})
-        return JSONResponse({})
+        started = {
+            "runs": {"run": scope_session.RUN, "position": 0},
+            "comparisons": {"comparison": BRANCHES},
+            "sweeps": {"sweep": BRANCHES},
+        }
+        return JSONResponse(started.get(path, {}) if method == "POST" else {})
 
     def read_again(self, path: str, document: Any) -> Frame:
         """Scores of a text, or another analysis."""
