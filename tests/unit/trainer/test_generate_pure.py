@@ -10,15 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
 from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
+from megatronapp_trainer.inference.patch_sources import PatchSource
 from megatronapp_trainer.inference.perturbed_steps import RecipeRotation
 from megatronapp_trainer.inference.rank_channel import _packed, _unpacked
-from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.request import ComparedBranch, GenerationRequest
 from megatronapp_trainer.inference.scheduler import MOST_AHEAD, Scheduler
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams
 
@@ -334,3 +336,67 @@ def test_packed_messages_are_unpacked_unchanged(payload: bytes) -> None:
     parts = iter(_packed(payload))
     assert _unpacked(lambda part: part.copy_(next(parts))) == payload
     assert next(parts, None) is None
+
+
+PATCHED = Recipe.model_validate(
+    {
+        "version": 1,
+        "perturbations": [
+            {"kind": "calculation", "site": "mlp2", "action": {"type": "patch", "source": {"prompt": "a"}}}
+        ],
+    }
+)
+
+
+def drain(line: Scheduler, most: int) -> list[str]:
+    """Admit, read and generate until nothing is open; the names of the requests in the order of their ends."""
+    ended = []
+    for _ in range(most):
+        while line.next_admissible():
+            line.admit(None)
+        if not line.running:
+            break
+        step = line.plan()
+        assert step is not None, "sequences have slots, and none of them is due"
+        of_slot = {sequence.slot: sequence for sequence in line.running}
+        for segment in step.plan.segments:
+            sequence = of_slot[segment.slot]
+            sequence.read = segment.end
+            if not sequence.is_prefilling and sequence.request.max_new_tokens:
+                sequence.generated.append(1)
+            if not sequence.is_prefilling and len(sequence.generated) >= sequence.request.max_new_tokens:
+                line.release(sequence)
+                ended.append(sequence.request.id)
+    assert not (line.running or line.waiting)
+    return ended
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_a_patched_request_of_the_background_is_admitted_after_its_source(slots: int) -> None:
+    line = Scheduler(slots=slots, prefill_chunk=64, most_waiting=64)
+    others = [GenerationRequest(id=f"u{place}", prompt=(1,), max_new_tokens=2) for place in range(MOST_AHEAD)]
+    group = [GenerationRequest(id=f"g{place}", prompt=(1,), max_new_tokens=2, group="run") for place in range(slots)]
+    line.add(*others, *group)
+    source = PatchSource(recipe=PATCHED, place=0, lengths={0: 1})
+    line.add(GenerationRequest(id="source", prompt=(1,), max_new_tokens=0, source_of=source))
+    line.add(dataclasses.replace(background_of("cell", 1, perturbation=PATCHED), max_new_tokens=2))
+    assert drain(line, 100)[-2:] == ["source", "cell"]
+
+
+def test_the_background_generates_more_slowly_while_others_do() -> None:
+    line = scheduler_of(slots=4)
+    line.add(GenerationRequest(id="user", prompt=(1,), max_new_tokens=60))
+    cell = dataclasses.replace(background_of("cell", 1), max_new_tokens=60)
+    line.add(dataclasses.replace(cell, compared=ComparedBranch(name="sweep", number=1)))
+    line.admit(None)
+    line.admit(None)
+    steps = []
+    for _ in range(4 * (MOST_AHEAD + 1)):
+        planned = line.plan()
+        assert planned is not None
+        for segment in planned.plan.segments:
+            sequence = next(sequence for sequence in line.running if sequence.slot == segment.slot)
+            sequence.read = segment.end
+            sequence.generated.append(1)
+            steps.append(sequence.request.id)
+    assert steps.count("cell") == 4

@@ -36,6 +36,8 @@ class Sequence:
     """Generated tokens; of a branch that is forced, those that it reads instead."""
     reference: "Sequence | None" = None
     """Sequence that this one is compared with, in the same group."""
+    branch: "Sequence | None" = None
+    """Sequence that is compared with this one."""
     ended: "Ending | None" = None
 
     @property
@@ -94,11 +96,18 @@ class Sequence:
         if branch is None or index < 0:
             return None
         if branch.number == 0:
-            return ComparedRow(name=branch.name, branch=0, index=index, output=output)
+            return None if self._has_diverged else ComparedRow(name=branch.name, branch=0, index=index, output=output)
         tokens = self._reference_tokens
         if index >= len(tokens) or list(tokens[:index]) != self.generated[:index]:
             return None
         return ComparedRow(name=branch.name, branch=branch.number, index=index, output=output, token=tokens[index])
+
+    @property
+    def _has_diverged(self) -> bool:
+        """Return true if the branch that is compared with this one has read other tokens: no later row is compared."""
+        if self.branch is None:
+            return False
+        return any(mine != other for mine, other in zip(self.generated, self.branch.generated, strict=False))
 
     def stopped(self, end_tokens: frozenset[int]) -> "Ending | None":
         """Return why the generation ends after its newest token, and what matched; None if it continues."""
@@ -138,8 +147,8 @@ class ScheduledStep:
 PLAIN: StepKey = (None, "")
 """Key of requests without perturbation."""
 MOST_AHEAD = 8
-"""Number of requests that may overtake one of the background before it is admitted, and of steps that read other
-prompts before those of the background.
+"""Number of requests that may overtake one of the background before it is admitted, and of steps of others before one
+of the background.
 """
 
 
@@ -161,7 +170,7 @@ class Scheduler:
         self._most_background = max(1, slots // 2)
         """Most sequences of the background that have a slot."""
         self._steps_ahead = 0
-        """Number of steps that read other prompts while one of the background could be read."""
+        """Number of steps of others while one of the background was due."""
 
     def add(self, *requests: GenerationRequest) -> None:
         """Append these to the queue, those of the background after all others; or none of them.
@@ -221,7 +230,9 @@ class Scheduler:
         """Return the request to admit next; None if none waits, or only those of a background that has its slots."""
         background = None
         if sum(sequence.request.is_background for sequence in self.running) < self._most_background:
-            background = next((request for request in self.waiting if request.is_background), None)
+            unread = digests_with_sources(self._open_requests())  # in a slot they would wait for sources without one
+            able = (request for request in self.waiting if request.is_background and request.digest not in unread)
+            background = next(able, None)
         if background is not None and self._ahead >= MOST_AHEAD:
             return background
         first = next(iter(self.waiting), None)
@@ -238,6 +249,8 @@ class Scheduler:
         sequence = Sequence(request=request, slot=slot, text=text)
         if request.compared is not None and request.compared.number and request.group:
             sequence.reference = next((other for other in self.running if other.request.group == request.group), None)
+            if sequence.reference is not None:
+                sequence.reference.branch = sequence
         self.running.append(sequence)
         return sequence
 
@@ -291,8 +304,8 @@ class Scheduler:
         ]
 
     def _without_background(self, due: list[Sequence]) -> list[Sequence]:
-        """Remove the background while other prompts are read; after `MOST_AHEAD` steps it is read first, once."""
-        has_others = any(sequence.is_prefilling and not sequence.request.is_background for sequence in due)
+        """Remove the background while others are due; after `MOST_AHEAD` steps it is due as well, once."""
+        has_others = any(not sequence.request.is_background for sequence in due)
         has_background = any(sequence.request.is_background for sequence in due)
         if not (has_others and has_background):
             self._steps_ahead = 0

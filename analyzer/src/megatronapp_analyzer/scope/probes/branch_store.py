@@ -33,7 +33,12 @@ class BranchStore:
         if not isinstance(name, str):
             raise HttpError(503, "model-failed", f"the model named no {self._singular}", "See the log of rank 0.")
         self._probe_client.actions.note(who, f"started {self._singular} {name[:64]}")
-        self._frames[name] = await self._probe_client.serving.branches(self._kind, name)
+        try:
+            self._frames[name] = await self._probe_client.serving.branches(self._kind, name)
+        except HttpError:
+            with contextlib.suppress(HttpError):  # nobody could cancel one that the hub does not know
+                await self._probe_client.serving.cancel_branches(self._kind, name)
+            raise
         ended = [known for known, frame in self._frames.items() if frame.header["state"] not in OPEN]
         for known in ended[: max(0, len(self._frames) - MAX_STORED)]:
             del self._frames[known]
@@ -42,8 +47,11 @@ class BranchStore:
         return name
 
     async def cancel(self, name: str, who: str) -> None:
-        """Cancel one on rank 0; one that has ended is unchanged. Raises HttpError."""
-        if self.get(name).header["state"] in OPEN:
+        """Cancel one on rank 0; one that has ended is unchanged. Raises HttpError.
+
+        Rank 0 may know one that this hub does not, as after a restart of the hub.
+        """
+        if name not in self._frames or self._frames[name].header["state"] in OPEN:
             await self._probe_client.serving.cancel_branches(self._kind, name)
             self._probe_client.actions.note(who, f"cancelled {self._singular} {name}")
 

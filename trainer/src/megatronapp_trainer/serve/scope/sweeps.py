@@ -127,6 +127,10 @@ class SweepStore:
             seed=new_seed(body.sampling.seed),
             is_background=True,
         )
+        try:
+            text.request(0, baseline, is_pair=False)
+        except GenerationError as error:
+            raise http_error(error) from error
         record = SweepRecord(
             name=text.name,
             body=body,
@@ -179,18 +183,21 @@ class SweepStore:
 
         settings = BeginComparison(name=record.name, lasting=True, watched=record.body.token)
         self._service.begin(settings, sink)
-        ended: BranchState = "done"
+        ended: BranchState = "failed"
         try:
             record.ids = await self._generate(record, record.text.request(0, baseline, is_pair=False))
             for number, recipe in enumerate(record.cells):
                 await self._compare(record, number, recipe)
+            ended = "done"
         except CancelledSweepError:
             ended = "cancelled"
+        except GenerationError as error:
+            record.error = error_document(http_error(error))
         except HttpError as error:
-            record.error, ended = error_document(error), "failed"
+            record.error = error_document(error)
         except TimeoutError:
             problem = HttpError(503, "engine-lost", "the ranks sent no rows", hint="See the server's log.")
-            record.error, ended = error_document(problem), "failed"
+            record.error = error_document(problem)
         finally:
             self._service.end(record.name)
             record.ticket = None
