@@ -36,6 +36,10 @@ POST = """async (asked) => {
   const headers = {"Content-Type": "application/json"};
   return (await fetch("/api/v1/scope/runs", {method: "POST", headers, body: JSON.stringify(asked)})).status;
 }"""
+TOO_WIDE = """() => document.documentElement.scrollWidth <= document.documentElement.clientWidth ? [] :
+  [...document.querySelectorAll("main *")].filter((one) => one.getBoundingClientRect().right > innerWidth)
+    .map((one) => one.outerHTML.slice(0, 120)).slice(0, 12)"""
+"""Script that lists the elements beyond the right edge of a page that is wider than its window."""
 CODE_STEP = 1 / 255
 """Step of code `u8s`: the root of a probability is off by half of it at most."""
 
@@ -226,6 +230,56 @@ def check_candidates(screen: Screen, position: int, token: int | None = None) ->
     assert float(percent.split()[0]) / 100 == pytest.approx(probabilities[best], rel=0.01)
     assert float(logit) == pytest.approx(logits[best], abs=0.006)
     assert math.isclose(probabilities.sum(), 1)
+
+
+def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.fill("hello world", 4)
+    page.get_by_role("radio", name="Perturbation").check(force=True)
+    page.get_by_role("radio", name="MLP 2", exact=True).check(force=True)
+    page.get_by_label("What is done").select_option("Set to zero")
+    page.get_by_role("button", name="Add to the recipe").click()
+    pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: zero")
+    page.get_by_role("button", name="Compare with the model as it is").click()
+    pw.expect(page.get_by_test_id("comparison-state")).to_contain_text(
+        "done: 4 of at most 4 tokens", timeout=PATIENCE_MS
+    )
+    (summary,) = branches(job, "comparisons")
+    numbers = branches(job, f"comparisons/{summary['comparison']}")
+    rows = page.get_by_test_id("compared-tokens").locator("tbody tr")
+    shown = [float(text) for text in rows.locator("td:nth-child(4)").all_inner_texts()]
+    np.testing.assert_allclose(shown, [row["kl"] for row in numbers["rows"]], rtol=1e-3)
+    pw.expect(page.get_by_text(f"digest {summary['perturbation']['digest']}", exact=True)).to_be_visible()
+    pw.expect(page.get_by_test_id("drift")).to_be_visible()
+    pw.expect(page.get_by_test_id("head-changes")).to_be_visible()
+    page.get_by_label("What is done").select_option(index=0)
+    page.get_by_role("button", name="Add to the recipe").click()
+    page.get_by_label("Strengths").fill("0, 1")
+    page.get_by_role("button", name="Sweep all layers").click()
+    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
+    (sweep,) = branches(job, "sweeps")
+    values = branches(job, f"sweeps/{sweep['sweep']}")["values"]
+    assert [row[0] for row in values] == [0, 0]
+    page.get_by_role("region", name="Mean KL, nats by layer and strength").get_by_role("button", name="Table").click()
+    pw.expect(page.get_by_role("region", name="Mean KL, nats by layer and strength as a table")).to_be_visible()
+    check_phone(page)
+    page.get_by_role("button", name="Run perturbed").click()
+    screen.until("Done: 4 new tokens")
+    pw.expect(page.get_by_test_id("perturbation")).to_contain_text("Perturbed: ")
+
+
+def branches(job: Served, path: str) -> Any:
+    """Return what the hub reports of comparisons or sweeps."""
+    with job.hub() as hub:
+        return hub.get(f"scope/{path}").raise_for_status().json()
+
+
+def check_phone(page: pw.Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    wide = page.evaluate(TOO_WIDE)
+    assert wide == []
+    assert violations(page, RULES) == []
+    page.set_viewport_size({"width": 1440, "height": 900})
 
 
 def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Served) -> None:

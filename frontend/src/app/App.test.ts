@@ -90,6 +90,7 @@ describe("a page that a gateway serves", () => {
     vi.useFakeTimers();
     answer = () => Response.json({ code: "log-in", message: "who are you", hint: "" }, { status: 401 });
     const page = await openPage("/", "gateway");
+    await vi.dynamicImportSettled();
     const form = page.get("form");
     expect(form.attributes()).toMatchObject({ method: "post", action: "login" });
     expect(form.get("input").attributes()).toMatchObject({ type: "password", name: "token" });
@@ -104,6 +105,7 @@ describe("a page that a gateway serves", () => {
   it("tells how to open the job that the address names", async () => {
     answer = () => Response.json({ code: "log-in", message: "who are you", hint: "" }, { status: 401 });
     const page = await openPage("/?job=team%2Fdemo", "gateway");
+    await vi.dynamicImportSettled();
     expect(page.get("pre").text()).toBe("megatronapp ui demo -n team");
     page.unmount();
   });

@@ -25,7 +25,7 @@ export interface Selection {
   readonly head: number | null;
 }
 
-export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca", "lens"] as const;
+export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca", "lens", "lab"] as const;
 export type ScopeView = (typeof SCOPE_VIEWS)[number];
 
 /** What a comparison of runs A and B shows. */

@@ -4,7 +4,7 @@ import type { KeyMeaning } from "../../composables/useKeyList";
 export const KEYS: readonly KeyMeaning[] = [
   ["[  ]", "previous, next token"],
   ["n", "newest token, and follow it"],
-  ["1 .. 5", "layers, attention, probabilities, PCA, lens"],
+  ["1 .. 6", "layers, attention, probabilities, PCA, lens, perturbation"],
   ["c", "show or hide the controls"],
   ["g", "go to the first prompt"],
   ["Ctrl Enter", "in a prompt: generate"],
