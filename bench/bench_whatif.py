@@ -44,7 +44,7 @@ def main() -> None:
     pattern = pattern_of(recording)
     durations = durations_of(recording, pattern)
     ideal = ideal_durations(recording, durations, Idealise.POOLED)
-    replay = StepReplay(**pattern.flat(), recorded=durations, ideal=ideal)
+    replay = StepReplay(**pattern.flat(), is_end=np.ones(len(recording.operations)), recorded=durations, ideal=ideal)
     flags = np.random.default_rng(0).random((SCENARIOS, *durations.shape[:2])) < 0.5
     replay_s = least_s(options.rounds, lambda: replay.step_seconds(flags))
     analysis_s = least_s(options.rounds, lambda: analyze(read_parquet(options.trace)))

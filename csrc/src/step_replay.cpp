@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -98,9 +99,8 @@ struct StepReplay::Program {
     Indices members;
     /// Group of each operation, -1 for one that waits for no other member.
     Indices group_of;
-    /// 1 for an operation that no other waits for.
-    std::vector<std::uint8_t> is_last;
     std::vector<std::uint8_t> spans_replicas;
+    std::vector<std::uint8_t> is_end;
     std::vector<Instruction> order;
     /// Durations of [block of steps, operation, replica]; lanes after the last step are 0.
     std::vector<Lanes> recorded;
@@ -135,10 +135,8 @@ void StepReplay::Program::find_order() {
     const Followers followers(dependency_begin, dependencies);
     Indices waits_for(operations);
     Indices ready;
-    is_last.resize(operations);
     for (std::size_t number = 0; number < operations; ++number) {
         const auto operation = static_cast<std::int32_t>(number);
-        is_last[number] = followers.of(operation).empty() ? 1 : 0;
         waits_for[number] = dependency_begin[number + 1] - dependency_begin[number];
         if (waits_for[number] == 0) {
             ready.push_back(operation);
@@ -188,7 +186,7 @@ struct Pass {
     const std::int32_t* members;
     const std::int32_t* group_of;
     const std::uint8_t* spans_replicas;
-    const std::uint8_t* is_last;
+    const std::uint8_t* is_end;
     const Lanes* recorded;
     const Lanes* ideal;
     const std::uint8_t* is_recorded;
@@ -217,7 +215,7 @@ struct Pass {
     for (std::size_t place = 0; place < kQuads; ++place) {
         ends.quads[place] = starts.quads[place] + seconds.quads[place];
     }
-    if (pass.is_last[operation] != 0) {
+    if (pass.is_end[operation] != 0) {
         take_later(*pass.latest, ends);
     }
 }
@@ -311,7 +309,8 @@ StepReplay::Program::Program(const ReplayPattern& pattern, std::size_t all_opera
       dependencies(pattern.dependencies.begin(), pattern.dependencies.end()),
       group_begin(pattern.group_begin.begin(), pattern.group_begin.end()),
       members(pattern.members.begin(), pattern.members.end()),
-      spans_replicas(pattern.spans_replicas.begin(), pattern.spans_replicas.end()) {}
+      spans_replicas(pattern.spans_replicas.begin(), pattern.spans_replicas.end()),
+      is_end(pattern.is_end.begin(), pattern.is_end.end()) {}
 
 void StepReplay::Program::lay_out(std::span<const double> recorded_seconds, std::span<const double> ideal_seconds) {
     const std::size_t rows = operations * replicas;
@@ -336,6 +335,15 @@ StepReplay::StepReplay(const ReplayPattern& pattern, std::span<const double> rec
     }
     if (pattern.group_begin.size() != pattern.spans_replicas.size() + 1) {
         refuse("group_begin must have one number more than spans_replicas");
+    }
+    if (pattern.is_end.size() != operations) {
+        refuse("is_end has " + std::to_string(pattern.is_end.size()) + " flags for " + std::to_string(operations) +
+               " operations");
+    }
+    const auto is_finite = [](double seconds) { return std::isfinite(seconds); };
+    if (!std::all_of(recorded.begin(), recorded.end(), is_finite) ||
+        !std::all_of(ideal.begin(), ideal.end(), is_finite)) {
+        refuse("durations must be finite numbers");
     }
     if (recorded.size() != operations * replicas * steps) {
         refuse("recorded has " + std::to_string(recorded.size()) + " numbers; operations x replicas x steps are " +
@@ -381,7 +389,7 @@ std::vector<double> StepReplay::step_seconds(std::span<const std::uint8_t> is_re
                       .members = program.members.data(),
                       .group_of = program.group_of.data(),
                       .spans_replicas = program.spans_replicas.data(),
-                      .is_last = program.is_last.data(),
+                      .is_end = program.is_end.data(),
                       .recorded = program.recorded.data() + (block * rows),
                       .ideal = program.ideal.data(),
                       .is_recorded = is_recorded.data() + (scenario * rows),

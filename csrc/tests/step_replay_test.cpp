@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -23,6 +24,7 @@ struct Case {
     Indices group_begin{0, 2};
     Indices members{1, 3};
     Flags spans_replicas{0};
+    Flags is_end{0, 0, 0, 0, 1};
     std::size_t steps = 1;
 
     [[nodiscard]] StepReplay replay(const Seconds& recorded, const Seconds& ideal) const {
@@ -30,7 +32,8 @@ struct Case {
                                     .dependencies = dependencies,
                                     .group_begin = group_begin,
                                     .members = members,
-                                    .spans_replicas = spans_replicas};
+                                    .spans_replicas = spans_replicas,
+                                    .is_end = is_end};
         return {pattern, recorded, ideal, recorded.size() / ideal.size() / steps, steps};
     }
 };
@@ -89,6 +92,7 @@ TEST(StepReplay, RefusesPatternsThatDoNotFit) {
     Case twice;
     twice.members = {1, 1};
     EXPECT_NE(refusal(twice).find("two groups"), std::string::npos);
+    EXPECT_NE(refusal(Case{}, Seconds(5, std::numeric_limits<double>::quiet_NaN())).find("finite"), std::string::npos);
     EXPECT_NE(refusal(Case{}, Seconds(7, 1.0)).find("recorded has 7"), std::string::npos);
     EXPECT_THROW(static_cast<void>(Case{}.replay(usual(), usual()).step_seconds(Flags(3))), std::invalid_argument);
 }

@@ -20,6 +20,8 @@ struct ReplayPattern {
     std::span<const std::int32_t> members;
     /// For each group whether it also waits for the same group of all other replicas.
     std::span<const std::uint8_t> spans_replicas;
+    /// For each operation whether the step lasts until it has ended.
+    std::span<const std::uint8_t> is_end;
 };
 
 /// Replays steps with some durations as recorded and all others as in an ideal step.
@@ -38,7 +40,7 @@ class StepReplay {
     StepReplay& operator=(const StepReplay&) = delete;
     StepReplay& operator=(StepReplay&&) = delete;
 
-    /// Seconds of [scenario, step], from the start to the end of the last of those operations that no other waits for.
+    /// Seconds of [scenario, step], from the start to the end of the last operation that the step lasts for.
     /// `is_recorded`: of [scenario, operation, replica], 1 for the recorded duration and 0 for the ideal one.
     /// Throws std::invalid_argument if its size is no multiple of operations times replicas.
     [[nodiscard]] std::vector<double> step_seconds(std::span<const std::uint8_t> is_recorded) const;

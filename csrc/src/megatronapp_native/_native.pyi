@@ -271,13 +271,15 @@ class StepReplay:
         group_begin: ArrayLike,
         members: ArrayLike,
         spans_replicas: ArrayLike,
+        is_end: ArrayLike,
         recorded: ArrayLike,
         ideal: ArrayLike,
     ) -> None:
         """Prepare [operations, replicas, steps] of recorded seconds and [operations] of ideal ones.
 
-        `spans_replicas` is 1 for a group that waits for the same group of all other replicas. ValueError where sizes or
-        indices do not fit, or operations wait for each other in a circle.
+        `spans_replicas` is 1 for a group that waits for the same group of all other replicas, `is_end` for an operation
+        that the step lasts for. ValueError where sizes or indices do not fit, durations are not finite, or operations
+        wait for each other in a circle.
         """
     def step_seconds(self, is_recorded: ArrayLike) -> NDArray[float64]:
         """Return seconds of [scenarios, steps] for flags of [scenarios, operations, replicas].

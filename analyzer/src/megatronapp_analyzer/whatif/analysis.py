@@ -14,12 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import WhatIfError
-from megatronapp_analyzer.whatif.pattern import COMMUNICATION, StepPattern, pattern_of
+from megatronapp_analyzer.whatif.pattern import COMMUNICATION, OPTIMIZER, StepPattern, pattern_of
 from megatronapp_analyzer.whatif.recording import Recording
 from megatronapp_native import StepReplay
 
 _CLOCK_ERROR_S = 1e-2
 """A transfer that ends this long before its last member starts is a fault of clocks, and takes no time."""
+_LEAST_LOSS = 1e-6
+"""Fraction of the ideal step below which a loss is an error of rounding, and has no parts."""
+_FLAGS_BYTES = 64 << 20
+"""Flags of scenarios that are replayed at a time."""
 _WORKERS_PERCENT = 3
 """Number of workers, those with the largest slowdown, whose part of the lost time is M_W, as a percentage."""
 _MERGED = {
@@ -110,24 +114,30 @@ def analyze(recording: Recording, idealise: Idealise = Idealise.POOLED) -> WhatI
     pattern = pattern_of(recording)
     durations_NRT = durations_of(recording, pattern)
     ideal_N = ideal_durations(recording, durations_NRT, idealise)
+    is_end_N = _ends(recording)
     try:
-        replay = StepReplay(**pattern.flat(), recorded=durations_NRT, ideal=ideal_N)
+        replay = StepReplay(**pattern.flat(), is_end=is_end_N, recorded=durations_NRT, ideal=ideal_N)
     except ValueError as error:
-        raise WhatIfError(f"the operations of a step depend on each other in a circle: {error}") from error
+        raise WhatIfError(
+            "the operations of a step wait for each other in a circle; starts must be in the order in which they ran"
+        ) from error
     scenarios = _Scenarios(recording)
     seconds = scenarios.replay(replay)
     recorded_T, ideal_T = seconds["recorded"], seconds["ideal"]
+    if not ideal_T.min() > 0:
+        raise WhatIfError("with usual durations a step takes no time; durations must be seconds above 0")
     parts = {name: scenarios.breakdown(name, seconds, ideal_T) for name in ("dp_rank", "stage", "type")}
     workers = _worker_slowdowns(recording, parts["dp_rank"].overall, parts["stage"].overall)
     count = -(-len(workers) * _WORKERS_PERCENT // 100)
     slowest = tuple(sorted(workers, key=lambda worker: (-workers[worker], worker))[:count])
-    without = scenarios.without(np.isin(recording.workers_RS, slowest), np.arange(recording.workers_RS.shape[1]))
+    without = scenarios.without(np.isin(recording.workers_RS, slowest))
     lost_s = recorded_T.mean() - ideal_T.mean()
 
     def fraction(seconds_T: NDArray[np.float64]) -> float | None:
-        return float((recorded_T.mean() - seconds_T.mean()) / lost_s) if lost_s else None
+        return float((recorded_T.mean() - seconds_T.mean()) / lost_s) if lost_s > _LEAST_LOSS * ideal_T.mean() else None
 
-    base_T = (recording.ends_NRT.max(axis=(0, 1)) - recording.starts_NRT.min(axis=(0, 1))).astype(np.float64)
+    begun_T = recording.starts_NRT.min(axis=(0, 1))
+    base_T = (recording.ends_NRT[is_end_N].max(axis=(0, 1)) - begun_T).astype(np.float64)
     return WhatIfResult(
         slowdown=float(recorded_T.mean() / ideal_T.mean()),
         worker_fraction=fraction(replay.step_seconds(without)[0]),
@@ -157,9 +167,15 @@ def durations_of(recording: Recording, pattern: StepPattern) -> NDArray[np.float
         last_starts = recording.starts_NRT[members].max(axis=0)
         if spans_replicas:
             last_starts = last_starts.max(axis=0)
-        found[members] = ends_NRT[members] - last_starts
-    found[found <= -_CLOCK_ERROR_S] = 0
+        transfer_s = (ends_NRT[members] - last_starts).astype(np.float64)
+        found[members] = np.where(transfer_s <= -_CLOCK_ERROR_S, 0, transfer_s)
     return found
+
+
+def _ends(recording: Recording) -> NDArray[np.bool_]:
+    """Return the operations with which a step ends, [N]: those of the optimizer, or all where there is none."""
+    is_optimizer = np.array([kind == OPTIMIZER for kind in recording.operations.kinds])
+    return is_optimizer if is_optimizer.any() else ~is_optimizer
 
 
 def ideal_durations(
@@ -187,18 +203,18 @@ def _median(values: NDArray[np.float64]) -> float:
 
 
 class _Scenarios:
-    """Which durations are as recorded, [N, R] flags for each scenario."""
+    """Which durations are as recorded: for each scenario those of some operations [N] of some replicas [R]."""
 
     def __init__(self, recording: Recording) -> None:
         operations, (replicas, stages) = recording.operations, recording.workers_RS.shape
         self._steps = recording.steps_T.tolist()
         self._stages_N = operations.stages_N
-        shape = (len(operations), replicas)
         kinds = np.array([_MERGED.get(kind, kind) for kind in operations.kinds])
-        self._flags: dict[str, NDArray[np.bool_]] = {
-            "recorded": np.ones(shape, dtype=bool),
-            "ideal": np.zeros(shape, dtype=bool),
-            "without the last stage": np.broadcast_to((self._stages_N != stages - 1)[:, None], shape),
+        all_N, all_R = np.ones(len(operations), dtype=np.uint8), np.ones(replicas, dtype=np.uint8)
+        self._recorded: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {
+            "recorded": (all_N, all_R),
+            "ideal": (0 * all_N, all_R),
+            "without the last stage": (self._stages_N != stages - 1, all_R),
         }
         self._parts: dict[str, list[str]] = {
             "dp_rank": list(map(str, range(replicas))),
@@ -206,20 +222,27 @@ class _Scenarios:
             "type": sorted(set(kinds.tolist())),
         }
         for replica in range(replicas):
-            self._flags[f"dp_rank {replica}"] = np.broadcast_to(np.arange(replicas) == replica, shape)
+            self._recorded[f"dp_rank {replica}"] = all_N, np.arange(replicas) == replica
         for stage in range(stages):
-            self._flags[f"stage {stage}"] = np.broadcast_to((self._stages_N == stage)[:, None], shape)
+            self._recorded[f"stage {stage}"] = self._stages_N == stage, all_R
         for kind in self._parts["type"]:
-            self._flags[f"type {kind}"] = np.broadcast_to((kinds == kind)[:, None], shape)
+            self._recorded[f"type {kind}"] = kinds == kind, all_R
 
     def replay(self, replay: StepReplay) -> dict[str, NDArray[np.float64]]:
         """Return the seconds of each step, by scenario."""
-        seconds = replay.step_seconds(np.stack(list(self._flags.values())))
-        return dict(zip(self._flags, seconds, strict=True))
+        found: dict[str, NDArray[np.float64]] = {}
+        names = list(self._recorded)
+        all_N, all_R = self._recorded["recorded"]
+        at_once = max(1, _FLAGS_BYTES // (len(all_N) * len(all_R)))
+        for first in range(0, len(names), at_once):
+            some = names[first : first + at_once]
+            flags = [np.outer(*self._recorded[name]).astype(np.uint8) for name in some]
+            found |= dict(zip(some, replay.step_seconds(np.stack(flags)), strict=True))
+        return found
 
-    def without(self, is_ideal_RS: NDArray[np.bool_], stages: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def without(self, is_ideal_RS: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return flags [1, N, R] of a scenario in which these workers are ideal."""
-        flags: NDArray[np.bool_] = ~is_ideal_RS[:, stages[self._stages_N]].T[None]
+        flags: NDArray[np.bool_] = ~is_ideal_RS[:, self._stages_N].T[None]
         return flags
 
     def by_step(self, values_T: NDArray[np.float64]) -> dict[int, float]:

@@ -63,10 +63,20 @@ def pattern_of(recording: Recording) -> StepPattern:
 
     Raises WhatIfError for kinds of operations that are not known, stages without passes, and transfers without a peer.
     """
-    unknown = sorted(set(recording.operations.kinds) - KINDS)
+    operations = recording.operations
+    unknown = sorted(set(operations.kinds) - KINDS)
     if unknown:
         raise WhatIfError(
             f"operations of kind {', '.join(unknown)} are not known; known are {', '.join(sorted(KINDS))}"
+        )
+    is_pass = np.isin(operations.kinds, (FORWARD, BACKWARD))
+    if min(operations.chunks_N[is_pass].min(initial=0), operations.model_chunks_N[is_pass].min(initial=0)) < 0:
+        raise WhatIfError(f"some {FORWARD} or {BACKWARD} has no chunk (mc, gmc); give that of the model")
+    chunks = (int(operations.chunks_N.max()) + 1) * (int(operations.stages_N.max()) + 1)
+    if int(operations.model_chunks_N.max()) >= chunks:
+        raise WhatIfError(
+            f"gmc (chunk in the whole model) is up to {operations.model_chunks_N.max()}, and by mc and stage there are "
+            f"{chunks} chunks; it must be below"
         )
     return _PatternBuilder(recording).build()
 
@@ -149,7 +159,9 @@ class _PatternBuilder:
             first_end = min(self._ends[place] for place in passes) - _TOLERANCE_S
             launched = [place for place in transfers if self._ends[place] >= first_end]
         without = len(passes) - len(launched)
-        if without not in {0, len(passes)} and not (without == 1 and stage in {0, self._stages - 1}):
+        needs = any(0 <= self._model_chunks[place] + ahead < self._most_chunks for place in passes)
+        allowed = {0, 1} if stage in {0, self._stages - 1} else {0}
+        if without not in (allowed if needs else {*allowed, len(passes)}):
             raise WhatIfError(
                 f"stage {stage} has {len(launched)} operations {kind} for {len(passes)} passes; each pass must have one"
             )

@@ -15,7 +15,7 @@ def text(result: WhatIfResult) -> str:
 
 def _lines(result: WhatIfResult) -> Iterator[str]:
     lost_s = result.recorded_s - result.ideal_s
-    yield f"{len(result.step_slowdowns)} steps of {result.operations} operations{_skipped(result)}"
+    yield f"{result.operations} operations in {len(result.step_slowdowns)} steps{_skipped(result)}"
     yield f"a step took {result.recorded_s:.3f} s; with usual durations it takes {result.ideal_s:.3f} s"
     yield f"slowdown S           {result.slowdown:.4f}   ({lost_s:.3f} s of each step are lost)"
     workers = ", ".join(map(str, result.slowest_workers))
@@ -39,7 +39,7 @@ def _fraction(value: float | None) -> str:
 def _skipped(result: WhatIfResult) -> str:
     if not result.skipped_steps:
         return ""
-    return f"; {len(result.skipped_steps)} steps with missing or repeated records were left out"
+    return f"; {len(result.skipped_steps)} steps with missing, repeated or other records were left out"
 
 
 def _table(title: str, values: Mapping[str, float]) -> Iterator[str]:

@@ -18,6 +18,7 @@ class ReplayCase:
     recorded_NRT: NDArray[np.float64]
     ideal_N: NDArray[np.float64]
     flags_BNR: NDArray[np.bool_]
+    is_end_N: NDArray[np.bool_]
 
 
 @st.composite
@@ -55,6 +56,7 @@ def cases(draw: st.DrawFn) -> ReplayCase:
         source.random((count, replicas, steps)),
         source.random(count),
         source.random((scenarios, count, replicas)) < 0.5,
+        np.arange(count) % draw(st.integers(1, 3)) == 0,
     )
 
 
@@ -78,28 +80,32 @@ def plain_replay(case: ReplayCase, flags_NR: NDArray[np.bool_]) -> NDArray[np.fl
             if number in group_of and pattern.spans_replicas[group_of[number]]:
                 begin = np.broadcast_to(begin.max(axis=0), begin.shape)
             ends[number] = begin + seconds[number]
-    followed = {other for waited_for in pattern.dependencies for other in waited_for}
-    last = [ends[number] for number in range(count) if number not in followed]
+    last = [ends[number] for number in np.flatnonzero(case.is_end_N).tolist()]
     found: NDArray[np.float64] = np.max(last, axis=(0, 1))
     return found
 
 
 @given(case=cases())
 def test_replays_equal_the_rules_written_out(case: ReplayCase) -> None:
-    replay = StepReplay(**case.pattern.flat(), recorded=case.recorded_NRT, ideal=case.ideal_N)
+    replay = StepReplay(**case.pattern.flat(), is_end=case.is_end_N, recorded=case.recorded_NRT, ideal=case.ideal_N)
     expected = np.stack([plain_replay(case, flags_NR) for flags_NR in case.flags_BNR])
     np.testing.assert_array_equal(replay.step_seconds(case.flags_BNR), expected)
 
 
-def test_circles_and_wrong_sizes_are_refused() -> None:
+def test_circles_wrong_sizes_and_durations_are_refused() -> None:
     circle = StepPattern(dependencies=((1,), (0,)), groups=(), spans_replicas=())
-    with pytest.raises(ValueError, match="wait for each other in a circle"):
-        StepReplay(**circle.flat(), recorded=np.zeros((2, 1, 1)), ideal=np.zeros(2))
     chain = StepPattern(dependencies=((), (0,)), groups=(), spans_replicas=())
+
+    def replay(pattern: StepPattern, recorded: NDArray[np.float64]) -> StepReplay:
+        return StepReplay(**pattern.flat(), is_end=np.ones(2), recorded=recorded, ideal=np.zeros(2))
+
+    with pytest.raises(ValueError, match="wait for each other in a circle"):
+        replay(circle, np.zeros((2, 1, 1)))
     with pytest.raises(ValueError, match="recorded has 6 numbers; operations x replicas x steps are 2"):
-        StepReplay(**chain.flat(), recorded=np.zeros((6, 1, 1)), ideal=np.zeros(2))
+        replay(chain, np.zeros((6, 1, 1)))
     with pytest.raises(ValueError, match="must have operations, replicas and steps"):
-        StepReplay(**chain.flat(), recorded=np.zeros(2), ideal=np.zeros(2))
-    replay = StepReplay(**chain.flat(), recorded=np.zeros((2, 1, 1)), ideal=np.zeros(2))
+        replay(chain, np.zeros(2))
+    with pytest.raises(ValueError, match="durations must be finite numbers"):
+        replay(chain, np.full((2, 1, 1), np.nan))
     with pytest.raises(ValueError, match="is_recorded has 3 flags"):
-        replay.step_seconds(np.zeros(3, dtype=bool))
+        replay(chain, np.zeros((2, 1, 1))).step_seconds(np.zeros(3, dtype=bool))

@@ -1,6 +1,7 @@
 """The what-if analysis reproduces published results, and finds the faults of pipelines that have known ones."""
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -60,14 +61,31 @@ def test_published_results_are_reproduced() -> None:
     assert found["slowest_workers"] == [0]
 
 
+@pytest.mark.parametrize("unit_s", [1, 0.1])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_equal_workers_lose_nothing(analyzed: Callable[..., WhatIfResult], microbatches: int) -> None:
-    """The replay of the recorded durations gives the recorded times, and these are the ideal ones."""
-    table = RecordedPipeline(microbatches=microbatches).table()
+def test_equal_workers_lose_nothing(analyzed: Callable[..., WhatIfResult], microbatches: int, unit_s: float) -> None:
+    """The replay of the recorded durations gives the recorded times, and these are the ideal ones.
+
+    Multiples of 0.1 s are rounded: what is lost by that has no parts.
+    """
+    table = scaled(RecordedPipeline(microbatches=microbatches).table(), unit_s)
     found = analyzed(table)
-    assert found.launch_ratio == found.slowdown == 1
-    assert found.recorded_s == step_seconds(table).mean()
+    assert found.launch_ratio == pytest.approx(1, rel=1e-6)
+    assert found.slowdown == pytest.approx(1, rel=1e-6)
+    assert found.recorded_s == pytest.approx(step_seconds(table).mean(), rel=1e-6)
     assert found.worker_fraction is found.last_stage_fraction is None
+
+
+def scaled(table: pyarrow.Table, factor: float, shift_s: float = 0) -> pyarrow.Table:
+    """Return the table in other units of time, and with another zero, in double precision."""
+    starts, durations = (table[name].to_numpy().astype(np.float64) * factor for name in ("start_ts", "duration"))
+    table = table.set_column(table.schema.get_field_index("start_ts"), "start_ts", pyarrow.array(starts + shift_s))
+    return table.set_column(table.schema.get_field_index("duration"), "duration", pyarrow.array(durations))
+
+
+def test_starts_may_be_times_of_the_day(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline(pass_s=slow_worker).table()
+    assert analyzed(scaled(table, 1, 1.7e9)).document() == analyzed(table).document()
 
 
 def test_a_slow_worker_is_named_with_all_of_the_loss(analyzed: Callable[..., WhatIfResult]) -> None:
@@ -104,16 +122,58 @@ def test_steps_with_missing_or_repeated_records_are_skipped(analyzed: Callable[.
     assert list(found.step_slowdowns) == [1, 3, 5]
 
 
+def test_a_truncated_step_is_not_the_model_of_whole_ones(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline(steps=(1, 2)).table()
+    kinds, steps = np.array(table["optype"].to_pylist()), table["step"].to_numpy()
+    found = analyzed(table.filter(pyarrow.array(~((steps == 1) & np.isin(kinds, ["optimizer", "gc"])))))
+    assert (found.skipped_steps, list(found.step_slowdowns)) == ((1,), [2])
+
+
+def test_transfers_that_were_never_launched_cost_nothing(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = RecordedPipeline().table()
+    rows = [row for row, kind in enumerate(table["optype"].to_pylist()) if kind == "forward-recv"]
+    last = table.take([row for row in rows if table["seq_id"][row].as_py() == 2])
+    number = pyarrow.array([3] * len(last), table.schema.field("seq_id").type)
+    after = last.set_column(last.schema.get_field_index("seq_id"), "seq_id", number)
+    starts = np.full(len(last), 100, dtype=np.float32)
+    after = after.set_column(after.schema.get_field_index("start_ts"), "start_ts", pyarrow.array(starts))
+    found = analyzed(pyarrow.concat_tables([table, after]))
+    assert found.slowdown == 1
+    assert found.recorded_s == step_seconds(table).mean()
+
+
 def test_traces_that_do_not_fit_are_refused(analyzed: Callable[..., WhatIfResult], tmp_path: pathlib.Path) -> None:
     table = RecordedPipeline().table()
-    with pytest.raises(WhatIfError, match=r"no column gmc \(chunk in the whole model\)"):
+    with pytest.raises(WhatIfError, match=r"no column gmc \(chunk in the whole model"):
         analyzed(table.drop_columns("gmc"))
+    for name, row, value, problem in (
+        ("duration", 5, math.nan, "duration of row 5 is nan; it must be a number of seconds from 0 on"),
+        ("duration", 6, -1.0, "duration of row 6 is -1.0"),
+        ("start_ts", 7, math.inf, "start_ts of row 7 is inf"),
+        ("seq_id", 8, -1, r"seq_id .* of row 8 is -1; it must be a whole number from 0 to 1048575"),
+        ("seq_id", 8, 1 << 40, r"seq_id .* of row 8 is 1099511627776"),
+        ("dp_rank", 9, 3, "has rows of dp_rank 3, and none of dp_rank 2"),
+        ("rank", 9, 7, "has rank .* in some rows and another one in others"),
+        ("mc", 0, -1, "some forward-compute or backward-compute has no chunk"),
+        ("gmc", 0, 9, "gmc .* is up to 9, and by mc and stage there are 2 chunks"),
+    ):
+        with pytest.raises(WhatIfError, match=problem):
+            analyzed(replaced(table, name, row, value))
+    with pytest.raises(WhatIfError, match=r"column step .* is of type string; it must hold numbers"):
+        analyzed(table.set_column(table.schema.get_field_index("step"), "step", pyarrow.array(["3"] * len(table))))
+    with pytest.raises(WhatIfError, match="4 workers have rank 0"):
+        analyzed(table.set_column(table.schema.get_field_index("rank"), "rank", pyarrow.array([0] * len(table))))
+    with pytest.raises(WhatIfError, match="with usual durations a step takes no time"):
+        analyzed(scaled(table, 0))
     with pytest.raises(WhatIfError, match="has no rows"):
         analyzed(table.slice(0, 0))
     kinds = np.array(table["optype"].to_pylist(), dtype=object)
     other = np.where(kinds == "gc", "tea-break", kinds)
     with pytest.raises(WhatIfError, match="kind tea-break are not known"):
         analyzed(table.set_column(3, "optype", pyarrow.array(other)))
+    passes = table.filter(pyarrow.array([not kind.endswith(("send", "recv")) for kind in kinds]))
+    with pytest.raises(WhatIfError, match="stage 0 has 0 operations forward-send for 3 passes"):
+        analyzed(passes)
     without = table.filter(pyarrow.array(~((kinds == "forward-recv") & (table["seq_id"].to_numpy() == 2))))
     with pytest.raises(WhatIfError, match="stage 0 has 3 operations forward-send to stage 1, which has 2"):
         analyzed(without)
@@ -122,6 +182,13 @@ def test_traces_that_do_not_fit_are_refused(analyzed: Callable[..., WhatIfResult
         read_parquet(tmp_path / "text.parquet")
     with pytest.raises(WhatIfError, match="cannot be read"):
         read_parquet(tmp_path / "absent.parquet")
+
+
+def replaced(table: pyarrow.Table, name: str, row: int, value: float) -> pyarrow.Table:
+    """Return the table with another value in a row."""
+    values = table[name].to_pylist()
+    values[row] = value
+    return table.set_column(table.schema.get_field_index(name), name, pyarrow.array(values))
 
 
 def test_the_command_prints_text_or_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
