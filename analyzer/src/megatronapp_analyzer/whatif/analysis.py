@@ -173,7 +173,7 @@ def durations_of(recording: Recording, pattern: StepPattern) -> NDArray[np.float
 
 
 def _ends(recording: Recording) -> NDArray[np.bool_]:
-    """Return the operations with which a step ends, [N]: those of the optimizer, or all where there is none."""
+    """Return the operations with which a step ends, [N]: those of the optimizer, or all without an optimizer."""
     is_optimizer = np.array([kind == OPTIMIZER for kind in recording.operations.kinds])
     return is_optimizer if is_optimizer.any() else ~is_optimizer
 
