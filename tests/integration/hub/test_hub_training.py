@@ -202,8 +202,10 @@ async def test_a_perturbation_is_ordered_with_its_recipe(
         order = {"lease": await lease_of(controller), "kind": "perturb"}
         wrong = {"perturbations": [change | {"heads": [0], "site": "q"}]}
         large = {"perturbations": [change | {"layers": list(range(300))}]}
+        source = {"kind": "calculation", "site": "mlp2", "action": {"type": "patch", "source": {"tokens": [1, 2]}}}
         for given, message in (
             ({}, "give recipe with perturb"),
+            ({"recipe": {"perturbations": [source]}}, "a training has no other prompt to patch from"),
             ({"recipe": wrong}, "recipe: perturbations.0: site means nothing for storage"),
             ({"recipe": large}, "an order to a training holds 1024"),
             ({"recipe": recipe, "kind": "pause"}, "give recipe with perturb, and only with it"),

@@ -74,6 +74,15 @@ def test_old_steps_are_thinned_and_the_whole_training_stays_visible() -> None:
     assert max(np.diff(steps)) < 50
 
 
+def test_a_rank_that_never_sends_holds_up_only_the_newest_steps() -> None:
+    store = CaptureStore(max_steps=16)
+    for step in range(1, 201):
+        store.take(frame(0, 2, step, {ROWS[0]: [1.0]}))
+    shown = store.shown()
+    assert len(store.all_steps()) <= 16
+    assert shown[0].step == 1 and shown[-1].step == 192 and all(step.missing == [1] for step in shown)
+
+
 def test_incomplete_steps_name_their_ranks_and_a_restart_replaces_steps() -> None:
     store = CaptureStore()
     store.take(frame(1, 2, 5, {ROWS[0]: [1.0]}))

@@ -243,6 +243,15 @@ def test_a_long_pause_has_several_spans() -> None:
     assert all(end - begin < 34 for (_, begin), (_, end) in zip(calls[::2], calls[1::2], strict=True))
 
 
+def test_an_order_that_fits_into_no_message_lets_later_ones_pass() -> None:
+    from megatronapp_trainer.control.group import OrderMessage, fitting
+
+    large, pause = Order(1, OrderKind.PERTURB, recipe='"' * 1020), Order(2, OrderKind.PAUSE)
+    chosen = fitting([large, pause])
+    assert [(order.number, order.recipe) for order in chosen] == [(1, None), (2, None)]
+    assert OrderMessage.unpack(OrderMessage.pack(3, chosen), iteration=3) == chosen
+
+
 def test_orders_fit_states() -> None:
     stepping = ControlState(TrainingState.STEPPING, 2)
     assert RUNNING.after(Order(1, OrderKind.PAUSE)) == PAUSED

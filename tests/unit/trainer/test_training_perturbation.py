@@ -1,6 +1,7 @@
 """Perturbation of a model that trains: null tests, noise equal on every layout, undo, and refusals."""
 
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 LAYOUTS = {
     "DP2": (2, ""),
     "TP2-SP": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {RECOMPUTE}"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
     "PP2-VPP2": (
         2,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective",
@@ -65,11 +67,11 @@ def test_coefficient_0_changes_no_bit(run_ranks: RunRanks, flags: str) -> None:
 NOISE = (*noise_alone("mlp2"), *noise_alone("head_output"))
 
 
-def passes(rank: dict[str, Any], layer: int, step: int, count: int) -> list[torch.Tensor]:
-    """Values of the first passes of a step; each is recorded again where the backward pass repeats it."""
+def passes(rank: dict[str, Any], layer: int, step: int) -> list[torch.Tensor]:
+    """Values of the passes of a step; each is recorded again where the backward pass repeats it."""
     values: list[torch.Tensor] = rank["values"][layer]
     each = len(values) // 4
-    return values[step * each : step * each + count]
+    return values[step * each : (step + 1) * each]
 
 
 @pytest.mark.full("each layout", but=("TP2-SP",))
@@ -77,23 +79,21 @@ def passes(rank: dict[str, Any], layer: int, step: int, count: int) -> list[torc
 def test_noise_is_equal_on_every_layout(run_ranks: RunRanks, layout: str) -> None:
     """Compare with one process: values of a site that is replaced by noise, and perturbed master weights."""
     world, flags = LAYOUTS[layout]
-    site = "mlp2" if layout == "PP2-VPP2" else "head_output"
+    site = {"PP2": "residual", "PP2-VPP2": "mlp2"}.get(layout, "head_output")
+    noise = noise_alone(site) if layout == "PP2" else NOISE  # an output of a stage is freed once it is sent
     stored = [storage(name, GAUSSIAN) for name in (FC1, "mlp.linear_fc2", EMBEDDING)]
-    script = [(0, perturb(1, *NOISE, *stored, seed=4, target="master"))]
+    script = [(0, perturb(1, *stored, seed=4, target="master")), (1, perturb(2, *noise, seed=4))]
     (whole,) = ranks_of(run_ranks, 1, "", script, site)
     ranks = ranks_of(run_ranks, world, flags, script, site)
     for rank in (whole, *ranks):
-        assert rank["obeyed"][1] == (0, None)
+        assert (rank["obeyed"][1], rank["obeyed"][2]) == ((0, None), (2, None))
     for rank in ranks:
         tensor, data = rank["place"]
-        for layer, values in rank["values"].items():
-            microbatches = 2 if layout == "DP2" else 4
-            repeats = 2 if "full" in flags else 1
-            mine = values[: microbatches if layout != "TP2-SP" else microbatches * repeats]
-            expected = passes(whole, layer, 0, 4)
+        for layer in rank["values"]:
+            expected = passes(whole, layer, 2)
             if layout == "DP2":
                 expected = expected[data::2]
-            check_passes(mine, expected, tensor if layout == "TP2-SP" else None)
+            check_passes(passes(rank, layer, 2), expected, tensor if layout == "TP2-SP" else None)
         for name, weight in rank["weights"][0].items():
             source = EMBEDDING + ".weight" if name == "output_layer.weight" else name
             assert torch.equal(weight, shard_of(name, whole["weights"][0][source], weight, tensor)), name
@@ -149,6 +149,26 @@ def test_a_replica_is_perturbed_for_some_steps(run_ranks: RunRanks) -> None:
         assert equal(rank["weights"][-1], ranks[0]["weights"][-1]), "replicas are alike"
 
 
+@pytest.mark.full("the same swap on one of two replicas, of which both gather parameters")
+def test_parameters_of_a_replica_are_perturbed_while_gathers_overlap(run_ranks: RunRanks) -> None:
+    flags = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    script = [(0, perturb(1, storage(FC1, GAUSSIAN), replica=1))]
+    ranks, clean = (ranks_of(run_ranks, 2, flags, orders) for orders in (script, []))
+    for rank in ranks:
+        assert rank["obeyed"][1] == (0, None)
+        assert rank["perturbed"][0][1:] == (1, 1)
+        assert equal(rank["weights"][-1], ranks[0]["weights"][-1])
+    assert not equal(ranks[0]["weights"][-1], clean[0]["weights"][-1])
+
+
+def test_a_stop_undoes_what_no_step_has_used(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    script = [(0, perturb(1, storage(FC1, GAUSSIAN), target="master")), (0, {"number": 2, "kind": "stop"})]
+    (rank,) = ranks_of(run_ranks, 1, f"--save {tmp_path}", script)
+    assert [rank["obeyed"][number] for number in (1, 2)] == [(0, None)] * 2
+    assert rank["perturbed"] == []
+    assert [report["perturbation"] for report in rank["reports"]][-1] is None
+
+
 @pytest.mark.full("other schedules", but=("plain",))
 @pytest.mark.parametrize(
     ("world", "flags", "orders", "message"),
@@ -160,14 +180,16 @@ def test_a_replica_is_perturbed_for_some_steps(run_ranks: RunRanks) -> None:
                 (0, perturb(2, calculation("mlp2", NONE), replica=1)),
                 (0, perturb(3, calculation("mlp2", NONE, positions=[{"origin": "promptEnd", "first": 0}]))),
                 (0, perturb(4, storage(FC1, NONE), steps=2)),
-                (0, perturb(5, storage(FC1, NONE), target="master")),
-                (1, {"number": 6, "kind": "undo"}),
+                (0, perturb(5, storage(FC1, NONE), calculation("mlp2", NONE), target="master")),
+                (0, perturb(6, storage(FC1, NONE), target="master")),
+                (1, {"number": 7, "kind": "undo"}),
             ],
             [
                 "perturbations.0.parameter: this model has no mlp.linear_fc9.weight",
                 "there is no replica 1; give 0 to 0",
                 "perturbations.0.positions: samples of a training have no prompt",
                 "steps means nothing for a recipe without activations",
+                "master parameters are perturbed for good, and activations until undo",
                 None,
                 "step 1 has used the perturbed parameters, so that they cannot be undone",
             ],

@@ -11,6 +11,7 @@ again at the step boundary at which they obey.
 
 import dataclasses
 import enum
+import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -19,7 +20,9 @@ from megatronapp_common.errors import OrderError
 MAX_STEPS = 1_000_000
 """Most steps of one order."""
 MAX_RECIPE_BYTES = 1024
-"""Most bytes of a recipe's canonical JSON: the ranks exchange orders in messages of a fixed size."""
+"""Most bytes of a recipe's canonical JSON."""
+MAX_ORDER_BYTES = 2000
+"""Most bytes of an order as JSON, without its number: the ranks exchange orders in messages of a fixed size."""
 BY_ITSELF = 0
 """Number of an order that rank 0 gives by itself, because no client controls the training any more."""
 
@@ -102,7 +105,7 @@ class Order:
             raise OrderError(f"order {dict(document)}: {error!r}", "give number, kind and, for step, steps") from error
         if order.every is not None and not 0 <= order.every <= MAX_STEPS:
             raise OrderError(f"order {order.number}: every is {order.every}", f"give 0 to {MAX_STEPS}")
-        if order.kind is OrderKind.PERTURB:
+        if order.recipe is not None:
             check_recipe_size(order.recipe)
         if order.kind is OrderKind.STEP and not 1 <= order.steps <= MAX_STEPS:
             raise OrderError(f"order {order.number}: steps is {order.steps}", f"give 1 to {MAX_STEPS}")
@@ -126,6 +129,15 @@ def check_recipe_size(recipe: object) -> None:
     if (size := len(recipe.encode())) > MAX_RECIPE_BYTES:
         raise OrderError(
             f"the recipe takes {size} bytes, and an order to a training holds {MAX_RECIPE_BYTES}",
+            "choose fewer perturbations, layers or positions",
+        )
+
+
+def check_order_size(order: Order) -> None:
+    """Raise OrderError unless the ranks can exchange the order: quotes of its recipe are escaped again there."""
+    if (size := len(json.dumps(order.to_json(), separators=(",", ":")))) > MAX_ORDER_BYTES:
+        raise OrderError(
+            f"the order takes {size} bytes, and an order to a training holds {MAX_ORDER_BYTES}",
             "choose fewer perturbations, layers or positions",
         )
 

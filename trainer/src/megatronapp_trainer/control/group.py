@@ -4,6 +4,7 @@ The group is apart from those of torch.distributed, because with MegaFBD the ran
 and orders go to both.
 """
 
+import dataclasses
 import datetime
 import json
 import struct
@@ -46,14 +47,22 @@ class OrderMessage:
 
 
 def fitting(orders: Sequence[Order]) -> list[Order]:
-    """Return the first orders that fit into a message together; the others follow in the next one."""
+    """Return the first orders that fit into a message together; the others follow in the next one.
+
+    An order that fits into no message loses its recipe, so that the ranks refuse it and later orders follow.
+    """
     chosen: list[Order] = []
     for order in orders:
-        size = len(json.dumps([chosen_order.to_json() for chosen_order in (*chosen, order)], separators=(",", ":")))
-        if size > MESSAGE_BYTES - _HEAD.size:
+        if not _fits([order]):
+            order = dataclasses.replace(order, recipe=None)
+        if not _fits([*chosen, order]):
             break
         chosen.append(order)
     return chosen
+
+
+def _fits(orders: Sequence[Order]) -> bool:
+    return len(json.dumps([order.to_json() for order in orders], separators=(",", ":"))) <= MESSAGE_BYTES - _HEAD.size
 
 
 class PendingOrders:

@@ -44,7 +44,8 @@ class OrderPage:
 
     def taken(self, orders: list[Order]) -> None:
         """Remove orders that are on their way to the ranks."""
-        self._waiting = [order for order in self._waiting if order not in orders]
+        numbers = {order.number for order in orders}
+        self._waiting = [order for order in self._waiting if order.number not in numbers]
 
     def _take_in(self, part: object) -> None:
         if not isinstance(part, Mapping) or part.get("attempt") != self._attempt:

@@ -147,11 +147,11 @@ class TrainingControl:
         self._is_first_boundary = False
         if self._state.state is TrainingState.PAUSED:
             if self._pause(iteration):
-                return BoundaryDecision.PREEMPT
+                return self._ended(BoundaryDecision.PREEMPT)
         elif is_changed:
             self._publish()
         if self._state.state is TrainingState.STOPPING:
-            return BoundaryDecision.STOP
+            return self._ended(BoundaryDecision.STOP)
         self._pending = self._group.post(iteration, self._next_orders())
         return BoundaryDecision.CONTINUE
 
@@ -160,6 +160,14 @@ class TrainingControl:
         if self._pending is not None:
             self._pending.read()
             self._pending = None
+
+    def _ended(self, decision: BoundaryDecision) -> BoundaryDecision:
+        """Undo what no step has used: the checkpoint that follows would have it, without a step that says so."""
+        if self._perturbation is not None:
+            self._perturbation.undo_unused()
+            if self._has_new_perturbed_steps():
+                self._publish()
+        return decision
 
     def _pause(self, iteration: int) -> bool:
         """Wait for orders until the pause has ended; True if a signal to some rank ends it.

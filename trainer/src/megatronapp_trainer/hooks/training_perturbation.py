@@ -28,6 +28,9 @@ class TrainingPerturbation(Protocol):
     def undo(self) -> None:
         """End the perturbation in force. Collective over the replicas; raises OrderError where it cannot be undone."""
 
+    def undo_unused(self) -> None:
+        """End the perturbation in force if no step has used it. Collective over the replicas."""
+
     def step_begin(self, iteration: int, consumed_samples: int) -> None:
         """Perturb the passes of the step that follows after `iteration` steps."""
 

@@ -22,6 +22,8 @@ MAX_BYTES = 32 << 20
 """Most memory of all steps."""
 MIN_STEPS = 8
 """Steps that are kept even if they need more memory."""
+MAX_AWAITED = 8
+"""Incomplete steps, the newest, that are not shown or removed because ranks may still send them."""
 MAX_RANKS = 1 << 20
 MAX_STEP = 1 << 53
 MAX_FIELD = 1 << 31
@@ -155,13 +157,13 @@ class CaptureStore:
         self._ended = True
 
     def shown(self) -> list[CapturedStep]:
-        """Return the steps, ascending: complete ones, and incomplete ones of which no rank will send more."""
+        """Return the steps, ascending: complete ones, and incomplete ones of which no rank is likely to send more."""
         complete = [step.step for step in self._steps.values() if step.is_complete]
-        newest = max(complete, default=-1)
+        newest, awaited = max(complete, default=-1), self._awaited()
         return [
             step
-            for _, step in sorted(self._steps.items())
-            if step.is_complete or self._ended or step.step < newest or step.attempt < self._attempt
+            for number, step in sorted(self._steps.items())
+            if self._ended or number < newest or number not in awaited
         ]
 
     def find(self, number: int) -> CapturedStep | None:
@@ -174,24 +176,27 @@ class CaptureStore:
 
     def _thin(self) -> None:
         """Remove an eighth of the steps if they are too many: those whose neighbours are the closest, and none of the
-        newest quarter. Steps that ranks still send stay.
+        newest quarter. The newest steps that ranks still send stay.
         """
         nbytes = sum(step.nbytes for step in self._steps.values())
         if len(self._steps) <= MIN_STEPS or (len(self._steps) <= self._max_steps and nbytes <= self._max_bytes):
             return
         numbers = sorted(self._steps)
-        newest = len(numbers) // 4
+        newest, awaited = len(numbers) // 4, self._awaited()
         for _ in range(max(1, len(numbers) // 8)):
-            places = [at for at in range(1, len(numbers) - newest) if not self._is_awaited(numbers[at])]
+            places = [at for at in range(1, len(numbers) - newest) if numbers[at] not in awaited]
             if not places:
                 break
             place = min(places, key=lambda at: numbers[at + 1] - numbers[at - 1])
             del self._steps[numbers.pop(place)]
         self.thinned = True
 
-    def _is_awaited(self, number: int) -> bool:
-        step = self._steps[number]
-        return step.attempt == self._attempt and not step.is_complete
+    def _awaited(self) -> set[int]:
+        """Return the newest incomplete steps: a rank that never sends its part holds up no more than these."""
+        incomplete = [
+            step.step for step in self._steps.values() if step.attempt == self._attempt and not step.is_complete
+        ]
+        return set(sorted(incomplete)[-MAX_AWAITED:])
 
 
 def _number(header: Mapping[str, Any], name: str, most: int) -> int:

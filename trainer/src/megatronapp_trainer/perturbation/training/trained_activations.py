@@ -79,7 +79,8 @@ class TrainingActivations:
             if entry.perturbation.layers is None or layer in entry.perturbation.layers:
                 rows = self._perturbations.changed(rows, layer, site, entry)
         self._perturbations.rows = None
-        return rows.view(value.shape)
+        # A copy, no view: megatron-core frees the output of a pipeline stage, which must own its memory.
+        return rows.view(value.shape).clone() if samples > 1 else rows
 
     def _next_microbatch(self, chunk: int, site: str, layer: int) -> int:
         """Return the microbatch of a pass: forward passes run in order, and so do their repetitions."""

@@ -28,8 +28,10 @@ class _OrderedPerturbation:
     entry: PerturbedSteps
     steps_left: int | None
     """Steps in which activations are perturbed; None: until it is undone."""
+    changes_model: bool
+    """The recipe changes parameters of the next step, on some replica: gathers of parameters are collective."""
     model: PerturbedParameters | None = None
-    """Parameters of the next step; None: unchanged."""
+    """Parameters of the next step; None: unchanged on this replica."""
     master: MasterParameters | None = None
     """Parameters of the optimizer; None: unchanged."""
     activations: TrainingActivations | None = None
@@ -96,7 +98,7 @@ class TrainedPerturbation:
         try:
             self._prepared = self._drawn(order, iteration)
         except RecipeError as error:
-            raise OrderError(str(error), "change the recipe") from error
+            raise OrderError(*_problem_and_advice(error)) from error
         except torch.OutOfMemoryError as error:
             raise OrderError("a rank has too little memory for the noise", "choose fewer layers or modules") from error
 
@@ -125,16 +127,20 @@ class TrainedPerturbation:
             self._state.perturbed.remove(current.entry)
         self._current = None
 
+    def undo_unused(self) -> None:
+        """End the perturbation in force if no step has used it. Collective over the replicas."""
+        if self._current is not None and self._current.steps_done == 0:
+            self.undo()
+
     def step_begin(self, iteration: int, consumed_samples: int) -> None:
         """Perturb the passes of the step that follows after `iteration` steps."""
         current = self._current
         if current is None:
             return
-        if current.steps_done == 0 and current.model is not None:
-            if self._overlaps_gathers:
-                for chunk in self._state.chunks:
-                    chunk.disable_forward_pre_hook()
-            current.model.swap_contents()
+        if current.steps_done == 0 and current.changes_model:
+            self._stop_gathers()
+            if current.model is not None:
+                current.model.swap_contents()
         if current.activations is not None:
             current.activations.install(iteration, consumed_samples)
         current.entry.last_step = iteration + 1
@@ -146,12 +152,11 @@ class TrainedPerturbation:
             return
         if current.activations is not None:
             current.activations.remove()
-        if current.steps_done == 0 and current.model is not None:
-            current.model.swap_contents()
-            current.model = None
-            if self._overlaps_gathers:
-                for chunk in self._state.chunks:
-                    chunk.enable_forward_pre_hook()
+        if current.steps_done == 0 and current.changes_model:
+            if current.model is not None:
+                current.model.swap_contents()
+                current.model = None
+            self._resume_gathers()
         current.steps_done += 1
         is_over = current.steps_done == current.steps_left
         if is_over or not current.has_activations:
@@ -160,7 +165,9 @@ class TrainedPerturbation:
     def _drawn(self, order: Order, iteration: int) -> _OrderedPerturbation:
         if self._current is not None:
             raise OrderError(f"perturbation {self.active} is in force", "undo it first")
-        recipe = Recipe.model_validate_json(order.recipe or "")
+        if order.recipe is None:
+            raise OrderError("the recipe is missing, or larger than an order holds", "choose fewer perturbations")
+        recipe = Recipe.model_validate_json(order.recipe)
         self._check(order, recipe)
         stored = any(entry.kind == "storage" for entry in recipe.perturbations)
         is_mine = order.replica in {None, self._plan.data_rank}
@@ -172,17 +179,18 @@ class TrainedPerturbation:
                 first_step=iteration + 1,
             ),
             steps_left=order.steps or None,
+            changes_model=stored and order.target is PerturbationTarget.MODEL,
             has_activations=any(entry.kind != "storage" for entry in recipe.perturbations),
         )
         if found.has_activations and is_mine:
             found.activations = TrainingActivations(recipe, self._models, self._shard, self._plan)
-        if stored and is_mine:
-            with self._gathered():
+        if stored:
+            with self._gathered():  # on all replicas, because it is collective
                 if order.target is PerturbationTarget.MASTER:
                     found.master = MasterParameters(
                         recipe, self._models, self._state.chunks, self._state.optimizer, self._shard
                     )
-                else:
+                elif is_mine:
                     found.model = PerturbedParameters(recipe, self._models, self._shard)
         return found
 
@@ -204,6 +212,11 @@ class TrainedPerturbation:
             raise OrderError("steps means nothing for a recipe without activations", "leave it out")
         if order.target is PerturbationTarget.MASTER and not stored:
             raise OrderError("master means nothing for a recipe without parameters", "leave it out")
+        if order.target is PerturbationTarget.MASTER and activations:
+            raise OrderError(
+                "master parameters are perturbed for good, and activations until undo",
+                "give an order with the parameters, and after its step one with the activations",
+            )
         if order.replica is not None and order.target is PerturbationTarget.MASTER:
             raise OrderError("replicas have equal master parameters", "name no replica, or perturb model")
         if order.replica is not None and order.replica >= self._replicas:
@@ -221,14 +234,28 @@ class TrainedPerturbation:
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
         """Let no gather of parameters be pending inside the context."""
-        overlapped = self._state.chunks if self._overlaps_gathers else []
-        for chunk in overlapped:
-            chunk.disable_forward_pre_hook()
+        self._stop_gathers()
         try:
             yield
         finally:
-            for chunk in overlapped:
+            self._resume_gathers()
+
+    def _stop_gathers(self) -> None:
+        """Wait for pending gathers of parameters, and start none. Collective over the replicas."""
+        if self._overlaps_gathers:
+            for chunk in self._state.chunks:
+                chunk.disable_forward_pre_hook()
+
+    def _resume_gathers(self) -> None:
+        if self._overlaps_gathers:
+            for chunk in self._state.chunks:
                 chunk.enable_forward_pre_hook()
+
+
+def _problem_and_advice(error: RecipeError) -> tuple[str, str]:
+    """Return the halves of a text such as `perturbations.0.heads: q has no head 9; write 0 to 3`."""
+    problem, _, advice = str(error).rpartition("; ")
+    return (problem, advice) if problem else (advice, "change the recipe")
 
 
 def _problem_in_training(entry: Perturbation) -> str | None:

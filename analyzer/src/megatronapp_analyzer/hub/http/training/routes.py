@@ -1,5 +1,6 @@
 """Routes by which controllers pause, resume, step, stop and capture a training, one of them at a time."""
 
+import dataclasses
 import secrets
 import time
 from typing import Annotated, Any
@@ -13,9 +14,9 @@ from megatronapp_analyzer.hub.state.training_orders import described
 from megatronapp_analyzer.scope.routes import CONTROLLER, bounded
 from megatronapp_analyzer.scope.store.audit_log import who_of
 from megatronapp_analyzer.web.roles import direct
-from megatronapp_common.control.orders import Order, OrderKind, PerturbationTarget, check_recipe_size
+from megatronapp_common.control.orders import Order, OrderKind, PerturbationTarget, check_order_size, check_recipe_size
 from megatronapp_common.errors import OrderError
-from megatronapp_common.scope.perturbation.recipe import RecipeError, parse_recipe
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, parse_recipe
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
@@ -84,22 +85,35 @@ async def order(hub: HubOf, request: schemas.OrderRequest, who: Who) -> schemas.
 
 def _order_of(request: schemas.OrderRequest) -> Order:
     """Return the order of a request. Raises HttpError for a recipe with mistakes, or one that is too large."""
-    text = None
-    if request.recipe is not None:
-        try:
-            text = parse_recipe(request.recipe).canonical()
-            check_recipe_size(text)
-        except (RecipeError, OrderError) as error:
-            raise HttpError(422, "invalid-request", f"recipe: {error}", "See docs/perturbation.md.") from error
-    return Order(
+    order = Order(
         0,
         OrderKind(request.kind),
         request.steps or 0,
         request.every,
-        recipe=text,
         target=PerturbationTarget(request.target or "model"),
         replica=request.replica,
     )
+    if request.recipe is None:
+        return order
+    try:
+        recipe = parse_recipe(request.recipe)
+        _check_no_patch(recipe)
+        check_recipe_size(recipe.canonical())
+        order = dataclasses.replace(order, recipe=recipe.canonical())
+        check_order_size(order)
+    except (RecipeError, OrderError) as error:
+        raise HttpError(422, "invalid-request", f"recipe: {error}", "See docs/perturbation.md.") from error
+    return order
+
+
+def _check_no_patch(recipe: Recipe) -> None:
+    """Raise RecipeError for a patch, which needs a prompt."""
+    for place, entry in enumerate(recipe.perturbations):
+        if entry.action.type == "patch":
+            raise RecipeError(
+                f"perturbations.{place}.action.type: a training has no other prompt to patch from; "
+                "write gaussian, uniform, zero or mean"
+            )
 
 
 def _check_controlled(hub: Hub) -> None:
