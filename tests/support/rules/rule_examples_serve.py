@@ -95,7 +95,7 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
         "spec.scope.perturbations",
         (
             _CONTROLLED | {"spec.scope": {"training": {}, "perturbations": [_named("a")]}},
-            "belongs to mode: serve: a model that trains cannot be perturbed",
+            "belongs to mode: serve; perturb a training by",
         ),
     ),
     *good("perturbations-named-once", SERVED, _perturbed(_named("a"), _named("b"))),

@@ -8,6 +8,7 @@ import pytest
 
 from megatronapp_analyzer.hub.http.training import probe_views as views
 from megatronapp_analyzer.hub.state.probe_store import ProbeStore
+from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 
@@ -68,6 +69,27 @@ def test_older_steps_become_sparser_and_the_newest_stay(tmp_path: pathlib.Path) 
     steps = [step.step for step in store.steps]
     assert steps[0] == 1 and steps[-2:] == [99, 100] and 4 <= len(steps) < 30
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == steps
+
+
+def test_a_torn_file_is_truncated_and_written_again(tmp_path: pathlib.Path) -> None:
+    sent = frames_of(10)
+    store = ProbeStore(tmp_path)
+    for one in sent[:-1]:
+        store.take(one)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole + frames.encode(sent[-1])[:-3])
+    again = ProbeStore(tmp_path)
+    assert path.read_bytes() == whole and again.steps[0].nbytes == store.steps[0].nbytes
+    again.take(sent[-1])
+    assert len(list(again.parts(10, 0))) == len(sent)
+
+
+def test_the_number_of_steps_is_bounded(tmp_path: pathlib.Path) -> None:
+    store = ProbeStore(tmp_path, max_steps=8)
+    for step in range(1, 41):
+        store.take(frames_of(step)[0])
+    assert len(store.steps) == len(list(tmp_path.iterdir())) == 8
 
 
 WRONG: list[dict[str, Any]] = [

@@ -53,11 +53,10 @@ def fitting(orders: Sequence[Order]) -> list[Order]:
     """
     chosen: list[Order] = []
     for order in orders:
-        if not _fits([order]):
-            order = dataclasses.replace(order, recipe=None)
-        if not _fits([*chosen, order]):
+        sent = order if _fits([order]) else dataclasses.replace(order, recipe=None)
+        if not _fits([*chosen, sent]):
             break
-        chosen.append(order)
+        chosen.append(sent)
     return chosen
 
 

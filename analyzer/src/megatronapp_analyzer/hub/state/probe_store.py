@@ -1,7 +1,9 @@
 """Results of probe texts of a training: the frames of ranks by step, in memory or in one file for each step."""
 
 import dataclasses
+import errno
 import logging
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +18,8 @@ from megatronapp_common.scope.probe_texts import ProbePart, read_probe
 LOG = logging.getLogger(__name__)
 MAX_BYTES = 128 << 20
 """Most bytes of all steps; beyond, older steps become sparser."""
+MAX_STEPS = 1024
+"""Most steps, each a file."""
 MIN_STEPS = 4
 """Number of steps that stay even if they need more."""
 SUFFIX = ".frames"
@@ -46,19 +50,26 @@ class ProbedStep:
 class ProbeStore:
     """Steps with the results of all texts. A step of a newer attempt replaces that of an older one."""
 
-    def __init__(self, folder: pathlib.Path | None, *, writable: bool = True, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path | None,
+        *,
+        writable: bool = True,
+        max_bytes: int = MAX_BYTES,
+        max_steps: int = MAX_STEPS,
+    ) -> None:
         """Read what `folder` has; None: all is in memory."""
         self._folder = folder
         self._writable = writable
         self._max_bytes = max_bytes
+        self._max_steps = max_steps
         self._failed = False
         self._steps: dict[int, ProbedStep] = {}
         self.texts: dict[int, KnownText] = {}
         self.layers: set[int] = set()
         self.heads = 0
         for path in [] if folder is None else sorted(folder.glob(f"*{SUFFIX}")):
-            for frame in read_frames(path):
-                self._restore(path, frame)
+            self._restore_file(path)
 
     @property
     def steps(self) -> list[ProbedStep]:
@@ -93,6 +104,16 @@ class ProbeStore:
             if frame.header.get("text") == text:
                 yield read_probe(frame)
 
+    def _restore_file(self, path: pathlib.Path) -> None:
+        """Read a file; an incomplete frame at its end is cut off, so that later ones are read again."""
+        whole = 0
+        for frame in read_frames(path):
+            self._restore(path, frame)
+            whole += len(frames.encode(frame))
+        if self._writable and path.stat().st_size > whole:
+            LOG.warning("%s: an incomplete frame after %d bytes is removed", path, whole)
+            os.truncate(path, whole)
+
     def _restore(self, path: pathlib.Path, frame: Frame) -> None:
         try:
             part = read_probe(frame)
@@ -101,7 +122,7 @@ class ProbeStore:
             return
         found = self._steps.setdefault(part.step, ProbedStep(step=part.step, attempt=part.attempt))
         self._note(found, part)
-        found.nbytes += len(frame.body)
+        found.nbytes += len(frames.encode(frame))
 
     def _note(self, step: ProbedStep, part: ProbePart) -> None:
         if part.kind == "text" and not isinstance(part.strings, Mapping):
@@ -120,7 +141,10 @@ class ProbeStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab", buffering=0) as file:
-                file.write(data)
+                before = file.tell()
+                if file.write(data) < len(data):
+                    file.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._failed:
                 LOG.error("%s: cannot be written: %s; free some space; probe texts are not stored", path, error)
@@ -132,7 +156,9 @@ class ProbeStore:
 
     def _thin(self) -> None:
         """Remove the steps whose neighbours are the closest until the others fit; the first and newest quarter stay."""
-        while len(self._steps) > MIN_STEPS and sum(step.nbytes for step in self._steps.values()) > self._max_bytes:
+        while len(self._steps) > MIN_STEPS and (
+            len(self._steps) > self._max_steps or sum(step.nbytes for step in self._steps.values()) > self._max_bytes
+        ):
             numbers = sorted(self._steps)
             places = range(1, len(numbers) - max(1, len(numbers) // 4))
             self._remove(numbers[min(places, key=lambda at: numbers[at + 1] - numbers[at - 1])])

@@ -104,7 +104,7 @@ SERVE_RULES = (
         id="scope-perturbations-of-mode-serve",
         field=".scope.perturbations",
         rule=f"!({_TRAINS}) || !has(self.scope) || self.scope.perturbations.size() == 0",
-        message="belongs to mode: serve: a model that trains cannot be perturbed yet; leave it out",
+        message="belongs to mode: serve; perturb a training by megatronapp training JOB perturb",
     ),
     Rule(
         id="perturbations-named-once",
