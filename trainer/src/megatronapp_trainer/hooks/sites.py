@@ -103,20 +103,25 @@ def _made(place: int) -> Take:
     return lambda _inputs, output: output[place]
 
 
+def _shaped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a value in the shape of another; itself, no view, if it has that: the output of a pipeline stage is freed."""
+    return value if value.shape == like.shape else value.view_as(like)
+
+
 def _put_first(output: Any, value: torch.Tensor) -> Any:  # noqa: ANN401
     if isinstance(output, tuple):
-        return value.view_as(output[0]), *output[1:]
-    return value.view_as(output)
+        return _shaped(value, output[0]), *output[1:]
+    return _shaped(value, output)
 
 
 def _put_pair(output: Any, value: torch.Tensor) -> Any:  # noqa: ANN401
     """The value includes the bias, which the layer adds later; fused kernels need a bias, so it becomes 0."""
     old, bias = output
-    return value.view_as(old), None if bias is None else torch.zeros_like(bias)
+    return _shaped(value, old), None if bias is None else torch.zeros_like(bias)
 
 
 def _put_at(place: int) -> Put:
-    return lambda output, value: (*output[:place], value.view_as(output[place]), *output[place + 1 :])
+    return lambda output, value: (*output[:place], _shaped(value, output[place]), *output[place + 1 :])
 
 
 _ATTENTION = "self_attention.core_attention"
