@@ -104,7 +104,7 @@ def _made(place: int) -> Take:
 
 
 def _shaped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a value in the shape of another; itself, no view, if it has that: the output of a pipeline stage is freed."""
+    """Return a value in the shape of another; no view if it has that, as outputs of pipeline stages are freed."""
     return value if value.shape == like.shape else value.view_as(like)
 
 
