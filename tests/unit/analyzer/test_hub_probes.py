@@ -74,8 +74,8 @@ def test_older_steps_become_sparser_and_the_newest_stay(tmp_path: pathlib.Path) 
 def test_a_torn_file_is_truncated_and_written_again(tmp_path: pathlib.Path) -> None:
     sent = frames_of(10)
     store = ProbeStore(tmp_path)
-    for one in sent[:-1]:
-        store.take(one)
+    for part in sent[:-1]:
+        store.take(part)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole + frames.encode(sent[-1])[:-3])
