@@ -167,7 +167,7 @@ def test_a_status_is_written_through_its_own_subresource_only(plane: kube.Contro
 def test_kubectl_shows_the_columns_and_explains_every_field(plane: kube.ControlPlane, namespace: str) -> None:
     create(plane, namespace, example())
     header, row = plane.kubectl("get", "mgj", "-n", namespace).stdout.splitlines()
-    assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "SLOW", "AGE"]
+    assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "SLOW", "PAUSED", "AGE"]
     assert row.startswith("demo ")
     explanation = plane.kubectl("explain", "megatronjob.spec", "--recursive").stdout
     assert "virtualPipeline\t<integer>" in explanation

@@ -35,6 +35,10 @@ OPERATIONS = (
     ("PATCH", f"{SCOPE}/runs/{{run}}"),
     ("DELETE", f"{SCOPE}/runs/{{run}}"),
     ("POST", f"{SCOPE}/runs/{{run}}/pca"),
+    ("POST", f"{SCOPE}/comparisons"),
+    ("DELETE", f"{SCOPE}/comparisons/{{run}}"),
+    ("POST", f"{SCOPE}/sweeps"),
+    ("DELETE", f"{SCOPE}/sweeps/{{run}}"),
     *RESERVED,
 )
 CASES = [

@@ -167,7 +167,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
     assert (later.status_code, later.json()["code"]) == (501, "not-yet")
     assert (long.status_code, longer.status_code) == (201, 413), long.text
     jane = f"system:serviceaccount:{job.namespace}:jane"
-    assert [action["who"] for action in actions] == [jane] * 5 + ["somebody with the job's token"]
+    assert [action["who"] for action in actions] == [jane] * 6 + ["somebody with the job's token"]
     assert actions[0]["what"] == f"started run {RUN} of 1 prompt"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ POLL_S = 0.3
 LOST_S = 60.0
 """Seconds without an answer of rank 0 after which what it computes is lost."""
 OPEN = frozenset({"queued", "running"})
+_NAME = re.compile("[0-9a-f]{12}")
+"""Names that rank 0 gives; others are no part of a path there."""
 
 
 class BranchStore:
@@ -51,7 +54,8 @@ class BranchStore:
 
         Rank 0 may know one that this hub does not, as after a restart of the hub.
         """
-        if name not in self._frames or self._frames[name].header["state"] in OPEN:
+        is_unknown = name not in self._frames and _NAME.fullmatch(name) is not None
+        if is_unknown or self.get(name).header["state"] in OPEN:
             await self._probe_client.serving.cancel_branches(self._kind, name)
             self._probe_client.actions.note(who, f"cancelled {self._singular} {name}")
 
