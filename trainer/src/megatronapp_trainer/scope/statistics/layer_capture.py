@@ -10,35 +10,27 @@ from megatronapp_common.scope.layer_statistics import SiteLayer, statistics_fram
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 from megatronapp_trainer.scope.statistics.parameters import LayerParameters
 from megatronapp_trainer.scope.statistics.site_hooks import SiteHooks
+from megatronapp_trainer.scope.transfer.copied_job import CopiedJob
 from megatronapp_trainer.scope.transfer.device_copy import BufferLayout, DeviceToHostCopier, PackedBuffer, PendingCopy
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob
 
 
-class StatisticsJob:
+class StatisticsJob(CopiedJob):
     """Statistics of a step on their way to the agent."""
 
     def __init__(self, header: dict[str, Any], rows: Sequence[SiteLayer], copy: PendingCopy) -> None:
+        super().__init__(copy)
         self._header = header
         self._rows = rows
-        self._copy = copy
 
     @property
     def kind(self) -> DropPolicy:
         """Return the policy: it waits for an agent that is slow or has no connection."""
         return DropPolicy.PROMPTS
 
-    @property
-    def nbytes(self) -> int:
-        """Size in the host's memory."""
-        return self._copy.nbytes
-
     def split(self) -> Sequence[FrameJob]:
         """Return this job: a step is whole or dropped."""
         return [self]
-
-    def ready(self) -> bool:
-        """Return True once the copy is done."""
-        return self._copy.ready()
 
     def build(self) -> Sequence[Frame]:
         """Return the frame of the step with all rows."""

@@ -14,6 +14,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import HostMicrobatch
 from megatronapp_trainer.scope.texts.text_hooks import TextHooks, TextResult
 from megatronapp_trainer.scope.texts.token_texts import Rounds, TokenText
+from megatronapp_trainer.scope.transfer.copied_job import CopiedJob
 from megatronapp_trainer.scope.transfer.device_copy import (
     BufferLayout,
     DeviceToHostCopier,
@@ -25,7 +26,7 @@ from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob
 _DTYPES: Mapping[torch.dtype, str] = {torch.float32: "<f4", torch.int32: "<i4", torch.uint8: "u1"}
 
 
-class TextsJob:
+class TextsJob(CopiedJob):
     """Results of all texts of a step on their way to the agent."""
 
     def __init__(
@@ -36,29 +37,20 @@ class TextsJob:
         decode: Callable[[int], str],
         copy: PendingCopy,
     ) -> None:
+        super().__init__(copy)
         self._header = header
         self._results = results
         self._texts = texts
         self._decode = decode
-        self._copy = copy
 
     @property
     def kind(self) -> DropPolicy:
         """Return the policy: it waits for an agent that is slow or has no connection."""
         return DropPolicy.PROBE
 
-    @property
-    def nbytes(self) -> int:
-        """Size in the host's memory."""
-        return self._copy.nbytes
-
     def split(self) -> Sequence[FrameJob]:
         """Return this job: the texts of a step are sent or dropped together."""
         return [self]
-
-    def ready(self) -> bool:
-        """Return True once the copy is done."""
-        return self._copy.ready()
 
     def build(self) -> Iterator[Frame]:
         """Yield a frame for each result."""
