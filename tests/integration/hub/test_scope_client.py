@@ -13,7 +13,7 @@ import scope_analysis
 import scope_rank_zero
 from scope_pages import RUN, recording, shown
 
-from megatronapp.scope import ScopeError, ScopeHub, connect, open_session
+from megatronapp.scope import BranchSummary, ScopeError, ScopeHub, connect, open_session
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
@@ -80,6 +80,36 @@ def run_example(url: str, token: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         module.main(url, token)
     return printed.getvalue()
+
+
+async def test_comparisons_and_sweeps_are_listed_and_cancelled(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    token = derive_token(hub.secret, TokenRole.CONTROLLER)
+    async with shown(hub, fake_job, until, rank_zero):
+        await asyncio.to_thread(cancel_branches, hub.url, token, rank_zero)
+
+
+def cancel_branches(url: str, token: str, rank_zero: scope_rank_zero.RankZero) -> None:
+    noise = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 1}}
+    with connect(url, token) as scope:
+        rank_zero.branches_state = "running"
+        comparison = scope.compare("a", {"perturbations": [noise]}, tokens=1, wait=False)
+        assert (comparison.state, comparison.kl.tolist()) == ("running", [0.25])
+        assert scope.comparisons() == [BranchSummary(id=comparison.id, state="running", prompt="a", done=1, total=1)]
+        with pytest.raises(TimeoutError, match=comparison.id):
+            scope.compare("a", {"perturbations": [noise]}, tokens=1, timeout_s=0)
+        assert scope.cancel_comparison(comparison.id).state == "cancelled"
+        assert ("DELETE", f"comparisons/{comparison.id}", None) in rank_zero.requests
+        rank_zero.branches_state = "running"
+        sweep = scope.sweep("a", noise, [0], strengths=[0.5], wait=False)
+        assert [entry.state for entry in scope.sweeps()] == ["running"]
+        cancelled = scope.cancel_sweep(sweep.id)
+        assert (cancelled.state, cancelled.values.tolist()) == ("cancelled", [[0.25]])
+        assert ("DELETE", f"sweeps/{sweep.id}", None) in rank_zero.requests
+        with pytest.raises(ScopeError) as unknown:
+            scope.read_sweep("0" * 12)
+        assert unknown.value.status == 404
 
 
 async def test_other_distributions_can_add_packages_below_megatronapp() -> None:

@@ -35,9 +35,9 @@ BRANCHES = "00c0ffee0000"
 """Name of the only comparison, and of the only sweep."""
 
 
-def branches_frame(kind: str) -> Frame:
-    """Build the frame of a comparison of one token, or of a sweep of one cell, that has ended."""
-    header: dict[str, Any] = {"kind": kind, kind: BRANCHES, "state": "done", "prompt": "a", "error": None, "seed": 0}
+def branches_frame(kind: str, state: str) -> Frame:
+    """Build the frame of a comparison of one token, or of a sweep of one cell."""
+    header: dict[str, Any] = {"kind": kind, kind: BRANCHES, "state": state, "prompt": "a", "error": None, "seed": 0}
     header |= {"startedAt": "2026-11-27T12:00:00.000+00:00"}
     if kind == "sweep":
         matrix = {"layers": [0], "strengths": [0.5], "positions": None, "values": [[0.25]], "digests": [["0" * 12]]}
@@ -63,6 +63,8 @@ class RankZero:
     publish: Callable[[Frame], None] = lambda _: None
     requests: list[tuple[str, str, Any]] = dataclasses.field(default_factory=list)
     refuse: tuple[int, dict[str, str]] | None = None
+    branches_state: str = "done"
+    """State of the comparison and of the sweep; DELETE of one of them makes it `cancelled`."""
     url: str = ""
 
     def app(self) -> FastAPI:
@@ -98,7 +100,10 @@ class RankZero:
             return Response(frames.encode(found), media_type="application/octet-stream")
         kind = path.partition("/")[0].removesuffix("s")
         if kind in {"comparison", "sweep"} and method == "GET":
-            return Response(frames.encode(branches_frame(kind)), media_type="application/octet-stream")
+            found = branches_frame(kind, self.branches_state)
+            return Response(frames.encode(found), media_type="application/octet-stream")
+        if kind in {"comparison", "sweep"} and method == "DELETE":
+            self.branches_state = "cancelled"
         if method == "GET":
             known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
             return JSONResponse(known or {"code": "no-such-run", "message": "", "hint": ""}, 200 if known else 404)

@@ -10,7 +10,7 @@ Needs `megatronapp-common[client]`: NumPy and httpx.
 """
 
 from megatronapp.scope.client import ScopeHub, connect
-from megatronapp.scope.comparisons import Comparison, Sweep
+from megatronapp.scope.comparisons import BranchSummary, Comparison, Sweep
 from megatronapp.scope.errors import ScopeError
 from megatronapp.scope.results import Attribution, Candidate, Lens
 from megatronapp.scope.run import Run
@@ -18,6 +18,7 @@ from megatronapp.scope.session import Session, open_session
 
 __all__ = [
     "Attribution",
+    "BranchSummary",
     "Candidate",
     "Comparison",
     "Lens",

@@ -8,14 +8,17 @@ from typing import Any
 import httpx
 
 from megatronapp.scope.comparisons import (
+    BranchSummary,
     Comparison,
     ComparisonMode,
     Recipe,
     Sweep,
     SweepMetric,
     comparison_of,
+    comparison_summaries,
     ended,
     sweep_of,
+    sweep_summaries,
 )
 from megatronapp.scope.connection import HubConnection
 from megatronapp.scope.run import Run, prompts_of
@@ -141,11 +144,13 @@ class ScopeHub:
         top: int = 10,
         heads: bool = True,
         timeout_s: float = 600.0,
+        wait: bool = True,
     ) -> Comparison:
-        """Generate two branches of a prompt, and return what differs once both have ended.
+        """Generate two branches of a prompt, and return what differs once both have ended, or at once without `wait`.
 
-        A is the model with the recipe `baseline`, B the one with `perturbation`. Needs the role of a controller. Raises
-        ScopeError, TimeoutError.
+        A is the model with the recipe `baseline`, B the one with `perturbation`. A comparison that has not ended
+        within the time continues; `cancel_comparison` ends it. Needs the role of a controller. Raises ScopeError,
+        TimeoutError.
         """
         body = {
             "prompt": prompt,
@@ -158,6 +163,8 @@ class ScopeHub:
             "heads": heads,
         }
         name = self._connection.request("POST", "comparisons", body).json()["comparison"]
+        if not wait:
+            return self.read_comparison(name, heads=heads)
         path = f"comparisons/{name}?heads={str(heads).lower()}"
         return comparison_of(ended(self._connection, path, timeout_s=timeout_s, progress=None))
 
@@ -175,11 +182,13 @@ class ScopeHub:
         seed: int = 0,
         timeout_s: float = 3600.0,
         progress: Callable[[Mapping[str, Any]], None] | None = None,
+        wait: bool = True,
     ) -> Sweep:
         """Compare a perturbation at each layer and strength, or position, with the model as it is.
 
         `template` is one perturbation of a recipe; `progress` gets the hub's answer, with `done` and `cells`, every
-        0.2 s. Needs the role of a controller. Raises ScopeError, TimeoutError.
+        0.2 s. Returns once all cells are known, or at once without `wait`. A sweep that has not ended within the time
+        continues; `cancel_sweep` ends it. Needs the role of a controller. Raises ScopeError, TimeoutError.
         """
         axes: dict[str, Any] = {"layers": list(layers)}
         if strengths is not None:
@@ -197,4 +206,39 @@ class ScopeHub:
         if token is not None:
             body["token"] = token
         name = self._connection.request("POST", "sweeps", body).json()["sweep"]
+        if not wait:
+            return self.read_sweep(name)
         return sweep_of(ended(self._connection, f"sweeps/{name}", timeout_s=timeout_s, progress=progress))
+
+    def comparisons(self) -> list[BranchSummary]:
+        """Return the comparisons that the hub stores, newest first. Raises ScopeError."""
+        return comparison_summaries(self._connection.get("comparisons").json())
+
+    def sweeps(self) -> list[BranchSummary]:
+        """Return the sweeps that the hub stores, newest first. Raises ScopeError."""
+        return sweep_summaries(self._connection.get("sweeps").json())
+
+    def read_comparison(self, comparison: str, *, heads: bool = True) -> Comparison:
+        """Return what is known of the comparison with this id. Raises ScopeError if the hub does not store it."""
+        return comparison_of(self._connection.get(f"comparisons/{comparison}?heads={str(heads).lower()}").json())
+
+    def read_sweep(self, sweep: str) -> Sweep:
+        """Return what is known of the sweep with this id. Raises ScopeError if the hub does not store it."""
+        return sweep_of(self._connection.get(f"sweeps/{sweep}").json())
+
+    def cancel_comparison(self, comparison: str, *, timeout_s: float = 60.0) -> Comparison:
+        """Cancel a comparison, and return what was compared once it has ended; an ended one is unchanged.
+
+        Needs the role of a controller. Raises ScopeError, TimeoutError.
+        """
+        path = f"comparisons/{comparison}"
+        self._connection.request("DELETE", path)
+        return comparison_of(ended(self._connection, f"{path}?heads=true", timeout_s=timeout_s, progress=None))
+
+    def cancel_sweep(self, sweep: str, *, timeout_s: float = 60.0) -> Sweep:
+        """Cancel a sweep, and return the known cells once it has ended; an ended one is unchanged.
+
+        Needs the role of a controller. Raises ScopeError, TimeoutError.
+        """
+        self._connection.request("DELETE", f"sweeps/{sweep}")
+        return sweep_of(ended(self._connection, f"sweeps/{sweep}", timeout_s=timeout_s, progress=None))

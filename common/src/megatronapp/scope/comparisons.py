@@ -64,6 +64,35 @@ class Sweep:
     """Tokens of the reference, which every cell reads."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchSummary:
+    """A comparison or a sweep in the list of all."""
+
+    id: str
+    state: str
+    """`queued`, `running`, `done`, `cancelled` or `failed`."""
+    prompt: str
+    done: int
+    """Tokens that are compared, or cells of the sweep that are known."""
+    total: int
+    """Largest number of tokens of a branch, or cells of the sweep."""
+
+
+def comparison_summaries(answer: Sequence[Mapping[str, Any]]) -> list[BranchSummary]:
+    """Build the list of comparisons from the hub's answer."""
+    return [_summary(entry, "comparison", done="compared", total="tokens") for entry in answer]
+
+
+def sweep_summaries(answer: Sequence[Mapping[str, Any]]) -> list[BranchSummary]:
+    """Build the list of sweeps from the hub's answer."""
+    return [_summary(entry, "sweep", done="done", total="cells") for entry in answer]
+
+
+def _summary(entry: Mapping[str, Any], kind: str, *, done: str, total: str) -> BranchSummary:
+    state, prompt = entry["state"], entry["prompt"]
+    return BranchSummary(id=entry[kind], state=state, prompt=prompt, done=entry[done], total=entry[total])
+
+
 def comparison_of(answer: Mapping[str, Any]) -> Comparison:
     """Build a Comparison from the hub's answer."""
     rows = answer["rows"]
