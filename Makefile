@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NPM_CI := npm ci --no-audit --no-fund --prefer-offline
 MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
-RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron sympy torch)
+RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron numpy pyarrow sympy torch)
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
 WORKERS ?= 2
@@ -27,7 +27,7 @@ $(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --build-constraints constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
-# What each rank imports: many start at once in demos and tests, and where Python may not write bytecode, each would compile it anew.
+# What each rank and command imports: where Python may not write bytecode, each process would compile it anew.
 	$(BIN)/python -m compileall -q -j $(JOBS) -x '/(tests?|testing)/' $(RANK_PACKAGES) $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
 	touch $@
 

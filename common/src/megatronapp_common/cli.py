@@ -16,8 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-import shtab
-
 from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
 from megatronapp_common.text.terminal import replace_control_characters
 
@@ -102,7 +100,7 @@ def is_ours(error: Exception) -> bool:
 def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootParser:
     """Build the parser with the subcommands of every part among these entry points that can be loaded."""
     parser = RootParser(prog=PROG, description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"{PROG} {_version()}")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="show program's version number and exit")
     found = {point.name: point for point in entry_points}
     for name in [*PARTS, *(name for name in found if name not in PARTS)]:
         _add_part(parser, name, found.get(name))
@@ -116,8 +114,13 @@ def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootP
     return parser
 
 
-def _version() -> str:
-    return importlib.metadata.version("megatronapp-common")
+class _PrintVersion(argparse.Action):
+    """Print the version, which takes some 10 ms to find, only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the version and exit the process."""
+        print(f"{PROG} {importlib.metadata.version('megatronapp-common')}")
+        parser.exit()
 
 
 def _add_part(parser: RootParser, name: str, point: importlib.metadata.EntryPoint | None) -> None:
@@ -150,6 +153,8 @@ def _add_completion(parser: RootParser) -> None:
     command.add_argument("shell", choices=SHELLS, help="shell that it is for")
 
     def show(values: argparse.Namespace) -> int:
+        import shtab
+
         print(shtab.complete(parser, shell=values.shell, preamble=_PREAMBLE))
         return 0
 

@@ -167,7 +167,7 @@ def test_registering_imports_nothing_heavy() -> None:
     code = "import sys; from megatronapp_common import cli; cli.main(['--version']); print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.splitlines()}
-    assert not loaded & {"torch", "megatron", "fastapi", "uvicorn", "kopf", "tokenizers"}
+    assert not loaded & {"torch", "megatron", "fastapi", "uvicorn", "kopf", "tokenizers", "numpy", "shtab"}
 
 
 def test_job_errors_are_ours_and_others_are_not() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow
 import pytest
+from interleaved_pipeline import InterleavedPipeline
 from pyarrow import parquet
 from recorded_pipeline import RecordedPipeline, step_seconds
 
@@ -74,6 +75,31 @@ def test_equal_workers_lose_nothing(analyzed: Callable[..., WhatIfResult], micro
     assert found.slowdown == pytest.approx(1, rel=1e-6)
     assert found.recorded_s == pytest.approx(step_seconds(table).mean(), rel=1e-6)
     assert found.worker_fraction is found.last_stage_fraction is None
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        InterleavedPipeline(stages=3, microbatches=5),
+        InterleavedPipeline(stages=2, chunks=2, overlapped=True),
+        InterleavedPipeline(stages=3, chunks=3, microbatches=6, overlapped=True),
+        InterleavedPipeline(stages=2, chunks=2, unlaunched=True),
+    ],
+)
+def test_recorded_times_are_replayed_whatever_delayed_an_operation(
+    analyzed: Callable[..., WhatIfResult], pipeline: InterleavedPipeline
+) -> None:
+    """All times are random, so that in some step each rule of the pattern is what an operation waits for."""
+    table = pipeline.table()
+    found = analyzed(table)
+    assert list(found.step_launch_ratios.values()) == [1] * len(pipeline.steps)
+    assert found.recorded_s == step_seconds(table).mean()
+
+
+def test_equal_work_is_that_of_a_stage_and_a_chunk(analyzed: Callable[..., WhatIfResult]) -> None:
+    table = InterleavedPipeline(chunks=2, random=False).table()
+    assert analyzed(table, Idealise.WORK).slowdown == 1
+    assert analyzed(table).slowdown != 1
 
 
 def scaled(table: pyarrow.Table, factor: float, shift_s: float = 0) -> pyarrow.Table:
