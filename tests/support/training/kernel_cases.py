@@ -1,13 +1,16 @@
 """Comparison of the kernels of MegaScope with plain torch. On a machine without GPU, run with TRITON_INTERPRET=1."""
 
+import math
 import os
 from typing import Any
 
 import torch
 
+from megatronapp_common.scope.layer_statistics import BINS, SiteLayer
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 from megatronapp_trainer.scope.capture.reductions import MEASURES, codes
+from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 
 CASES = (
     # layers, sequences, heads, key heads, channels, keys, window
@@ -38,6 +41,24 @@ def check(kernels: Any, sizes: tuple[Any, ...], dtype: torch.dtype, device: torc
     assert (apart != 0).float().mean() <= 0.02
 
 
+def check_statistics(kernels: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare counts, which are equal, and moments with those of plain torch on a processor."""
+    plain = StatisticsAccumulator([SiteLayer("residual", layer) for layer in (0, 1)], torch.device("cpu"))
+    moments = torch.zeros(2, 3, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, 4 + BINS, dtype=torch.int64, device=device)
+    source = torch.Generator().manual_seed(0)
+    for count in (0, 1, 4095, 4096, 9000):
+        values = torch.randn(count, generator=source) * torch.randn(count, generator=source).mul_(6).exp_()
+        values[::7] = 0
+        values[3::100], values[4::100], values[5::100], values[6::100] = math.nan, math.inf, -math.inf, 1e-40
+        for place, row in enumerate(plain.rows):
+            part = values[place * count // 3 :].to(dtype)
+            plain.add(row, part)
+            kernels.add(part.to(device), moments, counts, place)
+    assert torch.equal(plain._counts, counts.cpu())
+    torch.testing.assert_close(moments.cpu(), plain._moments, rtol=1e-6, atol=0)
+
+
 def let_the_interpreter_loop() -> None:
     """NumPy takes an array of one number no more for an index, which the interpreter of Triton 3.6 counts on."""
     from triton.runtime import interpreter
@@ -57,10 +78,15 @@ def main() -> None:
         assert os.environ["TRITON_INTERPRET"] == "1"
         let_the_interpreter_loop()
     from megatronapp_trainer.scope.capture import attention_kernels as kernels
+    from megatronapp_trainer.scope.statistics import statistics_kernels
 
+    device = torch.device("cuda" if has_gpu else "cpu")
+    for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
+        check_statistics(statistics_kernels, dtype, device)
+        print("statistics agree:", dtype, flush=True)
     for sizes in CASES:
         for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
-            check(kernels, sizes, dtype, torch.device("cuda" if has_gpu else "cpu"))
+            check(kernels, sizes, dtype, device)
             print("agree:", sizes, dtype, flush=True)
 
 

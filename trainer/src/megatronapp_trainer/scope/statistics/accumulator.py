@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatronapp_common.scope.layer_statistics import BINS, COUNTS, FIRST_EXPONENT, MOMENTS, SiteLayer
+from megatronapp_trainer.device.compiling import can_compile
 
 SLICE = 1 << 24
 """Most numbers that are reduced at once, in fp32: the memory of a capture does not grow with the tensors."""
@@ -23,12 +24,18 @@ class StatisticsAccumulator:
         self._places = {row: place for place, row in enumerate(self.rows)}
         self._moments = torch.zeros(len(rows), len(MOMENTS), dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(rows), len(COUNTS) + BINS, dtype=torch.int64, device=device)
+        self._has_kernel = device.type == "cuda" and can_compile()
 
     @torch.no_grad()
     def add(self, row: SiteLayer, values: torch.Tensor) -> None:
         """Add all numbers of a tensor of any shape and type."""
         place = self._places[row]
         flat = values.detach().reshape(-1)
+        if self._has_kernel and flat.dtype in {torch.float32, torch.bfloat16, torch.float16}:
+            from megatronapp_trainer.scope.statistics import statistics_kernels
+
+            statistics_kernels.add(flat, self._moments, self._counts, place)
+            return
         for part in torch.split(flat, SLICE):
             if part.numel():
                 _add_slice(self._moments[place], self._counts[place], part.float())
