@@ -3337,7 +3337,7 @@ export interface components {
             /** Cells */
             cells: number;
             /** Digests */
-            digests: string[][];
+            digests: (string | null)[][];
             /** Done */
             done: number;
             error: components["schemas"]["RunError"] | null;

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatronapp.scope import connect
+from megatronapp_analyzer.scope.probes.branch_store import BranchStore
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 NOTHING = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 0}}]}
@@ -44,6 +45,9 @@ async def check_comparison(page: Any) -> None:
     assert {value for head in ablated["heads"][1] for value in head} == {0}  # heads of layer 1 read what A's read
     listed = (await page.get(COMPARISONS)).json()
     assert [known["comparison"] for known in listed] == [ablated["comparison"], nothing["comparison"]]
+    scope = page.hub.hub.scope
+    scope.comparisons = BranchStore("comparisons", scope.probe_client)  # as after a restart of the hub
+    assert (await page.get(COMPARISONS)).json() == listed
     table = (await page.get(f"{COMPARISONS}/{ablated['comparison']}?format=csv")).text.splitlines()
     assert len(table) == 1 + TOKENS
     wrong = {"perturbations": [{**ABLATED["perturbations"][0], "layers": [99]}]}

@@ -54,6 +54,15 @@ def branches_frame(kind: str, state: str) -> Frame:
     return build_frame(FrameType.SCOPE_ANALYSIS, header, tensors)
 
 
+def branches_answer(path: str, kind: str, state: str) -> Response:
+    """List the only comparison or sweep, or return its frame."""
+    if path.endswith("s"):
+        return JSONResponse([{kind: BRANCHES, "state": state}])
+    if not path.endswith(BRANCHES):
+        return JSONResponse({"code": f"no-such-{kind}", "message": "", "hint": ""}, 404)
+    return Response(frames.encode(branches_frame(kind, state)), media_type="application/octet-stream")
+
+
 @dataclasses.dataclass
 class RankZero:
     """`publish` takes what the ranks send to their agent; `asked` holds every request as (method, path, body)."""
@@ -100,8 +109,7 @@ class RankZero:
             return Response(frames.encode(found), media_type="application/octet-stream")
         kind = path.partition("/")[0].removesuffix("s")
         if kind in {"comparison", "sweep"} and method == "GET":
-            found = branches_frame(kind, self.branches_state)
-            return Response(frames.encode(found), media_type="application/octet-stream")
+            return branches_answer(path, kind, self.branches_state)
         if kind in {"comparison", "sweep"} and method == "DELETE":
             self.branches_state = "cancelled"
         if method == "GET":

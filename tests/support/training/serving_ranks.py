@@ -11,7 +11,7 @@ from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.gc_freeze import freeze_gc
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.serve.app import create_app
-from megatronapp_trainer.serve.rank_main import describe
+from megatronapp_trainer.serve.rank_main import describe, with_sources
 from megatronapp_trainer.serve.request_broker import RequestBroker
 from megatronapp_trainer.serve.settings import ServeCommand
 from megatronapp_trainer.serve.statistics import ServerStatistics
@@ -22,7 +22,8 @@ MOST_OPEN = 8
 @contextlib.asynccontextmanager
 async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API in front of this gang; at the end the other ranks return."""
-    model = describe(command, config)
+    model = with_sources(describe(command, config), gang)
+    gang.stage.perturbation.encode = model.ids_of
     engine = Engine(
         gang,
         decode=model.decode,

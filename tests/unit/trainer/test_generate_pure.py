@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device.idle_window import IdleWindow
+from megatronapp_trainer.inference import patch_sources
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
 from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
-from megatronapp_trainer.inference.patch_sources import PatchSource
+from megatronapp_trainer.inference.patch_sources import PatchSource, SourceCache
 from megatronapp_trainer.inference.perturbed_steps import RecipeRotation
 from megatronapp_trainer.inference.rank_channel import _packed, _unpacked
 from megatronapp_trainer.inference.request import ComparedBranch, GenerationRequest
@@ -346,6 +347,20 @@ PATCHED = Recipe.model_validate(
         ],
     }
 )
+
+
+def test_tokens_of_sources_are_stored_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_sources, "MAX_CACHED_TOKENS", 2)
+    recipes = [Recipe(seed=seed, perturbations=PATCHED.perturbations) for seed in range(2)]
+    cache, calls = SourceCache(), []
+
+    def read() -> dict[int, tuple[int, ...]]:
+        calls.append(0)
+        return {0: (1, 2)}
+
+    for recipe, read_so_far in ((0, 1), (0, 1), (1, 2), (1, 2), (0, 3)):
+        assert cache.get(recipes[recipe], read) == {0: (1, 2)}
+        assert len(calls) == read_so_far
 
 
 def drain(line: Scheduler, most: int) -> list[str]:

@@ -33,15 +33,19 @@ OPERATIONS = (
     ("POST", "/scope/v1/scores"),
     ("POST", "/scope/v1/analyses"),
     ("POST", "/scope/v1/comparisons"),
+    ("GET", "/scope/v1/comparisons"),
     ("GET", "/scope/v1/comparisons/{comparison}"),
     ("DELETE", "/scope/v1/comparisons/{comparison}"),
     ("POST", "/scope/v1/sweeps"),
+    ("GET", "/scope/v1/sweeps"),
     ("GET", "/scope/v1/sweeps/{sweep}"),
     ("DELETE", "/scope/v1/sweeps/{sweep}"),
     ("PUT", "/scope/v1/basis"),
 )
 TAKING_NOTHING = {("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/v1/models", "/tokenizer_info")} | {
     ("GET", "/scope/v1/runs"),
+    ("GET", "/scope/v1/comparisons"),
+    ("GET", "/scope/v1/sweeps"),
     ("GET", "/v1/models/{name}"),  # each text could be a name
     ("PUT", "/scope/v1/basis"),  # any bytes
 }

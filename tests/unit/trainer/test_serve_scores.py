@@ -184,3 +184,45 @@ def complete_three_ways(root: str, body: dict[str, Any]) -> list[Any]:
             return [*whole, [json.loads(event) for event in data], (chat.status_code, chat.json())]
 
     return asyncio.run(answers())
+
+
+def test_the_source_of_a_patch_is_tokenized_once_and_not_by_the_event_loop(
+    run_ranks: RunRanks, root: pathlib.Path, plain: Any
+) -> None:
+    statuses, threads = run_ranks(1, complete_patched, str(root))[0]
+    assert statuses == [200, 200]
+    assert threads == [False]
+
+
+def complete_patched(root: str) -> tuple[list[int], list[bool]]:
+    """Request twice with a patch; return the statuses, and whether the loop's thread tokenized each source."""
+    import threading
+
+    from serving_ranks import served
+
+    from megatronapp_trainer.serve.rank_main import load
+    from megatronapp_trainer.serve.settings import configure, read_command
+
+    warnings.simplefilter("ignore")
+    command = read_command(["--load", f"{root}/ours", "--max-batch-size", "2"])
+    config = configure(command)
+    gang = load(command, config)
+    action = {"type": "patch", "source": {"prompt": "a text"}}
+    recipe = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": action, "positions": [{"end": 1}]}]}
+    threads: list[bool] = []
+
+    async def answers() -> list[int]:
+        async with served(gang, command, config) as client:
+            perturbation = gang.stage.perturbation
+            encode, loop = perturbation.encode, threading.get_ident()
+            assert encode is not None
+
+            def counted(text: str) -> Any:
+                threads.append(threading.get_ident() == loop)
+                return encode(text)
+
+            perturbation.encode = counted
+            body = {"prompt": "hello", "max_tokens": 1, "perturbation": recipe}
+            return [(await client.post("/v1/completions", json=body)).status_code for _ in range(2)]
+
+    return asyncio.run(answers()), threads

@@ -56,7 +56,7 @@ async def start(scope: ScopeOf, request: ComparisonRequest, who: Who) -> schemas
 @router.get("/comparisons", operation_id="listComparisons")
 async def listed(scope: ScopeOf) -> list[schemas_comparison.ComparisonSummary]:
     """List the stored comparisons, newest first."""
-    found = map(comparison_answers.comparison_summary, scope.comparisons.newest_first())
+    found = map(comparison_answers.comparison_summary, await scope.comparisons.newest_first())
     return [schemas_comparison.ComparisonSummary.model_validate(summary) for summary in found]
 
 
@@ -66,7 +66,7 @@ async def shown(*, scope: ScopeOf, comparison: BranchId, heads: bool = False, fo
 
     `heads`: with the change of each head, as JSON. `format=csv`: one line for each token.
     """
-    frame = scope.comparisons.get(comparison)
+    frame = await scope.comparisons.get(comparison)
 
     def render() -> bytes:
         if form == "csv":
@@ -105,14 +105,14 @@ async def start_sweep(scope: ScopeOf, request: SweepRequest, who: Who) -> schema
 @router.get("/sweeps", operation_id="listSweeps")
 async def listed_sweeps(scope: ScopeOf) -> list[schemas_comparison.SweepSummary]:
     """List the stored sweeps, newest first."""
-    found = map(sweep_answers.sweep_summary, scope.sweeps.newest_first())
+    found = map(sweep_answers.sweep_summary, await scope.sweeps.newest_first())
     return [schemas_comparison.SweepSummary.model_validate(summary) for summary in found]
 
 
 @router.get("/sweeps/{sweep}", operation_id="getSweep", response_class=Response, responses=SWEEP)
 async def shown_sweep(*, scope: ScopeOf, sweep: BranchId, form: TextFormat = "json") -> Any:  # noqa: ANN401
     """Return a sweep so far. Ask again while its state is queued or running. `format=csv`: the matrix."""
-    frame = scope.sweeps.get(sweep)
+    frame = await scope.sweeps.get(sweep)
 
     def render() -> bytes:
         if form == "csv":

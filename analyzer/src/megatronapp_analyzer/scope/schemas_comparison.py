@@ -113,5 +113,5 @@ class Sweep(SweepSummary):
     """Text of each of them; null without a tokenizer."""
     values: list[list[float | None]]
     """Metric, by layer, then strength or position; null: not yet known, or no divergence."""
-    digests: list[list[str]]
-    """Recipe of each cell."""
+    digests: list[list[str | None]]
+    """Recipe of each cell; null: not begun yet."""

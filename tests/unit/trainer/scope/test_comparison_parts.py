@@ -1,6 +1,8 @@
 """Divergence from parts of a vocabulary, the order of branches, and the cells of a sweep. Pure."""
 
+import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,20 +11,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.scope.comparison_requests import SweepRequest
+from megatronapp_common.scope.comparison_requests import ComparisonRequest, SweepRequest
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, parse_recipe
 from megatronapp_common.scope.protocol_requests import SamplingSettings
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.hooks.forward_observer import ComparedRow
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.scheduler import Scheduler, Sequence
 from megatronapp_trainer.scope.comparison.comparison_service import BranchText
 from megatronapp_trainer.scope.comparison.row_results import RowResult
 from megatronapp_trainer.scope.comparison.shard_divergence import Divergence, merged, shard_part
-from megatronapp_trainer.serve.scope.sweep_cells import cell_recipes, cell_value
+from megatronapp_trainer.serve.perturbation.named_recipes import ServedPerturbations
+from megatronapp_trainer.serve.scope import comparisons, sweeps
+from megatronapp_trainer.serve.scope.comparisons import ComparisonStore
+from megatronapp_trainer.serve.scope.sweep_cells import SweepCells, cell_value
+from megatronapp_trainer.serve.scope.sweeps import SweepStore
 
 pytestmark = pytest.mark.torch
 LOGIT = st.floats(-30, 30, width=32)
-NOISE = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 1.0}}
+NOISE: dict[str, Any] = {"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 1.0}}
 RECIPE = parse_recipe({"perturbations": [NOISE]})
 
 
@@ -124,17 +131,89 @@ def sweep(**fields: Any) -> SweepRequest:
 
 
 def test_cells_are_recipes_of_layers_and_strengths_or_positions() -> None:
-    found = [[cell.perturbations[0] for cell in line] for line in cell_recipes(sweep())]
-    assert [[(cell.layers, cell.action.coefficient) for cell in line] for line in found] == [
-        [((0,), 0.0), ((0,), 2.5)],
-        [((2,), 0.0), ((2,), 2.5)],
+    cells = SweepCells(sweep(seed=5))
+    assert [cells.recipe(number).digest for number in range(len(cells))] == [
+        parse_recipe(
+            {
+                "seed": 5,
+                "perturbations": [NOISE | {"layers": [layer], "action": NOISE["action"] | {"coefficient": value}}],
+            }
+        ).digest
+        for layer in (0, 2)
+        for value in (0.0, 2.5)
     ]
+    assert cells.matrix({0: "a", 3: "d"}) == [["a", None], [None, "d"]]
     zero = NOISE | {"action": {"type": "zero"}}
-    traced = cell_recipes(sweep(template=zero, axes={"layers": [1], "positions": [3]}))[0][0].perturbations[0]
+    traced = SweepCells(sweep(template=zero, axes={"layers": [1], "positions": [3]})).recipe(0).perturbations[0]
     assert traced.positions is not None
     assert (traced.positions[0].first, traced.positions[0].end) == (3, 4)
-    with pytest.raises(RecipeError, match="zero has no strength"):
-        cell_recipes(sweep(template=zero))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"template": NOISE | {"action": {"type": "zero"}}}, "template.action.type: zero has no strength"),
+        (
+            {
+                "template": {
+                    "kind": "storage",
+                    "parameter": "mlp.linear_fc1",
+                    "action": {"type": "bitFlip", "bits": "sign", "rate": 0.5},
+                },
+                "axes": {"layers": [0], "strengths": [0.5, 2]},
+            },
+            "perturbations.0.action.rate: must be 1 or less",
+        ),
+        (
+            {
+                "template": {"kind": "storage", "parameter": "mlp.linear_fc1", "action": {"type": "zero"}},
+                "axes": {"layers": [0], "positions": [1]},
+            },
+            "perturbations.0: positions means nothing for storage",
+        ),
+    ],
+)
+def test_a_value_that_the_template_cannot_have_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        [*map(SweepCells(body := sweep(**fields)).recipe, SweepCells(body).edges)]
+
+
+def test_cells_do_not_copy_a_large_template() -> None:
+    body = sweep(
+        template=NOISE | {"action": {"type": "mean", "values": [0.5] * 1000}},
+        axes={"layers": [0, 1], "positions": [0, 1]},
+    )
+    cells = SweepCells(body)
+    for number in range(len(cells)):
+        assert cells.recipe(number).perturbations[0].action.values is body.template.action.values
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("store_type", "most"), [(ComparisonStore, comparisons.MAX_OPEN), (SweepStore, sweeps.MAX_OPEN)]
+)
+async def test_simultaneous_requests_do_not_pass_the_limit(store_type: Any, most: int) -> None:
+    shard = SimpleNamespace(num_layers=1, num_heads=1)
+    service = SimpleNamespace(shard=shard, check=nothing, begin=nothing, end=nothing)
+    broker = SimpleNamespace(
+        submit=lambda requests: SimpleNamespace(ids=[mine.id for mine in requests], get=asyncio.Event().wait)
+    )
+    model = SimpleNamespace(
+        check_tokens=nothing, perturbations=ServedPerturbations(), ids_of=lambda _: (1,), vocab_size=9, tokenizer=None
+    )
+    store = store_type(service, broker)
+    body = sweep() if store_type is SweepStore else ComparisonRequest(prompt="a", perturbation=RECIPE)
+    found = await asyncio.gather(*(store.start(body, model) for _ in range(most + 2)), return_exceptions=True)
+    assert [str(error) for error in found if isinstance(error, HttpError)] == [
+        f"{most} {'sweeps' if store_type is SweepStore else 'comparisons'} are open already"
+    ] * 2
+    for task in store._tasks:
+        task.cancel()
+    await asyncio.gather(*store._tasks, return_exceptions=True)
+
+
+def nothing(*_arguments: object) -> None:
+    """Do nothing, in place of a method that the test does not need."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Sources of patches in the engine: texts that are read before the first step of a recipe that takes values of them."""
 
+import collections
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
@@ -9,6 +11,8 @@ from megatronapp_trainer.perturbation.patches import patched_positions
 PREFIX = "patch:"
 Encode = Callable[[str], Sequence[int]]
 """Function that returns the tokens of a prompt."""
+MAX_CACHED_TOKENS = 1 << 20
+"""Tokens of sources that a `SourceCache` stores, besides those of the newest recipe."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,33 @@ def source_tokens(recipe: Recipe, encode: Encode | None) -> dict[int, tuple[int,
         else:
             found[place] = source.tokens or ()
     return found
+
+
+class SourceCache:
+    """Tokens of the sources of the recipes that were used last: each text is tokenized once. From any thread."""
+
+    def __init__(self) -> None:
+        self._tokens: collections.OrderedDict[str, dict[int, tuple[int, ...]]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, recipe: Recipe, read: Callable[[], dict[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
+        """Return the tokens of a recipe's sources, from `read` if they are not stored. Its errors are not stored."""
+        if all(perturbation.action.source is None for perturbation in recipe.perturbations):
+            return {}
+        with self._lock:
+            found = self._tokens.get(recipe.digest)
+        if found is None:
+            found = read()  # without the lock, as it may take seconds
+        with self._lock:
+            self._tokens[recipe.digest] = found
+            self._tokens.move_to_end(recipe.digest)
+            while len(self._tokens) > 1 and sum(map(_count, self._tokens.values())) > MAX_CACHED_TOKENS:
+                self._tokens.popitem(last=False)
+        return found
+
+
+def _count(sources: Mapping[int, Sequence[int]]) -> int:
+    return sum(map(len, sources.values()))
 
 
 def check_source(place: int, tokens: Sequence[int], *, capacity: int, vocabulary: int) -> None:

@@ -193,6 +193,7 @@ class HttpFrontend:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
         if model.tokenizer is not None:
             gang.stage.perturbation.encode = model.ids_of
+        model = with_sources(model, gang)
         check_recipes(gang, model)
         engine.warm_up()
         self._open(engine, model, open_capture)
@@ -251,6 +252,12 @@ class HttpFrontend:
                 iteration=statistics.prompts,
                 tokensPerSecond=statistics.tokens_per_second(),
             )
+
+
+def with_sources(model: "ServedModel", gang: "WorkerGroup") -> "ServedModel":
+    """Return the model with recipes whose sources are tokenized for the engine in the threads of requests."""
+    perturbations = dataclasses.replace(model.perturbations, prepare=gang.stage.perturbation.sources)
+    return dataclasses.replace(model, perturbations=perturbations)
 
 
 def check_recipes(gang: "WorkerGroup", model: "ServedModel") -> None:

@@ -1,4 +1,8 @@
-"""Comparisons and sweeps of the hub: started on rank 0, followed until they end, the newest ones stored."""
+"""Comparisons and sweeps of the hub: started on rank 0, followed until they end, the newest ones stored.
+
+Rank 0 may have some that the hub does not know: after a restart of the hub, or where its answer was late. They are
+adopted when a page lists them or requests them by name.
+"""
 
 import asyncio
 import contextlib
@@ -13,6 +17,8 @@ from megatronapp_common.web.problems import HttpError
 MAX_STORED = 16
 """Comparisons, and sweeps, that are stored; beyond, the oldest one that has ended is removed first."""
 POLL_S = 0.3
+REFRESH_S = 2.0
+"""Seconds for which a list of rank 0 is used."""
 LOST_S = 60.0
 """Seconds without an answer of rank 0 after which what it computes is lost."""
 OPEN = frozenset({"queued", "running"})
@@ -29,6 +35,9 @@ class BranchStore:
         self._probe_client = probe_client
         self._frames: dict[str, Frame] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._refreshing = asyncio.Lock()
+        self._refreshed: float | None = None
+        """Time of the last list of rank 0."""
 
     async def start(self, body: Mapping[str, Any], who: str) -> str:
         """Start one on rank 0; return its name. Raises HttpError."""
@@ -37,44 +46,68 @@ class BranchStore:
             raise HttpError(503, "model-failed", f"the model named no {self._singular}", "See the log of rank 0.")
         self._probe_client.actions.note(who, f"started {self._singular} {name[:64]}")
         try:
-            self._frames[name] = await self._probe_client.serving.branches(self._kind, name)
+            await self._adopt(name)
         except HttpError:
-            with contextlib.suppress(HttpError):  # nobody could cancel one that the hub does not know
+            with contextlib.suppress(HttpError):  # the caller does not get its name
                 await self._probe_client.serving.cancel_branches(self._kind, name)
             raise
-        ended = [known for known, frame in self._frames.items() if frame.header["state"] not in OPEN]
-        for known in ended[: max(0, len(self._frames) - MAX_STORED)]:
-            del self._frames[known]
-        self._tasks = {known: task for known, task in self._tasks.items() if not task.done()}
-        self._tasks[name] = asyncio.create_task(self._follow(name))
         return name
 
     async def cancel(self, name: str, who: str) -> None:
-        """Cancel one on rank 0; one that has ended is unchanged. Raises HttpError.
-
-        Rank 0 may know one that this hub does not, as after a restart of the hub.
-        """
-        is_unknown = name not in self._frames and _NAME.fullmatch(name) is not None
-        if is_unknown or self.get(name).header["state"] in OPEN:
+        """Cancel one on rank 0; one that has ended is unchanged. Raises HttpError."""
+        if (await self.get(name)).header["state"] in OPEN:
             await self._probe_client.serving.cancel_branches(self._kind, name)
             self._probe_client.actions.note(who, f"cancelled {self._singular} {name}")
 
-    def get(self, name: str) -> Frame:
+    async def get(self, name: str) -> Frame:
         """Return the newest frame of one. Raises HttpError 404."""
+        if name not in self._frames and self._probe_client.client is not None and _NAME.fullmatch(name) is not None:
+            with contextlib.suppress(HttpError):
+                await self._adopt(name)
         if name not in self._frames:
             hint = f"Take one that GET /api/v1/scope/{self._kind} lists."
             raise HttpError(404, f"no-such-{self._singular}", f"there is no {self._singular} {name[:64]!r}", hint)
         return self._frames[name]
 
-    def newest_first(self) -> list[Frame]:
-        """Return the newest frame of each, newest first."""
-        return list(reversed(self._frames.values()))
+    async def newest_first(self) -> list[Frame]:
+        """Return the newest frame of each, newest first, those included that rank 0 alone knew so far."""
+        if self._probe_client.client is not None:
+            async with self._refreshing:
+                await self._refresh()
+        return sorted(reversed(self._frames.values()), key=_started_at, reverse=True)
 
     async def close(self) -> None:
         """Follow none any more."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _refresh(self) -> None:
+        """Adopt those that rank 0 lists, as far as it answers."""
+        now = asyncio.get_running_loop().time()
+        if self._refreshed is not None and now - self._refreshed < REFRESH_S:
+            return
+        self._refreshed = now
+        with contextlib.suppress(HttpError):
+            listed = await self._probe_client.serving.list_branches(self._kind)
+            names = [name for name in listed[:MAX_STORED] if _NAME.fullmatch(name) is not None]
+            for name in reversed(names):  # those that have ended are removed in the order in which they are stored
+                if name not in self._frames:
+                    await self._adopt(name)
+
+    async def _adopt(self, name: str) -> None:
+        """Store one of rank 0, and follow it until it ends. Raises HttpError."""
+        frame = await self._probe_client.serving.branches(self._kind, name)
+        if name in self._frames:
+            return
+        self._frames[name] = frame
+        oldest_first = sorted(self._frames, key=lambda known: _started_at(self._frames[known]))
+        ended = [known for known in oldest_first if self._frames[known].header["state"] not in OPEN]
+        for known in ended[: max(0, len(self._frames) - MAX_STORED)]:
+            del self._frames[known]
+        self._tasks = {known: task for known, task in self._tasks.items() if not task.done()}
+        if name in self._frames and frame.header["state"] in OPEN:
+            self._tasks[name] = asyncio.create_task(self._follow(name))
 
     async def _follow(self, name: str) -> None:
         loop = asyncio.get_running_loop()
@@ -96,3 +129,7 @@ class BranchStore:
         frame = self._frames[name]
         with contextlib.suppress(KeyError):
             self._frames[name] = Frame(frame.type, {**frame.header, "state": "failed", "error": error}, frame.body)
+
+
+def _started_at(frame: Frame) -> str:
+    return str(frame.header.get("startedAt", ""))

@@ -13,6 +13,9 @@ from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeReque
 from megatronapp_common.web.problems import HttpError
 
 TIMEOUT_S = 10.0
+START_TIMEOUT_S = 25.0
+"""Limit of the start of a comparison or a sweep, whose recipes are tokenized and checked before the answer; below the
+30 s after which a gateway gives up."""
 SCORES_TIMEOUT_S = 300.0
 """Scores wait for all prompts in the queue, and reading a long text takes a while."""
 PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
@@ -86,7 +89,15 @@ class Rank0Client:
 
     async def start_branches(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Start a comparison or a sweep (`kind`: the last part of the path); the answer has its name."""
-        return await self._request("POST", f"/scope/v1/{kind}", json.dumps(body).encode())
+        data = json.dumps(body).encode()
+        return await self._request("POST", f"/scope/v1/{kind}", data, timeout_s=START_TIMEOUT_S)
+
+    async def list_branches(self, kind: str) -> list[str]:
+        """Return the names of the comparisons or sweeps that rank 0 stores, newest first."""
+        found = _json(await self._send("GET", f"/scope/v1/{kind}"))
+        if not isinstance(found, list) or not all(isinstance(listed, dict) for listed in found):
+            raise _failed(f"the model sent no list of {kind}")
+        return [str(listed.get(kind.removesuffix("s"))) for listed in found]
 
     async def branches(self, kind: str, name: str) -> Frame:
         """Return a comparison or a sweep so far, as a frame SCOPE_ANALYSIS."""
@@ -108,9 +119,15 @@ class Rank0Client:
         await self._request("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
 
     async def _request(
-        self, method: str, path: str, body: bytes | None = None, *, kind: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
-        answer = await self._send(method, path, body, kind=kind)
+        answer = await self._send(method, path, body, kind=kind, timeout_s=timeout_s)
         found = _json(answer) if answer.content else {}
         if not isinstance(found, dict):
             raise _failed(f"the model answered with {answer.status_code} and no JSON object")

@@ -11,6 +11,7 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.inference.model.kv_cache import free_bytes
 from megatronapp_trainer.inference.patch_sources import (
     Encode,
+    SourceCache,
     check_source,
     lengths_of,
     source_of_name,
@@ -53,6 +54,7 @@ class StepPerturbation:
         self._capacity_tokens = capacity
         self.encode: Encode | None = None
         """Tokenizer of the sources of patches, on rank 0; None: sources are given as tokens."""
+        self._sources = SourceCache()
         self._step_tokens = step_tokens
         self._less_free = 0
         """Bytes by which the rank with the least free memory has less than this one."""
@@ -78,8 +80,11 @@ class StepPerturbation:
     def sources(self, recipe: Recipe) -> dict[int, tuple[int, ...]]:
         """Return the tokens of the sources of patches, by index of the perturbation; on rank 0, from any thread.
 
-        Raises RecipeError for one that cannot be read.
+        Texts are tokenized by the first call for a recipe. Raises RecipeError for one that cannot be read.
         """
+        return self._sources.get(recipe, lambda: self._read_sources(recipe))
+
+    def _read_sources(self, recipe: Recipe) -> dict[int, tuple[int, ...]]:
         found = source_tokens(recipe, self.encode)
         for place, tokens in found.items():
             check_source(place, tokens, capacity=self._capacity_tokens, vocabulary=self._shard.vocabulary)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from megatronapp_common.field_errors import describe
-from megatronapp_common.scope.perturbation.recipe import MAX_NAMED, NONE, NamedRecipe, Recipe
+from megatronapp_common.scope.perturbation.recipe import MAX_NAMED, NONE, NamedRecipe, Recipe, RecipeError
 from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.inference.errors import RequestError
 
 FLAG = "--scope-perturbations"
 _NAMED = TypeAdapter(Annotated[tuple[NamedRecipe, ...], Field(max_length=MAX_NAMED)])
@@ -28,11 +29,17 @@ def applied(recipe: Recipe | None) -> AppliedPerturbation | None:
     return None if recipe is None else AppliedPerturbation(digest=recipe.digest)
 
 
+def _unprepared(_recipe: Recipe) -> None:
+    """Do nothing: no engine needs to know recipes before their requests."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServedPerturbations:
     """The recipes that requests can name."""
 
     recipes: Sequence[NamedRecipe] = ()
+    prepare: Callable[[Recipe], object] = _unprepared
+    """Tokenizes the sources of a recipe's patches for the engine; raises RecipeError."""
 
     @property
     def active(self) -> Recipe | None:
@@ -46,12 +53,26 @@ class ServedPerturbations:
     def choose(self, given: Recipe | str | None) -> Recipe | None:
         """Return the recipe of a request: its own, one by name or digest, the active one, or None for `none`.
 
-        Raises HttpError for an unknown name. The digest is computed here, which can take long: call it in a thread.
+        Raises HttpError for an unknown name, RequestError for a source of a patch that cannot be read. Digest and
+        tokens of sources are computed here, which can take long: call it in a thread.
         """
+        chosen = self._chosen(given)
+        if chosen is not None:
+            self.prepared(chosen)
+        return chosen
+
+    def prepared(self, recipe: Recipe) -> None:
+        """Compute digest and tokens of a recipe, so that submitting it is quick. Raises RequestError."""
+        _ = recipe.digest
+        try:
+            self.prepare(recipe)
+        except RecipeError as error:
+            raise RequestError("perturbation", str(error)) from error
+
+    def _chosen(self, given: Recipe | str | None) -> Recipe | None:
         if given is None:
             return self.active
         if isinstance(given, Recipe):
-            _ = given.digest
             return given
         if given == NONE:
             return None

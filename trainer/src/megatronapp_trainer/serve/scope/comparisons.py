@@ -22,6 +22,8 @@ from megatronapp_trainer.serve.problems import http_error
 from megatronapp_trainer.serve.request_broker import QueueEvent, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope.branch_record import ComparisonRecord
 from megatronapp_trainer.serve.scope.capture_controller import refused
+from megatronapp_trainer.serve.scope.open_limit import OpenLimit
+from megatronapp_trainer.serve.scope.schemas import ListedComparison
 from megatronapp_trainer.serve.served_model import ServedModel, new_seed
 
 MAX_OPEN = 4
@@ -53,6 +55,7 @@ class ComparisonStore:
         self._broker = broker
         self._found: dict[str, OpenComparison] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._limit = OpenLimit(MAX_OPEN, "comparisons")
 
     async def start(self, body: ComparisonRequest, model: ServedModel) -> str:
         """Begin a comparison; return its name.
@@ -61,29 +64,27 @@ class ComparisonStore:
         """
         model.check_tokens(body.tokens, "tokens")
         self._check_size(body)
-        if len(self._tasks) >= MAX_OPEN:
-            raise HttpError(
-                429, "queue-full", f"{MAX_OPEN} comparisons are open already", hint="Cancel one, or try again later."
-            )
+        with self._limit.reserved(len(self._tasks)):
+            text, recipes, record = await anyio.to_thread.run_sync(self._prepare, body, model)
+            self._start(body, text, recipes, record)
+        return text.name
+
+    def _prepare(
+        self, body: ComparisonRequest, model: ServedModel
+    ) -> tuple[BranchText, list[Recipe | None], ComparisonRecord]:
+        """Tokenize and check, in a thread: of large recipes it takes seconds. Raises HttpError, RequestError."""
         recipes = [model.perturbations.choose(chosen) for chosen in (body.baseline, body.perturbation)]
-        ids = await anyio.to_thread.run_sync(model.ids_of, body.prompt)
+        for field, recipe in zip(("baseline", "perturbation"), recipes, strict=True):
+            with refused(field):
+                self._service.check(recipe)
         text = BranchText(
             name=secrets.token_hex(6),
-            ids=ids,
+            ids=model.ids_of(body.prompt),
             tokens=body.tokens,
             sampling=body.sampling,
             seed=new_seed(body.sampling.seed),
             top=min(body.top, model.vocab_size),
         )
-        self._start(body, text, recipes, model)
-        return text.name
-
-    def _start(
-        self, body: ComparisonRequest, text: BranchText, recipes: Sequence[Recipe | None], model: ServedModel
-    ) -> None:
-        for field, recipe in zip(("baseline", "perturbation"), recipes, strict=True):
-            with refused(field):
-                self._service.check(recipe)
         record = ComparisonRecord(
             text.name,
             body,
@@ -93,6 +94,11 @@ class ComparisonStore:
             started_at=now(),
             text_of=None if model.tokenizer is None else model.text_of,
         )
+        return text, recipes, record
+
+    def _start(
+        self, body: ComparisonRequest, text: BranchText, recipes: Sequence[Recipe | None], record: ComparisonRecord
+    ) -> None:
         requests = [
             text.request(number, recipe, is_forced=number > 0 and body.mode == "teacher-forced")
             for number, recipe in enumerate(recipes)
@@ -117,6 +123,11 @@ class ComparisonStore:
         task = asyncio.create_task(self._follow(found))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def listed(self) -> list[ListedComparison]:
+        """Return name and state of each, newest first."""
+        found = ((known.record.name, known.record.state) for known in reversed(self._found.values()))
+        return [ListedComparison(comparison=name, state=state) for name, state in found]
 
     async def frame(self, name: str) -> bytes:
         """Return a comparison so far as an encoded frame SCOPE_ANALYSIS. Raises HttpError."""

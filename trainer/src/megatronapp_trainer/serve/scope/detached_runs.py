@@ -275,11 +275,13 @@ class RunStore:
         self._announce(record.header())
         return record
 
-    def probe(self, body: ProbeRequest) -> str:
+    async def probe(self, body: ProbeRequest, model: ServedModel) -> str:
         """Read known tokens once more; returns the probe's id. Waiting prompts have precedence.
 
         Raises HttpError, and as `RequestBroker.submit` does.
         """
+        self._needed()
+        await _prepare(body.perturbation, model)
         probe, requests = self._needed().probe(body)
         requests = [dataclasses.replace(request, is_background=True) for request in requests]
         self._follow(_drain(self._submit(requests)))
@@ -294,7 +296,7 @@ class RunStore:
         from megatronapp_trainer.scope.coordinator import perturbed_fields
         from megatronapp_trainer.scope.scores import scores_frame
 
-        await _compute_digest(body.perturbation)
+        await _prepare(body.perturbation, model)
         request = GenerationRequest(
             id=f"{self.new_id()}-0",
             prompt=body.ids,
@@ -319,7 +321,7 @@ class RunStore:
         from megatronapp_trainer.serve.scope.capture_controller import refused
 
         if isinstance(body, LensRequest):
-            await _compute_digest(body.perturbation)
+            await _prepare(body.perturbation, model)
         analyses = self.analyses
         with refused("analysis"):
             name, request = analyses.begin(body)
@@ -380,10 +382,13 @@ class RunStore:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _compute_digest(perturbation: PerturbedTexts | None) -> None:
-    """Compute the digest of a recipe in a thread: of a large one it takes long."""
+async def _prepare(perturbation: PerturbedTexts | None, model: ServedModel) -> None:
+    """Compute the digest of a recipe and the tokens of its sources in a thread: of a large one it takes long.
+
+    Raises RequestError.
+    """
     if perturbation is not None:
-        await anyio.to_thread.run_sync(lambda: perturbation.recipe.digest)
+        await anyio.to_thread.run_sync(model.perturbations.prepared, perturbation.recipe)
 
 
 async def _readings(ticket: RequestHandle) -> list[PromptEvent]:

@@ -8,7 +8,7 @@ from megatronapp_common.scope.comparison_requests import ComparisonRequest, Swee
 from megatronapp_trainer.serve.dependencies import ModelOf
 from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
 from megatronapp_trainer.serve.scope.routes_scope import SCORES, RunsOf
-from megatronapp_trainer.serve.scope.schemas import ComparisonStarted, SweepStarted
+from megatronapp_trainer.serve.scope.schemas import ComparisonStarted, ListedComparison, ListedSweep, SweepStarted
 
 router = APIRouter(prefix="/scope/v1")
 ComparisonId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex digits")]
@@ -18,6 +18,12 @@ ComparisonId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex
 async def start(body: ComparisonRequest, model: ModelOf, runs: RunsOf) -> ComparisonStarted:
     """Generate two branches from a prompt, step by step, and compare them."""
     return ComparisonStarted(comparison=await runs.needed_comparisons().start(body, model))
+
+
+@router.get("/comparisons", responses=ANSWERS)
+async def listed(runs: RunsOf) -> list[ListedComparison]:
+    """List the stored comparisons, newest first."""
+    return runs.needed_comparisons().listed()
 
 
 @router.get("/comparisons/{comparison}", response_class=Response, responses={**ANSWERS, 200: SCORES})
@@ -36,6 +42,12 @@ async def cancel(comparison: ComparisonId, runs: RunsOf) -> None:
 async def start_sweep(body: SweepRequest, model: ModelOf, runs: RunsOf) -> SweepStarted:
     """Compare each cell of a matrix of perturbations with one reference."""
     return SweepStarted(sweep=await runs.needed_sweeps().start(body, model))
+
+
+@router.get("/sweeps", responses=ANSWERS)
+async def listed_sweeps(runs: RunsOf) -> list[ListedSweep]:
+    """List the stored sweeps, newest first."""
+    return runs.needed_sweeps().listed()
 
 
 @router.get("/sweeps/{sweep}", response_class=Response, responses={**ANSWERS, 200: SCORES})

@@ -89,7 +89,7 @@ async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> RunStatus:
 @router.post("/probes", responses=ANSWERS)
 async def probe(body: ProbeRequest, model: ModelOf, runs: RunsOf) -> ProbeStarted:
     """Read known tokens once more, for exact numbers; the results are sent to the hub as PART frames."""
-    return ProbeStarted(probe=runs.probe(body))
+    return ProbeStarted(probe=await runs.probe(body, model))
 
 
 @router.post("/scores", response_class=Response, responses={**ANSWERS, 200: SCORES})

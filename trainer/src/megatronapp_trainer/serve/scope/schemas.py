@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from megatronapp_common.scope.comparison_requests import BranchState
 from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
 
 
@@ -26,6 +27,18 @@ class SweepStarted(BaseModel):
     """A sweep that waits for its turn."""
 
     sweep: str
+
+
+class ListedComparison(ComparisonStarted):
+    """A comparison in the list of all."""
+
+    state: BranchState
+
+
+class ListedSweep(SweepStarted):
+    """A sweep in the list of all."""
+
+    state: BranchState
 
 
 class RunDetail(RunStatus):

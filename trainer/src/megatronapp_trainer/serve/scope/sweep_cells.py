@@ -1,36 +1,87 @@
 """Cells of a sweep: the recipe of each, and its value from the rows of its branch. Pure."""
 
-import json
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
+from pydantic import ValidationError
+
+from megatronapp_common.field_errors import describe
 from megatronapp_common.scope.comparison_requests import SweepMetric, SweepRequest
-from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, parse_recipe
+from megatronapp_common.scope.perturbation.recipe import (
+    Action,
+    Perturbation,
+    PositionRange,
+    Recipe,
+    RecipeError,
+)
 from megatronapp_trainer.scope.comparison.row_results import RowResult
 
-
-def cell_recipes(body: SweepRequest) -> list[list[Recipe]]:
-    """Return the recipe of each cell, by layer, then strength or position. Raises RecipeError with the place."""
-    template = json.loads(body.template.model_dump_json(by_alias=True, exclude_unset=True))
-    if body.axes.strengths is not None and not {"coefficient", "rate"} & set(template["action"]):
-        kind = template["action"]["type"]
-        raise RecipeError(f"template.action.type: {kind} has no strength; write gaussian, uniform or bitFlip")
-    return [
-        [
-            parse_recipe({"seed": body.seed, "perturbations": [{**_with(body, template, value), "layers": [layer]}]})
-            for value in body.axes.strengths or body.axes.positions or ()
-        ]
-        for layer in body.axes.layers
-    ]
+Value = TypeVar("Value")
 
 
-def _with(body: SweepRequest, template: Mapping[str, Any], value: float) -> dict[str, Any]:
-    """Return the template with a strength, or at a position."""
-    if body.axes.strengths is None:
-        return {**template, "positions": [{"first": int(value), "end": int(value) + 1}]}
-    name = "rate" if "rate" in template["action"] else "coefficient"
-    return {**template, "action": {**template["action"], name: value}}
+class SweepCells:
+    """Recipes of the cells of a sweep, made when they are needed; what they have in common is stored once.
+
+    Cells are numbered from 0, layer by layer.
+    """
+
+    def __init__(self, body: SweepRequest) -> None:
+        """Check the template. Raises RecipeError with the place."""
+        self._body = body
+        self._values: Sequence[float] = body.axes.strengths or body.axes.positions or ()
+        action = body.template.action
+        if body.axes.strengths is not None and action.coefficient is None and action.rate is None:
+            message = f"{action.type} has no strength; write gaussian, uniform or bitFlip"
+            raise RecipeError(f"template.action.type: {message}")
+
+    def __len__(self) -> int:
+        """Return the number of cells."""
+        return len(self._body.axes.layers) * len(self._values)
+
+    @property
+    def edges(self) -> list[int]:
+        """Return the cells that have each layer and each other value at least once."""
+        width = len(self._values)
+        return [*range(width), *range(width, len(self), width)]
+
+    def recipe(self, number: int) -> Recipe:
+        """Return the recipe of a cell. Raises RecipeError for a value that the template cannot have."""
+        line, place = divmod(number, len(self._values))
+        template = self._body.template
+        fields = {name: getattr(template, name) for name in template.model_fields_set}
+        fields["layers"] = (self._body.axes.layers[line],)
+        value = self._values[place]
+        if self._body.axes.strengths is None:
+            fields["positions"] = (PositionRange(first=int(value), end=int(value) + 1),)
+        else:
+            fields["action"] = _with_strength(template.action, value)
+        with _located("perturbations", 0):
+            return Recipe(seed=self._body.seed, perturbations=(Perturbation(**fields),))
+
+    def matrix(self, known: Mapping[int, Value]) -> list[list[Value | None]]:
+        """Return values by layer, then strength or position; None for a cell without one."""
+        values = list(map(known.get, range(len(self))))
+        width = len(self._values)
+        return [values[first : first + width] for first in range(0, len(self), width)]
+
+
+def _with_strength(action: Action, value: float) -> Action:
+    """Return an action with another coefficient or rate. Raises RecipeError."""
+    name = "coefficient" if action.rate is None else "rate"
+    with _located("perturbations", 0, "action"):
+        return Action(**{field: getattr(action, field) for field in action.model_fields_set} | {name: value})
+
+
+@contextlib.contextmanager
+def _located(*place: str | int) -> Iterator[None]:
+    """Turn errors of a model into those of the recipe. `place`: of the model in the recipe."""
+    try:
+        yield
+    except ValidationError as error:
+        errors = [{**found, "loc": (*place, *found["loc"])} for found in error.errors(include_url=False)]
+        raise RecipeError(describe(errors)) from error
 
 
 def cell_value(

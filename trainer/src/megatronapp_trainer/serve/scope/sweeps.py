@@ -24,7 +24,9 @@ from megatronapp_trainer.serve.problems import http_error
 from megatronapp_trainer.serve.request_broker import RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope.capture_controller import refused
 from megatronapp_trainer.serve.scope.comparisons import COLLECT_S, MAX_STORED, error_document, now
-from megatronapp_trainer.serve.scope.sweep_cells import cell_recipes, cell_value
+from megatronapp_trainer.serve.scope.open_limit import OpenLimit
+from megatronapp_trainer.serve.scope.schemas import ListedSweep
+from megatronapp_trainer.serve.scope.sweep_cells import SweepCells, cell_value
 from megatronapp_trainer.serve.served_model import ServedModel, new_seed
 
 MAX_OPEN = 2
@@ -43,7 +45,7 @@ class SweepRecord:
     name: str
     body: SweepRequest
     text: BranchText
-    recipes: list[list[Recipe]]
+    cells: SweepCells
     started_at: str
     model: ServedModel
     state: BranchState = "queued"
@@ -52,20 +54,17 @@ class SweepRecord:
     """Tokens of the reference."""
     values: dict[int, float | None] = dataclasses.field(default_factory=dict)
     """Value of each cell that has been compared, by its number from 0."""
+    digests: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Name of the recipe of each cell that has been begun."""
     ticket: RequestHandle | None = None
     is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.rows: asyncio.Queue[Sequence[RowResult]] = asyncio.Queue()
 
-    @property
-    def cells(self) -> list[Recipe]:
-        """Return the recipes of all cells, layer by layer."""
-        return [recipe for line in self.recipes for recipe in line]
-
     def frame(self) -> Frame:
         """Return the sweep so far as a frame SCOPE_ANALYSIS (docs/scope-protocol.md, section 6)."""
-        body, width = self.body, len(self.recipes[0])
+        body = self.body
         text_of = None if self.model.tokenizer is None else self.model.text_of
         header = {
             "kind": "sweep",
@@ -85,10 +84,8 @@ class SweepRecord:
             "token": self._token(),
             "ids": self.ids,
             "texts": None if text_of is None else list(map(text_of, self.ids)),
-            "values": [
-                [self.values.get(line * width + place) for place in range(width)] for line in range(len(self.recipes))
-            ],
-            "digests": [[recipe.digest for recipe in line] for line in self.recipes],
+            "values": self.cells.matrix(self.values),
+            "digests": self.cells.matrix(self.digests),
         }
         return build_frame(FrameType.SCOPE_ANALYSIS, header)
 
@@ -106,47 +103,48 @@ class SweepStore:
         self._broker = broker
         self._records: dict[str, SweepRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._limit = OpenLimit(MAX_OPEN, "sweeps")
 
     async def start(self, body: SweepRequest, model: ServedModel) -> str:
         """Begin a sweep; return its name. Raises HttpError."""
         model.check_tokens(body.tokens, "tokens")
-        if len(self._tasks) >= MAX_OPEN:
-            raise HttpError(
-                429, "queue-full", f"{MAX_OPEN} sweeps are open already", hint="Cancel one, or try again later."
-            )
         if body.token is not None and body.token >= model.vocab_size:
             reason = f"token: there is no token {body.token}; the vocabulary has {model.vocab_size}"
             raise HttpError(422, "invalid-request", reason, param="token")
+        with self._limit.reserved(len(self._tasks)):
+            record, reference = await anyio.to_thread.run_sync(self._prepare, body, model)
+            self._records[record.name] = record
+            over = [name for name, known in self._records.items() if known.state not in {"queued", "running"}]
+            for name in over[: max(0, len(self._records) - MAX_STORED)]:
+                del self._records[name]
+            task = asyncio.create_task(self._run(record, reference))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return record.name
+
+    def _prepare(self, body: SweepRequest, model: ServedModel) -> tuple[SweepRecord, GenerationRequest]:
+        """Tokenize and check, in a thread; return the record and the request of A. Raises HttpError, RequestError."""
         baseline = model.perturbations.choose(body.baseline)
-        ids = await anyio.to_thread.run_sync(model.ids_of, body.prompt)
+        with refused("baseline"):
+            self._service.check(baseline)
+        with refused("template"):
+            cells = SweepCells(body)
+            for number in cells.edges:
+                self._service.check(cells.recipe(number))
         text = BranchText(
             name=secrets.token_hex(6),
-            ids=ids,
+            ids=model.ids_of(body.prompt),
             tokens=body.tokens,
             sampling=body.sampling,
             seed=new_seed(body.sampling.seed),
             is_background=True,
         )
-        try:
-            text.request(0, baseline, is_pair=False)
-        except GenerationError as error:
-            raise http_error(error) from error
-        record = SweepRecord(
-            name=text.name,
-            body=body,
-            text=text,
-            recipes=await anyio.to_thread.run_sync(self._checked_recipes, body, baseline),
-            started_at=now(),
-            model=model,
-        )
-        self._records[text.name] = record
-        over = [name for name, known in self._records.items() if known.state not in {"queued", "running"}]
-        for name in over[: max(0, len(self._records) - MAX_STORED)]:
-            del self._records[name]
-        task = asyncio.create_task(self._run(record, baseline))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return text.name
+        record = SweepRecord(name=text.name, body=body, text=text, cells=cells, started_at=now(), model=model)
+        return record, text.request(0, baseline, is_pair=False)
+
+    def listed(self) -> list[ListedSweep]:
+        """Return name and state of each, newest first."""
+        return [ListedSweep(sweep=known.name, state=known.state) for known in reversed(self._records.values())]
 
     async def frame(self, name: str) -> bytes:
         """Return a sweep so far as an encoded frame SCOPE_ANALYSIS. Raises HttpError."""
@@ -166,16 +164,7 @@ class SweepStore:
             raise HttpError(404, "no-such-sweep", f"there is no sweep {name}", hint=hint)
         return self._records[name]
 
-    def _checked_recipes(self, body: SweepRequest, baseline: Recipe | None) -> list[list[Recipe]]:
-        with refused("baseline"):
-            self._service.check(baseline)
-        with refused("template"):
-            recipes = cell_recipes(body)
-            for recipe in [line[0] for line in recipes] + recipes[0]:
-                self._service.check(recipe)
-        return recipes
-
-    async def _run(self, record: SweepRecord, baseline: Recipe | None) -> None:
+    async def _run(self, record: SweepRecord, reference: GenerationRequest) -> None:
         loop = asyncio.get_running_loop()
 
         def sink(_number: int, rows: Sequence[RowResult]) -> None:
@@ -185,9 +174,9 @@ class SweepStore:
         self._service.begin(settings, sink)
         ended: BranchState = "failed"
         try:
-            record.ids = await self._generate(record, record.text.request(0, baseline, is_pair=False))
-            for number, recipe in enumerate(record.cells):
-                await self._compare(record, number, recipe)
+            record.ids = await self._generate(record, reference)
+            for number in range(len(record.cells)):
+                await self._compare(record, number, await anyio.to_thread.run_sync(_recipe_of, record, number))
             ended = "done"
         except CancelledSweepError:
             ended = "cancelled"
@@ -237,3 +226,10 @@ class SweepStore:
             except GenerationError as error:
                 raise http_error(error) from error
         raise CancelledSweepError
+
+
+def _recipe_of(record: SweepRecord, number: int) -> Recipe:
+    """Return the recipe of a cell, and store its digest: of a large one it takes long."""
+    recipe = record.cells.recipe(number)
+    record.digests[number] = recipe.digest
+    return recipe
