@@ -1149,6 +1149,11 @@ export interface components {
              */
             missing: number[];
             /**
+             * Perturbation
+             * @description Digest of the recipe that was in force in the step; null: none was.
+             */
+            perturbation: string | null;
+            /**
              * Step
              * @description Steps done with it.
              */
@@ -2612,6 +2617,11 @@ export interface components {
              * @description By text: mean log-probability of its tokens but the first; null: not computed.
              */
             meanLogprobs: (number | null)[];
+            /**
+             * Perturbation
+             * @description Digest of the recipe that was in force in the step before the texts; null: none was.
+             */
+            perturbation: string | null;
             /**
              * Step
              * @description Steps done.

@@ -24,34 +24,46 @@ def train(flags: str, captures: bool) -> dict[str, Any]:
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.training import progress
 
-    jobs: list[Any] = []
+    jobs = jobs_instead_of_frames() if captures else []
     recorder = EvaluationRecorder()
     progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
     if captures:
-        os.environ |= {"MEGATRONAPP_RUN_DIR": "/nowhere", "MEGATRONAPP_HUB_URL": "http://nowhere"}
-        from megatronapp_trainer.scope.statistics import setup
-
-        class Publisher:
-            def __init__(self, _path: object, _hello: Frame) -> None: ...
-
-            def start(self) -> None: ...
-
-            def post(self, job: Any) -> None:
-                jobs.append(job)
-
-            def close(self) -> None: ...
-
-        setup.FramePublisher = Publisher  # type: ignore[assignment, attr-defined]
         flags = f"--scope-capture-interval {CAPTURED} {flags}"
     measured = steps_that_tuners_measure()
     pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-    assert all(job.ready() for job in jobs)
-    frames = [encode(frame) for job in jobs for frame in job.build()]
+    frames = frames_of(jobs)
     if not captures:
         assert not any(name.startswith("megatronapp_trainer.scope") for name in sys.modules)
     return {"losses": recorder.losses, "norms": recorder.grad_norms, "frames": frames, "measured": len(measured)}
+
+
+def jobs_instead_of_frames() -> list[Any]:
+    """A list that grows with each job that ranks of this process would send to their agent."""
+    os.environ |= {"MEGATRONAPP_RUN_DIR": "/nowhere", "MEGATRONAPP_HUB_URL": "http://nowhere"}
+    from megatronapp_trainer.scope.statistics import setup
+
+    jobs: list[Any] = []
+
+    class Publisher:
+        def __init__(self, _path: object, _hello: Frame) -> None: ...
+
+        def start(self) -> None: ...
+
+        def post(self, job: Any) -> None:
+            jobs.append(job)
+
+        def close(self) -> None: ...
+
+    setup.FramePublisher = Publisher  # type: ignore[assignment, attr-defined]
+    return jobs
+
+
+def frames_of(jobs: list[Any]) -> list[bytes]:
+    """The frames of finished jobs, encoded."""
+    assert all(job.ready() for job in jobs)
+    return [encode(frame) for job in jobs for frame in job.build()]
 
 
 def steps_that_tuners_measure() -> list[Any]:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import torch
+from captured_training import frames_of, jobs_instead_of_frames
 from evaluated_training import EvaluationRecorder
 from perturbing_ranks import recipe
 
@@ -74,6 +75,7 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
     from megatronapp_trainer.training import loop, progress
 
     training_control.PAUSE_ROUND_S = 0.01
+    jobs = jobs_instead_of_frames() if "--scope-capture-interval" in flags else []
     page, recorder = ScriptedOrders(script), EvaluationRecorder()
     reports: list[dict[str, Any]] = []
     recorder.control = lambda report: reports.append(json.loads(json.dumps(report.to_json())))  # type: ignore[attr-defined]
@@ -114,6 +116,7 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
         "optimizer": optimizer_numbers(state.optimizer),
         "values": seen["reader"].values if site is not None else {},
         "place": seen["place"],
+        "frames": frames_of(jobs),
         "perturbed": [(entry.digest, entry.first_step, entry.last_step) for entry in state.perturbed],
     }
 

@@ -19,6 +19,9 @@ from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, stat
 ROWS = [SiteLayer("residual", 0), SiteLayer("mlp1", 0), SiteLayer("gradient", -1)]
 
 
+DIGEST = "00c0ffee0000"
+
+
 def frame(rank: int, ranks: int, step: int, values: dict[SiteLayer, list[float]], **header: Any) -> Frame:
     """Frame of a rank that has counted these values."""
     body = b"".join(of_values(np.array(own)).tobytes() for own in values.values())
@@ -103,7 +106,8 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     captures.store = CaptureStore(max_steps=8)
     take(captures, HELLO)
     for step in range(1, 11):
-        take(captures, frame(0, 1, step, {ROWS[0]: [float(step)]}))
+        perturbed = {"perturbation": DIGEST} if step == 10 else {}
+        take(captures, frame(0, 1, step, {ROWS[0]: [float(step)]}, **perturbed))
     take(captures, frame(0, 2, 12, {ROWS[0]: [1.0]}))
     take(captures, frame(0, 2, 12, {}, attempt="x"))
     assert (captures.store.every, captures.rejected) == (5, 1)
@@ -113,6 +117,8 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     again = TrainingCaptures(path, writable=False).store
     assert [(step.step, step.missing) for step in again.shown()][-2:] == [(10, []), (12, [1])]
     assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
+    view = captures_view(again, "residual", "rms", first=9, last=None, every=5)
+    assert [(step.step, step.perturbation) for step in view.steps] == [(9, None), (10, DIGEST), (12, None)]
 
 
 def test_the_ratio_of_an_update_is_that_of_norms() -> None:
@@ -167,6 +173,7 @@ WRONG: list[dict[str, Any]] = [
     {"rows": [["x", 0]]},
     {"rows": 7},
     {"ranks": None},
+    {"perturbation": "shift"},
 ]
 
 

@@ -40,15 +40,15 @@ def frames_of(step: int, **header: Any) -> list[Frame]:
 @pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "disk"])
 def test_results_of_all_ranks_are_shown_together(tmp_path: pathlib.Path, is_stored: bool) -> None:
     store = ProbeStore(tmp_path / "probes" if is_stored else None)
-    for sent in frames_of(10) + frames_of(20, attempt=1) + frames_of(20):
+    for sent in frames_of(10, perturbation="0" * 12) + frames_of(20, attempt=1) + frames_of(20):
         store.take(sent)
     stores = [store, ProbeStore(tmp_path / "probes", writable=False)] if is_stored else [store]
     for shown in stores:
         probes = views.probes_view(shown)
         assert (probes.texts[0].tokens, probes.texts[0].block, probes.layers, probes.heads) == (STRINGS, 1, [0], 2)
-        assert [(step.step, step.attempt, step.mean_logprobs) for step in probes.steps] == [
-            (10, 0, [-3]),
-            (20, 1, [-3]),
+        assert [(step.step, step.attempt, step.mean_logprobs, step.perturbation) for step in probes.steps] == [
+            (10, 0, [-3], "0" * 12),
+            (20, 1, [-3], None),
         ]
         result = views.result_view(shown, 10, 0)
         assert result is not None and (result.layers, result.norms) == ([-1], [[1, 2, 3]])

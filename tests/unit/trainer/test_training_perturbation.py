@@ -10,6 +10,8 @@ import torch
 from perturbed_training import perturb, train
 from perturbing_ranks import GAUSSIAN, calculation, noise_alone, storage
 
+from megatronapp_common.frames import FrameType, decode
+
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
 NONE = {"type": "gaussian", "coefficient": 0.0}
@@ -115,17 +117,25 @@ def shard_of(name: str, whole: torch.Tensor, like: torch.Tensor, rank: int) -> t
     return whole.chunk(2, 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0)[rank]
 
 
-def test_parameters_are_perturbed_for_a_step_or_for_good_and_undone(run_ranks: RunRanks) -> None:
-    noise = storage(FC1, {"type": "gaussian", "coefficient": 0.3})
+def test_parameters_are_perturbed_for_a_step_or_for_good_and_undone(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    noise = storage(EMBEDDING, {"type": "gaussian", "coefficient": 0.3})
     flags = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     undone = [(0, perturb(1, noise, target="master")), (0, {"number": 2, "kind": "undo"}), (1, perturb(3, noise))]
-    ranks, clean = (ranks_of(run_ranks, 2, flags, script) for script in (undone, []))
+    ranks = ranks_of(run_ranks, 2, f"{flags} {with_captures(tmp_path)}", undone)
+    clean = ranks_of(run_ranks, 2, f"{flags} --vocab-size 280", [])
     for rank, plain in zip(ranks, clean, strict=True):
         assert [rank["obeyed"][number] for number in (1, 2)] == [(0, None)] * 2
         assert rank["obeyed"][3] == (2, None)
         assert equal(rank["weights"][0], plain["weights"][0])
         ((digest, *steps),) = rank["perturbed"]
         assert steps == [3, 3]
+        marked = {1: None, 2: None, 3: digest, 4: None}
+        frames = [decode(data) for data in rank["frames"]]
+        kinds = {FrameType.TRAINING_STATISTICS, FrameType.TRAINING_PROBE} if rank["place"][1] == 0 else {frames[0].type}
+        assert {frame.type for frame in frames} == kinds
+        assert {(frame.header["step"], frame.header.get("perturbation")) for frame in frames} == set(marked.items())
     losses, undisturbed = reported(ranks, "losses"), reported(clean, "losses")
     assert losses[:2] == undisturbed[:2]
     assert abs(losses[2] - undisturbed[2]) > 0.01
@@ -135,6 +145,15 @@ def test_parameters_are_perturbed_for_a_step_or_for_good_and_undone(run_ranks: R
     assert report["perturbed"] == [
         {"digest": digest, "parameters": "model", "replica": None, "firstStep": 3, "lastStep": 3}
     ]
+
+
+def with_captures(folder: pathlib.Path) -> str:
+    """Flags that capture each step and run a probe text after it."""
+    from megatronapp_trainer.data import tokenizer
+
+    path = folder / "tokenizer.json"
+    tokenizer.train(["the sea"], 260).backend.save(str(path))
+    return f'--scope-capture-interval 1 --tokenizer-file {path} --vocab-size 280 --scope-probe-texts ["sea"]'
 
 
 @pytest.mark.full("the same hooks on one of two replicas")

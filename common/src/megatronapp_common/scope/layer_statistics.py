@@ -4,6 +4,7 @@ All fields merge by sum, except `largest` by maximum: over microbatches and slic
 Values that are NaN or infinite are counted, and are in no other field but `count`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ WEIGHT = "weight"
 UPDATE = "update"
 """Change of the weights of a layer by the step."""
 SITES = (*COMPUTED, GRADIENT, WEIGHT, UPDATE)
+
+PERTURBATION = "perturbation"
+"""Field of a frame's header with the digest of the recipe that was in force in the step; absent: none was."""
+_DIGEST = re.compile("[0-9a-f]{12}")
 
 Records = NDArray[Any]
 """Array of RECORD."""
@@ -93,6 +98,17 @@ def read_statistics(frame: Frame) -> tuple[list[SiteLayer], Records]:
     if any((records[name] < 0).any() for name in (*COUNTS, "histogram", "squares", "largest")):
         raise FrameError("statistics: a count, a sum of squares or a magnitude is negative")
     return found, records
+
+
+def perturbation_of(header: Mapping[str, Any]) -> str | None:
+    """Return the digest of the recipe that was in force in the step of a frame; None: none was.
+
+    Raises FrameError for a digest that no recipe has.
+    """
+    digest = header.get(PERTURBATION)
+    if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+        raise FrameError(f"{PERTURBATION} is {str(digest)[:40]!r}; it is a digest of 12 hex digits")
+    return digest
 
 
 def _row(row: object) -> SiteLayer:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
-from megatronapp_common.scope.layer_statistics import MAX_LAYER, NO_LAYER
+from megatronapp_common.scope.layer_statistics import MAX_LAYER, NO_LAYER, perturbation_of
 
 MAX_TEXTS = 8
 MAX_TOKENS = 256
@@ -64,6 +64,8 @@ class ProbePart:
     strings: Mapping[str, str] | Sequence[str]
     """Tokens of the text as strings, or those of predictions by id."""
     arrays: tuple[NDArray[Any], ...]
+    perturbation: str | None
+    """Digest of the recipe that was in force in the step before the texts; None: none was."""
 
 
 _ARRAYS: Mapping[Kind, tuple[str, ...]] = {
@@ -92,6 +94,7 @@ def read_probe(frame: Frame) -> ProbePart:
         source=str(header.get("source", ""))[:MAX_CHARACTERS],
         strings=_strings(header.get("strings", ())),
         arrays=tuple(_arrays(frame, _ARRAYS[kind])),
+        perturbation=perturbation_of(header),
     )
     _check_shapes(part)
     return part

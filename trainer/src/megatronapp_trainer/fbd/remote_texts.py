@@ -20,9 +20,11 @@ class RemoteTexts:
         """Return what names the texts."""
         return RemoteSamples(Split.PROBES)
 
-    def reading(self, _step: int, *, replicas: int = 1) -> contextlib.AbstractContextManager[None]:
+    def reading(
+        self, _step: int, *, perturbation: str | None = None, replicas: int = 1
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context without effect."""
-        del replicas
+        del perturbation, replicas
         return contextlib.nullcontext()
 
 

@@ -14,8 +14,11 @@ class ProbeTexts(Protocol):
     def iterator(self) -> Iterator[Any]:
         """Return the microbatches of all rounds."""
 
-    def reading(self, step: int, *, replicas: int = 1) -> contextlib.AbstractContextManager[None]:
+    def reading(
+        self, step: int, *, perturbation: str | None = None, replicas: int = 1
+    ) -> contextlib.AbstractContextManager[None]:
         """Capture the forward passes inside the context, after `step` steps, and send what they gave.
 
-        `replicas`: that a forward rank of MegaFBD runs in turns; the first one is captured.
+        `perturbation`: digest of the recipe that was in force in the newest step. `replicas`: that a forward rank of
+        MegaFBD runs in turns; the first one is captured.
         """

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 class ConnectedCapture(Protocol):
     """Captures single steps on one rank."""
 
-    def install(self, step: int) -> None:
-        """Install the hooks of a step, counted from 1 over the whole job."""
+    def install(self, step: int, perturbation: str | None) -> None:
+        """Install the hooks of a step, counted from 1 over the whole job. `perturbation`: digest of the recipe that is
+        in force in it.
+        """
 
     def remove(self) -> None:
         """Remove the hooks once all passes of the step have been launched."""
@@ -53,15 +55,17 @@ class ScheduledCapture:
         else:
             self.every, self._is_ordered = every, False
 
-    def step_begin(self, iteration: int) -> bool:
-        """Install the hooks if the step is captured; returns whether it is."""
+    def step_begin(self, iteration: int, perturbation: str | None = None) -> bool:
+        """Install the hooks if the step is captured; returns whether it is. `perturbation`: digest of the recipe that
+        is in force in it.
+        """
         step = iteration + 1
         if not self._is_ordered and (not self.every or step % self.every):
             return False
         self._is_ordered = False
         if self._capture is None:
             self._capture = self._connect(self.every)
-        self._capture.install(step)
+        self._capture.install(step, perturbation)
         return True
 
     def step_computed(self) -> None:

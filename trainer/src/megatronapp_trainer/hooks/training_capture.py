@@ -16,10 +16,10 @@ class TrainingCapture(Protocol):
     def begin(self) -> None:
         """Begin before the first step. Raises UsageError where no agent passes frames on."""
 
-    def step_begin(self, iteration: int) -> bool:
+    def step_begin(self, iteration: int, perturbation: str | None = None) -> bool:
         """Begin the step that follows after `iteration` steps, before its first forward pass.
 
-        Returns whether it is captured, equal on all ranks.
+        `perturbation`: digest of the recipe that is in force in it. Returns whether it is captured, equal on all ranks.
         """
 
     def step_computed(self) -> None:

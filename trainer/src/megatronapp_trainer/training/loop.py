@@ -105,7 +105,7 @@ class Trainer:
                     return code
                 outcome = self.step()
                 if outcome.is_captured and self._probes is not None:
-                    read_probe_texts(self._context, self._probes, self._state.iteration)
+                    read_probe_texts(self._context, self._probes, self._state.iteration, outcome.perturbation)
                 if (code := self._at_boundary(outcome)) is not None:
                     return code
         return self._finish()

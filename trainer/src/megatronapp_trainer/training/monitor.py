@@ -25,6 +25,8 @@ class StepOutcome:
     elapsed_s: float
     is_captured: bool = False
     """True if statistics of its layers were captured."""
+    perturbation: str | None = None
+    """Digest of the recipe that was in force in it."""
 
 
 class TrainingMonitor:

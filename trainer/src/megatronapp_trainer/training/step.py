@@ -38,6 +38,7 @@ class TrainingStep:
         self._capture = capture
         self._is_captured = False
         self._perturbation = perturbation
+        self._perturbed_by: str | None = None
         self._pending: PendingLossReduction | None = None
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
@@ -61,6 +62,7 @@ class TrainingStep:
             batch_size=batch_size,
             elapsed_s=time.perf_counter() - began_s,
             is_captured=self._is_captured,
+            perturbation=self._perturbed_by,
         )
         self._monitor.step_end(outcome)
         return outcome
@@ -81,7 +83,10 @@ class TrainingStep:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        self._is_captured = self._capture is not None and self._capture.step_begin(self._state.iteration)
+        self._perturbed_by = None if self._perturbation is None else self._perturbation.active
+        self._is_captured = self._capture is not None and self._capture.step_begin(
+            self._state.iteration, self._perturbed_by
+        )
         feed = StepFeed(
             self._context.source,
             self._batches,

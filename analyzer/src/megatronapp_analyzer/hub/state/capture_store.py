@@ -9,10 +9,12 @@ import numpy as np
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.layer_statistics import (
+    PERTURBATION,
     RECORD,
     Records,
     SiteLayer,
     merge,
+    perturbation_of,
     read_statistics,
     statistics_frame,
 )
@@ -43,6 +45,8 @@ class CapturedStep:
     """Ranks whose statistics were dropped, because their agent was too slow."""
     rows: dict[SiteLayer, Records] = dataclasses.field(default_factory=dict)
     """One record of each row."""
+    perturbation: str | None = None
+    """Digest of the recipe that was in force in it; None: none was."""
 
     @property
     def is_complete(self) -> bool:
@@ -79,7 +83,10 @@ class CapturedStep:
         records = np.concatenate([np.zeros(0, RECORD), *self.rows.values()])
         header = {"step": self.step, "attempt": self.attempt, "ranks": self.ranks}
         missing = {"received": sorted(self.received), "dropped": sorted(self.dropped)} if self.is_partial else {}
-        return statistics_frame(FrameType.TRAINING_STATISTICS, header | missing, list(self.rows), records.tobytes())
+        perturbed = {} if self.perturbation is None else {PERTURBATION: self.perturbation}
+        return statistics_frame(
+            FrameType.TRAINING_STATISTICS, header | missing | perturbed, list(self.rows), records.tobytes()
+        )
 
 
 class CaptureStore:
@@ -113,6 +120,7 @@ class CaptureStore:
         step, attempt = _number(header, "step", MAX_STEP), _number(header, "attempt", MAX_FIELD)
         ranks, rank = _number(header, "ranks", MAX_RANKS), _number(header, "rank", MAX_RANKS)
         rows, records = read_statistics(frame)
+        perturbation = perturbation_of(header)
         if rank >= ranks:
             raise ProtocolError("bad-statistics", f"rank {rank} of {ranks} ranks")
         if attempt < self._attempt:
@@ -130,6 +138,7 @@ class CaptureStore:
         found.received.add(rank)
         if header.get("dropped"):
             found.dropped.add(rank)
+        found.perturbation = found.perturbation or perturbation
         found.add(rows, records)
         return found if found.is_complete else None
 
@@ -143,6 +152,7 @@ class CaptureStore:
         )
         found.received = set(header.get("received", range(ranks)))
         found.dropped = set(header.get("dropped", ()))
+        found.perturbation = perturbation_of(header)
         found.add(rows, records)
         self._steps[found.step] = found
         self._attempt = max(self._attempt, found.attempt)

@@ -45,6 +45,8 @@ class ProbedStep:
     """Frames of ranks, where nothing is on disk."""
     mean_logprobs: dict[int, float] = dataclasses.field(default_factory=dict)
     """By text the mean log-probability of the tokens that follow in it."""
+    perturbation: str | None = None
+    """Digest of the recipe that was in force in the step; None: none was."""
 
 
 class ProbeStore:
@@ -125,6 +127,7 @@ class ProbeStore:
         found.nbytes += len(frames.encode(frame))
 
     def _note(self, step: ProbedStep, part: ProbePart) -> None:
+        step.perturbation = step.perturbation or part.perturbation
         if part.kind == "text" and not isinstance(part.strings, Mapping):
             self.texts[part.text] = KnownText(source=part.source, strings=tuple(part.strings))
         elif part.kind == "attention":

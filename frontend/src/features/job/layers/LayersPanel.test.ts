@@ -14,8 +14,14 @@ const CAPTURES: Captures = {
   site: "residual",
   quantity: "rms",
   steps: [
-    { step: 50, attempt: 0, missing: [], firstNotFinite: null },
-    { step: 100, attempt: 0, missing: [3], firstNotFinite: { site: "mlp1", layer: 1 } },
+    { step: 50, attempt: 0, missing: [], firstNotFinite: null, perturbation: "00c0ffee0000" },
+    {
+      step: 100,
+      attempt: 0,
+      missing: [3],
+      firstNotFinite: { site: "mlp1", layer: 1 },
+      perturbation: null,
+    },
   ],
   layers: [0, 1],
   values: [
@@ -29,7 +35,7 @@ const CAPTURES: Captures = {
 };
 const HISTOGRAM = Array.from({ length: 40 }, (_, bin) => (bin === 23 ? 4 : bin === 25 ? 1 : 0));
 const DETAILS: CapturedStepDetails = {
-  step: { step: 100, attempt: 0, missing: [], firstNotFinite: null },
+  step: { step: 100, attempt: 0, missing: [], firstNotFinite: null, perturbation: null },
   firstExponent: -24,
   statistics: [
     {
@@ -79,8 +85,9 @@ describe("the panel of layers over steps", () => {
     const asked: string[] = [];
     const panel = panelOf(() => Response.json(CAPTURES), asked);
     await flushPromises();
-    const [broken, partial] = panel.findAll("[data-testid=layers-warning]").map((line) => line.text());
+    const [broken, perturbed, partial] = panel.findAll("[data-testid=layers-warning]").map((line) => line.text());
     expect(broken).toBe("NaN or Inf since step 100, first in MLP, first layer, layer 1.");
+    expect(perturbed).toBe("1 of 2 steps were perturbed, the newest is step 50 (00c0ffee0000).");
     expect(partial).toContain("1 of 2 steps are incomplete; in step 100 ranks 3 are missing");
 
     const heat = panel.get("[data-testid=layers-heat]");
@@ -94,7 +101,7 @@ describe("the panel of layers over steps", () => {
 
     await panel.get("button[aria-pressed]").trigger("click");
     const rows = panel.findAll("[data-testid=data-table] tbody tr").map((row) => row.text());
-    expect(rows).toEqual(["1000.250– (7 NaN or Inf)", "500.5002.00"]);
+    expect(rows).toEqual(["1000.250– (7 NaN or Inf)", "50 (perturbed)0.5002.00"]);
 
     await panel.findAll("select")[0]?.setValue("gradient");
     await flushPromises();
@@ -136,7 +143,7 @@ describe("colours, cells and files of captures", () => {
 
   it("saves every cell, and shows no bins without values", async () => {
     expect(await csvOf(CAPTURES).text()).toBe(
-      "site,layer,step,rms,NaN and Inf\r\nresidual,0,50,0.5,0\r\nresidual,0,100,0.25,0\r\nresidual,1,50,2,0\r\nresidual,1,100,,7\r\n",
+      "site,layer,step,rms,NaN and Inf,perturbation\r\nresidual,0,50,0.5,0,00c0ffee0000\r\nresidual,0,100,0.25,0,\r\nresidual,1,50,2,0,00c0ffee0000\r\nresidual,1,100,,7,\r\n",
     );
     const [statistics] = DETAILS.statistics;
     expect(statistics && filledBins(statistics, -24)).toHaveLength(3);

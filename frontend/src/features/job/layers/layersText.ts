@@ -46,7 +46,8 @@ export function cellText(captures: Captures, row: number, column: number): strin
   const bad = captures.notFinite[row]?.[column] ?? 0;
   const value = numberText(captures.values[row]?.[column]);
   const broken = bad > 0 ? `, ${integer(bad)} NaN or Inf` : "";
-  return `${layer}, step ${integer(step?.step)}: ${value}${broken}`;
+  const perturbed = step?.perturbation ? `, perturbed by ${step.perturbation}` : "";
+  return `${layer}, step ${integer(step?.step)}: ${value}${broken}${perturbed}`;
 }
 
 /** What of the steps needs attention: the first NaN or Inf, and ranks that sent nothing. */
@@ -59,6 +60,12 @@ export function warnings(captures: Captures): string[] {
       `NaN or Inf since step ${integer(broken.step)}, first in ${siteText(site)}, ${layerText(site, layer)}.`,
     );
   }
+  const perturbed = captures.steps.filter((step) => step.perturbation);
+  const last = perturbed.at(-1);
+  if (last)
+    found.push(
+      `${perturbed.length} of ${captures.steps.length} steps were perturbed, the newest is step ${integer(last.step)} (${last.perturbation}).`,
+    );
   const partial = captures.steps.filter((step) => step.missing.length > 0);
   const newest = partial.at(-1);
   if (newest)
@@ -69,14 +76,15 @@ export function warnings(captures: Captures): string[] {
 }
 
 export function csvOf(captures: Captures): Blob {
-  const head = ["site", "layer", "step", captures.quantity, "NaN and Inf"];
+  const head = ["site", "layer", "step", captures.quantity, "NaN and Inf", "perturbation"];
   const lines = captures.layers.flatMap((layer, row) =>
-    captures.steps.map(({ step }, column) => [
+    captures.steps.map(({ step, perturbation }, column) => [
       captures.site,
       layer,
       step,
       captures.values[row]?.[column] ?? "",
       captures.notFinite[row]?.[column] ?? 0,
+      perturbation ?? "",
     ]),
   );
   return new Blob([csvText([head, ...lines])], { type: "text/csv" });

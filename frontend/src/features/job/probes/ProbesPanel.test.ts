@@ -11,8 +11,8 @@ const TEXT = { text: "the whale", tokens: ["the", " whale"], block: 1 };
 const PROBES: Probes = {
   texts: [TEXT],
   steps: [
-    { step: 50, attempt: 0, meanLogprobs: [-4] },
-    { step: 100, attempt: 0, meanLogprobs: [-2] },
+    { step: 50, attempt: 0, meanLogprobs: [-4], perturbation: "00c0ffee0000" },
+    { step: 100, attempt: 0, meanLogprobs: [-2], perturbation: null },
   ],
   layers: [0, 1],
   heads: 2,

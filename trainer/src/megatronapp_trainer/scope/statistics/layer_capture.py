@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.layer_statistics import SiteLayer, statistics_frame
+from megatronapp_common.scope.layer_statistics import PERTURBATION, SiteLayer, statistics_frame
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 from megatronapp_trainer.scope.statistics.parameters import LayerParameters
 from megatronapp_trainer.scope.statistics.site_hooks import SiteHooks
@@ -71,12 +71,14 @@ class LayerCapture:
         self._sites = sites
         self._parameters = parameters
         self._end = end
-        self._step = 0
+        self._step_header: dict[str, Any] = {}
         self._statistics: StatisticsAccumulator | None = None
 
-    def install(self, step: int) -> None:
-        """Install the hooks of a step."""
-        self._step = step
+    def install(self, step: int, perturbation: str | None) -> None:
+        """Install the hooks of a step. `perturbation`: digest of the recipe that is in force in it."""
+        self._step_header = {**self._header, "step": step}
+        if perturbation is not None:
+            self._step_header[PERTURBATION] = perturbation
         rows = [] if self._sites is None else self._sites.rows
         rows += [] if self._parameters is None else self._parameters.rows
         self._statistics = StatisticsAccumulator(rows, self._device)
@@ -102,7 +104,7 @@ class LayerCapture:
         copy = self._copier.send_step(
             lambda: PackedBuffer(layout=layout, flat=statistics.packed()), statistics, self._copier.now()
         )
-        self._sink(StatisticsJob({**self._header, "step": self._step}, statistics.rows, copy))
+        self._sink(StatisticsJob(self._step_header, statistics.rows, copy))
 
     def post(self, job: FrameJob) -> None:
         """Send further frames of a step."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.layer_statistics import PERTURBATION
 from megatronapp_common.scope.probe_texts import block_of
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import HostMicrobatch
@@ -126,8 +127,12 @@ class TextCapture:
         return self._division.batches(self._config, self._texts)
 
     @contextlib.contextmanager
-    def reading(self, step: int, *, replicas: int = 1) -> Iterator[None]:
-        """Capture all rounds inside the context after `step` steps. `replicas`: that a forward rank runs in turns."""
+    def reading(self, step: int, *, perturbation: str | None = None, replicas: int = 1) -> Iterator[None]:
+        """Capture all rounds inside the context after `step` steps.
+
+        `perturbation`: digest of the recipe that was in force in the newest step. `replicas`: that a forward rank runs
+        in turns.
+        """
         if self._hooks is None:
             yield
             return
@@ -140,7 +145,10 @@ class TextCapture:
             results += [TextResult(kind="text", text=text, header={}, values=()) for text in range(len(self._texts))]
         self._copier.before_prompts()
         copy = self._copier.send_step(lambda: _packed(results), results, self._copier.now())
-        self._send(TextsJob({**self._header, "step": step}, results, self._texts, self._decode, copy))
+        header = {**self._header, "step": step}
+        if perturbation is not None:
+            header[PERTURBATION] = perturbation
+        self._send(TextsJob(header, results, self._texts, self._decode, copy))
 
 
 def _packed(results: Sequence[TextResult]) -> PackedBuffer:

@@ -26,6 +26,9 @@ class CapturedStepView(ApiModel):
     first_not_finite: Annotated[
         SiteOfLayer | None, Field(description="First site with NaN or Inf in the order of computation.")
     ]
+    perturbation: Annotated[
+        str | None, Field(description="Digest of the recipe that was in force in the step; null: none was.")
+    ]
 
 
 class Captures(ApiModel):

@@ -83,6 +83,7 @@ def step_view(step: CapturedStep) -> schemas.CapturedStepView:
         attempt=step.attempt,
         missing=step.missing,
         first_not_finite=None if first is None else schemas.SiteOfLayer(site=first.site, layer=first.layer),
+        perturbation=step.perturbation,
     )
 
 

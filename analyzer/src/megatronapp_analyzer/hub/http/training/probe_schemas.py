@@ -24,6 +24,10 @@ class ProbedStepView(ApiModel):
         list[float | None],
         Field(description="By text: mean log-probability of its tokens but the first; null: not computed."),
     ]
+    perturbation: Annotated[
+        str | None,
+        Field(description="Digest of the recipe that was in force in the step before the texts; null: none was."),
+    ]
 
 
 class Probes(ApiModel):

@@ -24,6 +24,7 @@ def probes_view(store: ProbeStore) -> schemas.Probes:
                 step=step.step,
                 attempt=step.attempt,
                 mean_logprobs=[_finite(step.mean_logprobs.get(number, math.nan)) for number in numbers],
+                perturbation=step.perturbation,
             )
             for step in store.steps
         ],
