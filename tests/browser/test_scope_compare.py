@@ -44,7 +44,7 @@ def session(recording: scope_session.Recording, file: pathlib.Path) -> pathlib.P
 @pytest.fixture(scope="module")
 def other() -> scope_session.Recording:
     """Run B: of a model with learned positions, after a shorter prompt with the same beginning."""
-    return scope_session.record(TinyGptShape(rotary=False), prompts=("The sea", "Rain"), tokens=8)
+    return scope_session.record(TinyGptShape(rotary=False), prompts=("The sea",), tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,9 @@ def test_a_session_file_of_another_checkpoint_is_subtracted_from_the_run(
     cell = next(line for line in lines_of(lens, "layer 1", 2))
     found = [float(cell["a"]), float(cell["b"])]
     np.testing.assert_allclose(found, [log[2, 1, following] for log in logs], rtol=1e-3)
+    page.get_by_label("Prompt", exact=True).select_option(index=1)
+    pw.expect(page.get_by_text("Run B has no prompt 2")).to_be_visible()
+    page.get_by_label("Prompt", exact=True).select_option(index=0)
     check_address(page)
 
 
@@ -115,13 +118,18 @@ def lines_of(lines: list[dict[str, str]], layer: str, index: int) -> Iterator[di
 
 
 def check_address(page: pw.Page) -> None:
-    """The address names both runs; after a reload the page asks for the file."""
+    """The address names both runs and opens them; after a reload the page asks for the file."""
     pw.expect(page).to_have_url(re.compile(f"with={RUN}&file=other\\+checkpoint.scope"))
     page.keyboard.press("s")
     pw.expect(page).to_have_url(re.compile("side=a(&|$)"))
     pw.expect(page.get_by_role("region", name="Logit lens (A)")).to_be_visible()
     page.reload()
-    pw.expect(page.get_by_text("Choose the file other checkpoint.scope again")).to_be_visible()
+    absent = page.get_by_text("Choose the file other checkpoint.scope again")
+    pw.expect(absent).to_be_visible()
+    page.get_by_role("button", name="Compare runs").click()
+    pw.expect(absent).to_be_hidden()
+    page.go_back()
+    pw.expect(absent).to_be_visible()
 
 
 def test_axe_finds_nothing_in_differences_on_a_phone(compared: pw.Page) -> None:

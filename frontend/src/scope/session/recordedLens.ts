@@ -33,15 +33,16 @@ export const recordedLenses = (frames: readonly Frame[], sample: number): LensHe
 const finite = (value: number): number | null => (Number.isFinite(value) ? +value.toPrecision(7) : null);
 const rank = (value: number): number | null => (value < 0 ? null : value);
 
-/** The lens of these positions; null: it was not recorded. */
+/** The lens of these positions, also of a recorded one that follows a token besides; null: it was not recorded. */
 export function recordedLens(frames: readonly Frame[], wish: LensWish): Lens | null {
+  const { token } = wish;
   const frame = frames.find((one) => {
-    const { kind, sample, rows, token = null } = headerOf(one);
+    const { kind, sample, rows, token: named = null } = headerOf(one);
     const covers = rows?.[0] <= wish.first && rows?.[1] >= wish.end;
-    return kind === "lens" && sample === wish.sample && covers && token === wish.token;
+    return kind === "lens" && sample === wish.sample && covers && (token === null || named === token);
   });
   if (!frame) return null;
-  const { sample, rows, layers, tokens = [], texts = [], token = null } = headerOf(frame);
+  const { sample, rows, layers, tokens = [], texts = [] } = headerOf(frame);
   const [tensors, count] = [readTensors(frame), rows[1] - rows[0]];
   const [from, to] = [wish.first - rows[0], wish.end - rows[0]];
   const table = <T>(name: string, value: (raw: Raw, at: number, each: number) => T): T[][] => {

@@ -2,7 +2,7 @@ import fc from "fast-check";
 import { describe, expect, it } from "vitest";
 import { SampleStore } from "../../../scope/store/sampleStore";
 import type { Lens } from "../../../scope/client";
-import { differenceOf, firstDifferent, layersPair, lensPair, tokenPair } from "./differences";
+import { differenceOf, firstDifferent, layersPair, lensPair, pooledRange, tokenPair } from "./differences";
 
 /** A text of these ids whose residual norms are given, [position][layer]. */
 function sampleOf(ids: readonly number[], norms: readonly (readonly number[])[]): SampleStore {
@@ -57,6 +57,11 @@ describe("differences", () => {
   it("name the first token that differs", () => {
     expect(firstDifferent({ a: sampleOf([1, 2, 3], []), b: sampleOf([1, 2], []) })).toBeNull();
     expect(firstDifferent({ a: sampleOf([1, 2, 3], []), b: sampleOf([1, 9, 3], []) })).toBe(1);
+  });
+
+  it("end a pooled picture at the last position", () => {
+    expect([0, 1, 2].map((cell) => pooledRange(cell, 4, 9))).toEqual(["0 to 3", "4 to 7", "8"]);
+    expect(pooledRange(1, 4, 7)).toBe("4 to 6");
   });
 
   it("of the lens align positions, and compare a next token only where it is the same", () => {

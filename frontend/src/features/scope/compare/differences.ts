@@ -163,3 +163,9 @@ export function lensPair(
   };
   return pairOf(Math.min(a.layers.length, b.layers.length), positions.length, read(a), read(b));
 }
+
+/** Positions of a cell of `scale` of them; the last cell may have fewer. `count`: positions of all cells. */
+export const pooledRange = (cell: number, scale: number, count: number): string => {
+  const [first, last] = [cell * scale, Math.min((cell + 1) * scale, count) - 1];
+  return first === last ? `${first}` : `${first} to ${last}`;
+};
