@@ -1,0 +1,79 @@
+"""Compares detectors of slow ranks on simulated jobs with known faults (docs/detector-benchmark.md).
+
+    python bench/bench_detectors.py --windows 20                  # tuning seeds
+    python bench/bench_detectors.py --windows 200 --published     # the seeds of published tables
+    python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
+
+Every window is a separate job, watched from its first step. All detectors get the same records.
+"""
+
+import argparse
+import json
+import multiprocessing
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from detect.runner import DETECTORS, DetectionOutcome, as_json, run, table
+from detect.suite import PUBLISHED, ROWS, DetectionCase, draw
+
+
+def main() -> None:
+    options = parse_options()
+    rows, names = chosen(options.rows, ROWS, "--rows"), chosen(options.detectors, DETECTORS, "--detectors")
+    first = PUBLISHED if options.published else options.seed
+    cases = [draw(ROWS[row], seed) for row in rows for seed in range(first, first + options.windows)]
+    outcomes = run_all(cases, names, options.processes)
+    print(table(outcomes))
+    seconds = {name: sum(outcome.seconds_per_step[name] for outcome in outcomes) / len(outcomes) for name in names}
+    print("\nms a step: " + ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in seconds.items()))
+    if options.json:
+        options.json.write_text(json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8")
+    if options.misses:
+        report_misses(outcomes, names[0])
+
+
+def run_all(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
+    if processes == 1:
+        return [run(case, names) for case in cases]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        return pool.starmap(run, [(case, names) for case in cases], chunksize=4)
+
+
+def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:
+    """Print the windows in which the first detector did not name exactly the faults."""
+    for outcome in outcomes:
+        window = outcome.windows[name]
+        expected = {truth.subject for truth in window.truths if truth.counts}
+        named = {verdict.subject for verdicts in window.named.values() for verdict in verdicts}
+        if expected != named:
+            verdicts_by_step = {
+                step: [(verdict.subject.ranks, verdict.cause) for verdict in verdicts]
+                for step, verdicts in list(window.named.items())[::10][:6]
+            }
+            case = outcome.case
+            print(f"{case.row} {case.layout} seed {case.seed}: {window.truths} named {verdicts_by_step}")
+
+
+def chosen(text: str, known: Mapping[str, object], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"{option}: no {unknown[0]!r}; write some of: {', '.join(known)}")
+    return names
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=10, help="windows of each row")
+    parser.add_argument("--rows", default="", help="rows, comma-separated; all by default")
+    parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
+    parser.add_argument("--seed", type=int, default=1, help="first seed, for tuning")
+    parser.add_argument("--published", action="store_true", help="use the seeds of published tables instead")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
+    parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

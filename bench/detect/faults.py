@@ -1,0 +1,180 @@
+"""Faults of a simulated job, and the text in which they are written.
+
+A text has one fault per line or semicolon: a kind, a subject, and options `name=value`.
+
+    compute rank=5 factor=1.05 from=40              all passes of rank 5 take 1.05 times as long, from step 40 on
+    compute node=2 factor=1.3 from=40 steps=60      of all ranks of a node, for 60 steps; also worker=, stage=
+    compute rank=5 slope=0.0005 factor=1.3 from=0   0.05 % more in each step, until the factor is reached
+    compute rank=5 factor=1.2 from=30 period=20 on=7  active in the first 7 of every 20 steps
+    host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
+    stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
+    link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= alone:
+                                                    all messages to that rank
+
+`from=0` is a subject that is slow from the start. Several faults may be active at once.
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detect.layout import Grid
+from detect.protocol import NamedSubject
+
+Floats = NDArray[np.float64]
+FOREVER = 1 << 30
+NOTICEABLE = 1.03
+"""Factor at which a ramp begins to matter: delays are counted from there."""
+CAUSES = {"compute": "compute", "host": "host", "stop": "host", "link": "link"}
+"""Right cause of each kind."""
+_SUBJECTS = ("rank", "worker", "node", "stage")
+_OPTIONS = {
+    "compute": {"factor", "slope"},
+    "host": {"stall"},
+    "stop": {"duty", "cycle"},
+    "link": {"source", "target", "delay"},
+}
+_REQUIRED = {"compute": "factor", "host": "stall", "stop": "duty", "link": "delay"}
+_COMMON = {"from", "steps", "period", "on"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulatedFault:
+    """One fault. Which sizes matter depends on its kind."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    """Ranks at fault; of a link source and destination, or the destination alone."""
+    begin: int = 0
+    steps: int = FOREVER
+    factor: float = 1.0
+    slope: float = 0.0
+    stall: float = 0.0
+    duty: float = 0.0
+    cycle_s: float = 0.1
+    delay: float = 0.0
+    period: int = 0
+    on: int = 0
+
+    @property
+    def subject(self) -> NamedSubject:
+        return NamedSubject(self.ranks, is_link=self.kind == "link" and len(self.ranks) == 2)
+
+    @property
+    def cause(self) -> str:
+        return CAUSES[self.kind]
+
+    @property
+    def noticeable_from(self) -> int:
+        """First step in which the fault has a size worth naming: of a ramp not its first."""
+        if not self.slope:
+            return self.begin
+        return self.begin + int(np.ceil((min(NOTICEABLE, self.factor) - 1.0) / self.slope - 1e-6)) - 1
+
+    def active(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for each step whether the fault is active in it."""
+        since = steps - self.begin
+        on: NDArray[np.bool_] = (since >= 0) & (since < self.steps)
+        return on & (since % self.period < self.on) if self.period else on
+
+    def size(self, steps: NDArray[np.int64]) -> Floats:
+        """Return the factor on compute in each step; 1 where the fault is not active."""
+        grown = 1.0 + self.slope * (steps - self.begin + 1) if self.slope else np.full(len(steps), self.factor)
+        out: Floats = np.where(self.active(steps), np.minimum(grown, self.factor), 1.0)
+        return out
+
+
+def parse(text: str, grid: Grid) -> tuple[SimulatedFault, ...]:
+    """Read faults written as described above. Raises ValueError that names the part of the text that is wrong."""
+    lines = [line.strip() for line in text.replace(";", "\n").splitlines()]
+    return tuple(_parse_line(line, grid) for line in lines if line)
+
+
+def _parse_line(line: str, grid: Grid) -> SimulatedFault:
+    kind, *options = line.split()
+    if kind not in _OPTIONS:
+        raise ValueError(f"'{kind}' in '{line}' is no kind of fault; write one of {', '.join(_OPTIONS)}")
+    values: dict[str, float] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        known = _COMMON | _OPTIONS[kind] | (set() if kind == "link" else set(_SUBJECTS))
+        if not equals or name not in known:
+            raise ValueError(f"'{option}' in '{line}' is no option of {kind}; write {', '.join(sorted(known))}")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise ValueError(f"'{option}' in '{line}': {value} is not a number") from None
+    if _REQUIRED[kind] not in values:
+        raise ValueError(f"'{line}' has no {_REQUIRED[kind]}=; say how large the fault is")
+    return SimulatedFault(
+        kind=kind,
+        ranks=_ranks(line, kind, values, grid),
+        begin=int(values.get("from", 0)),
+        steps=int(values.get("steps", FOREVER)),
+        factor=values.get("factor", 1.0),
+        slope=values.get("slope", 0.0),
+        stall=values.get("stall", 0.0),
+        duty=values.get("duty", 0.0),
+        cycle_s=values.get("cycle", 0.1),
+        delay=values.get("delay", 0.0),
+        period=int(values.get("period", 0)),
+        on=int(values.get("on", 0)),
+    )
+
+
+def _ranks(line: str, kind: str, values: dict[str, float], grid: Grid) -> tuple[int, ...]:
+    if kind == "link":
+        ends = [int(values[name]) for name in ("source", "target") if name in values]
+        if "target" not in values or any(not 0 <= rank < grid.world for rank in ends):
+            raise ValueError(f"'{line}' needs target= and may have source=, both ranks of a job of {grid.world}")
+        if len(ends) == 2 and not _exchange(grid, *ends):
+            raise ValueError(f"'{line}': ranks {ends[0]} and {ends[1]} exchange no messages; write neighbour stages")
+        return tuple(ends)
+    named = [name for name in _SUBJECTS if name in values]
+    if len(named) != 1:
+        raise ValueError(f"'{line}' names {len(named)} subjects; write exactly one of {', '.join(_SUBJECTS)}")
+    return grid.ranks_of(named[0], int(values[named[0]]))
+
+
+def _exchange(grid: Grid, source: int, target: int) -> bool:
+    apart = abs(grid.stage_of(source) - grid.stage_of(target))
+    around = grid.vpp > 1 and apart == grid.pp - 1
+    return source % grid.stage_size == target % grid.stage_size and (apart == 1 or around)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effects:
+    """All faults of a job in a block of steps: arrays [step, rank]; delays in forward passes."""
+
+    factor: Floats
+    stall: Floats
+    duty: Floats
+    cycle_s: Floats
+    delays: tuple[tuple[int | None, int, Floats], ...]
+    """(source or None for every one, destination, delay in each step)."""
+
+    @property
+    def stops(self) -> bool:
+        return bool(self.duty.any())
+
+
+def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world: int) -> Effects:
+    """Add up faults: factors multiply, stalls add, of several duties the largest counts."""
+    shape = (len(steps), world)
+    factor, stall, duty = np.ones(shape), np.zeros(shape), np.zeros(shape)
+    cycle = np.full(shape, 0.1)
+    delays: list[tuple[int | None, int, Floats]] = []
+    for fault in faults:
+        on, where = fault.active(steps)[:, None], list(fault.ranks)
+        if fault.kind == "compute":
+            factor[:, where] *= fault.size(steps)[:, None]
+        elif fault.kind == "host":
+            stall[:, where] += np.where(on, fault.stall, 0.0)
+        elif fault.kind == "stop":
+            duty[:, where] = np.maximum(duty[:, where], np.where(on, fault.duty, 0.0))
+            cycle[:, where] = fault.cycle_s
+        else:
+            source = fault.ranks[0] if len(fault.ranks) == 2 else None
+            delays.append((source, fault.ranks[-1], np.where(on[:, 0], fault.delay, 0.0)))
+    return Effects(factor=factor, stall=stall, duty=duty, cycle_s=cycle, delays=tuple(delays))

@@ -1,0 +1,178 @@
+"""Runs detectors over cases, and writes tables of their scores."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from detect.baselines import ChangePoint, LateStart, MedianDeviation, MegatronAppRule, RelativeScore
+from detect.current import CurrentDetector
+from detect.faults import SimulatedFault
+from detect.layout import Grid
+from detect.protocol import Detector, Verdict
+from detect.score import Score, Truth, Window, quantile, score
+from detect.simulation import Floats, JobSimulation
+from detect.suite import DetectionCase
+
+DETECTORS: dict[str, Callable[[Grid], Detector]] = {
+    "ours": CurrentDetector,
+    "MegatronApp's rule": MegatronAppRule,
+    "NVRx score": RelativeScore,
+    "late start": LateStart,
+    "change point": ChangePoint,
+    "plain MAD": MedianDeviation,
+}
+
+
+COLUMNS = (
+    "row",
+    "detector",
+    "windows",
+    "faults",
+    "precision",
+    "recall",
+    "victims named",
+    "cause F1",
+    "delay, steps (median, 95 %)",
+    "named for",
+    "cost error",
+    "false alarms",
+    "per job-hour (95 %)",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectionOutcome:
+    """Verdicts of every detector in a window."""
+
+    case: DetectionCase
+    windows: dict[str, Window]
+    seconds_per_step: dict[str, float]
+
+
+def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
+    """Simulate a case once, and give its steps to all detectors."""
+    detectors = {name: DETECTORS[name](case.job.grid) for name in names}
+    named: dict[str, dict[int, tuple[Verdict, ...]]] = {name: {} for name in names}
+    spent = dict.fromkeys(names, 0.0)
+    for trace in JobSimulation(case.job, case.seed, case.steps).traces():
+        for name, detector in detectors.items():
+            begun = time.perf_counter()
+            verdicts = tuple(detector.step(trace))
+            spent[name] += time.perf_counter() - begun
+            if verdicts:
+                named[name][trace.step] = verdicts
+    truths, hours = truths_of(case)
+    return DetectionOutcome(
+        case=case,
+        windows={
+            name: Window(grid=case.job.grid, truths=truths, named=named[name], steps=case.steps, hours=hours)
+            for name in names
+        },
+        seconds_per_step={name: seconds / case.steps for name, seconds in spent.items()},
+    )
+
+
+def truths_of(case: DetectionCase) -> tuple[tuple[Truth, ...], float]:
+    """Return the faults of a case with their true cost, by simulating the same draws without each; and job hours."""
+    lengths = _lengths(case, case.faults)
+    truths = []
+    for number, fault in enumerate(case.faults):
+        others = case.faults[:number] + case.faults[number + 1 :]
+        healed, alone = _lengths(case, others), _lengths(case, (fault,))
+        healthy = _lengths(case, ())
+        steps = np.arange(case.steps)
+        matters = fault.active(steps) & (steps >= max(fault.noticeable_from, 1))
+        if not matters.any():
+            continue
+        saved = ((lengths - healed) + (alone - healthy))[matters].mean() / 2
+        truths.append(
+            Truth(
+                subject=fault.subject,
+                cause=fault.cause,
+                begin=fault.begin,
+                end=min(fault.begin + fault.steps, case.steps),
+                noticeable_from=fault.noticeable_from,
+                cost_s=float(saved),
+                cost_fraction=float(saved / healthy[matters].mean()),
+            )
+        )
+    return tuple(truths), float(lengths.sum()) / 3600
+
+
+def _lengths(case: DetectionCase, faults: tuple[SimulatedFault, ...]) -> Floats:
+    return JobSimulation(dataclasses.replace(case.job, faults=faults), case.seed, case.steps).step_lengths_s()
+
+
+def table(outcomes: Sequence[DetectionOutcome]) -> str:
+    """Return the scores of each row and detector as a Markdown table."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    for row, name, windows in _groups(outcomes):
+        lines.append(_line(row, name, score(windows)))
+    return "\n".join(lines)
+
+
+def as_json(outcomes: Sequence[DetectionOutcome]) -> list[dict[str, Any]]:
+    """Return the same scores as plain objects."""
+    return [{"row": row, "detector": name, **_json(score(windows))} for row, name, windows in _groups(outcomes)]
+
+
+def _groups(outcomes: Sequence[DetectionOutcome]) -> Iterable[tuple[str, str, list[Window]]]:
+    rows: dict[str, list[DetectionOutcome]] = {}
+    for outcome in outcomes:
+        rows.setdefault(outcome.case.row, []).append(outcome)
+    for row, group in rows.items():
+        for name in group[0].windows:
+            yield row, name, [outcome.windows[name] for outcome in group]
+
+
+def _line(row: str, name: str, total: Score) -> str:
+    rate, bound = total.alarms_per_hour
+    cells = [
+        row,
+        name,
+        str(total.healthy + total.faulty),
+        str(total.faults) if total.faulty else "-",
+        f"{total.precision:.3f} ({total.false} false)" if total.faulty else "-",
+        _number(total.recall, 3),
+        f"{total.victim_windows}/{total.faulty}" if total.faulty else "-",
+        _number(total.cause_f1, 3),
+        f"{quantile(total.delays, 0.5):.0f}, {quantile(total.delays, 0.95):.0f}" if total.delays else "-",
+        f"{np.mean(total.named_fraction):.2f}" if total.named_fraction else "-",
+        f"{np.median(total.cost_errors):.2f}" if total.cost_errors else "-",
+        f"{total.alarms}" if total.healthy else "-",
+        f"{rate:.3f} (<= {bound:.3f})" if total.healthy else "-",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _json(total: Score) -> dict[str, Any]:
+    plain = {
+        "windows": total.healthy + total.faulty,
+        "faults": total.faults,
+        "hits": total.hits,
+        "false": total.false,
+        "parts": total.parts,
+        "wide": total.wide,
+        "precision": total.precision,
+        "recall": total.recall,
+        "victimWindows": total.victim_windows,
+        "causeF1": total.cause_f1,
+        "causes": {f"{right} as {named}": count for (right, named), count in sorted(total.causes.items())},
+        "delayMedian": quantile(total.delays, 0.5),
+        "delay95": quantile(total.delays, 0.95),
+        "causeDelayMedian": quantile(total.cause_delays, 0.5),
+        "namedFor": float(np.mean(total.named_fraction)) if total.named_fraction else math.nan,
+        "costError": float(np.median(total.cost_errors)) if total.cost_errors else math.nan,
+        "alarms": total.alarms,
+        "healthyHours": total.healthy_hours,
+        "alarmsPerHourBound": total.alarms_per_hour[1],
+    }
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in plain.items()}
