@@ -3,13 +3,16 @@
 With two thirds of the steps; `make test-full` also runs the other two kinds, and slow compute unchanged.
 """
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import demo
 import pytest
 import yaml
+from perfetto_rule import dropped, read_chrome
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -53,3 +56,6 @@ def test_only_the_slow_rank_is_named(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "outcome   right: 1 verdicts name the fault, 0 something else" in done.stdout
     assert ": fell" in done.stdout
+    spans = read_chrome(json.loads((ROOT / demo.TRACE).read_text(encoding="utf-8")))
+    assert len(spans) > 1000
+    assert dropped(spans) == [], "Perfetto must show the whole trace of a real run"

@@ -16,7 +16,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export = commands.add_parser(
         "export",
         help="write a trace that Perfetto and chrome://tracing open",
-        description="Write the trace of a job as Chrome JSON, from its hub or, after its end, from its stored traces.",
+        description="Write the trace of a job for a viewer, from its hub or, after its end, from its stored traces.",
     )
     export.add_argument("job", metavar="JOB", help="name of the job")
     export.add_argument("-o", "--output", metavar="FILE", type=pathlib.Path, required=True, help="file to write")
@@ -24,6 +24,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--from", dest="first", metavar="N", type=step_number, help="first step (default: the newest 50)"
     )
     export.add_argument("--to", dest="last", metavar="N", type=step_number, help="last step (default: the newest)")
+    export.add_argument(
+        "--format",
+        choices=("chrome", "perfetto"),
+        help="Chrome JSON, or Perfetto's protobuf, which is a third of the size (default: perfetto for FILE.pftrace, "
+        "else chrome)",
+    )
+    export.add_argument(
+        "--verdict", metavar="ID", help="only about 1 MB around the evidence of this verdict, and no --from or --to"
+    )
     export.set_defaults(func=run_export)
     register_scope(subparsers)
     register_whatif(subparsers)
@@ -101,15 +110,21 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Fetch or rebuild the trace and write it."""
     from megatronapp_analyzer import fetch
     from megatronapp_analyzer.errors import ExportError
+    from megatronapp_analyzer.hub.export.formats import TraceFormat, summary
 
     if arguments.first is not None and arguments.last is not None and arguments.last < arguments.first:
         raise ExportError(f"--to is before --from: {arguments.last} is less than {arguments.first}; swap them")
+    if arguments.verdict is not None and (arguments.first, arguments.last) != (None, None):
+        raise ExportError("--verdict chooses its own steps; leave out --from and --to")
+    request = fetch.TraceRequest(
+        first=arguments.first,
+        last=arguments.last,
+        format_=TraceFormat.of_file(arguments.output) if arguments.format is None else TraceFormat(arguments.format),
+        verdict=arguments.verdict,
+    )
     with raise_state_errors():
-        folder = fetch.job_folder(arguments.job)
-        document, source = fetch.trace(folder, arguments.first, arguments.last)
-    fetch.write_trace(arguments.output, document)
-    events = document["traceEvents"]
-    spans = sum(event["ph"] == "X" for event in events)
-    arrows = sum(event["ph"] == "s" for event in events)
-    print(f"{arguments.output}: {spans} spans, {arrows} arrows, {source}; open it at https://ui.perfetto.dev")
+        content, source = fetch.trace(fetch.job_folder(arguments.job), request)
+    fetch.write_trace(arguments.output, content)
+    described = summary(content, request.format_)
+    print(f"{arguments.output}: {described}, {source}; open it at https://ui.perfetto.dev")
     return 0

@@ -1,17 +1,20 @@
 """Fetching the trace of a job for the command line: from its hub if that answers, otherwise from the hub's disk."""
 
+import dataclasses
 import json
 import pathlib
-from typing import Any
 
 import httpx
 
 from megatronapp_analyzer.errors import ExportError, HubError
-from megatronapp_analyzer.hub import export
+from megatronapp_analyzer.hub.export.around import steps_around
+from megatronapp_analyzer.hub.export.formats import TraceFormat, spans_of_a_slice, trace_file
+from megatronapp_analyzer.hub.export.tracks import source_of
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
@@ -19,7 +22,23 @@ NEWEST_STEPS = 50
 STORED_BYTES = 2 << 30
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
-Document = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """Selection of steps and format of a trace file."""
+
+    first: int | None = None
+    last: int | None = None
+    format_: TraceFormat = TraceFormat.CHROME
+    verdict: str | None = None
+    """Only the part that shows this verdict."""
+
+    @property
+    def query(self) -> dict[str, str | int]:
+        """Return the parameters of the hub's route."""
+        values = {"from": self.first, "to": self.last, "verdict": self.verdict, "format": str(self.format_)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def job_folder(name: str) -> pathlib.Path:
@@ -39,15 +58,15 @@ def _is_there(folder: pathlib.Path) -> bool:
     return True
 
 
-def trace(folder: pathlib.Path, first: int | None, last: int | None) -> tuple[Document, str]:
-    """Return the trace and a description of its source. Raises ExportError or HubError."""
-    document = from_hub(folder, first, last)
-    if document is not None:
-        return document, "from the running hub"
-    return from_disk(folder, first, last), "from the stored traces"
+def trace(folder: pathlib.Path, request: TraceRequest) -> tuple[bytes, str]:
+    """Return the trace file and a description of its source. Raises ExportError or HubError."""
+    content = from_hub(folder, request)
+    if content is not None:
+        return content, "from the running hub"
+    return from_disk(folder, request), "from the stored traces"
 
 
-def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Document | None:
+def from_hub(folder: pathlib.Path, request: TraceRequest) -> bytes | None:
     """Fetch the trace from the hub; None if it does not answer. Raises HubError if it refuses."""
     try:
         url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
@@ -56,33 +75,43 @@ def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Docum
         return None
     except (KeyError, TypeError, ValueError) as error:
         raise HubError(f"{folder / 'hub.json'}: not the address of a hub: {error!r}; remove the file") from error
-    bounds = {name: step for name, step in (("from", first), ("to", last)) if step is not None}
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {token}"}
     try:
         with httpx.Client(timeout=timeout, trust_env=False, headers=headers) as client:
-            answer = client.get(f"{url.rstrip('/')}/api/v1/trace", params=bounds)
+            answer = client.get(f"{url.rstrip('/')}/api/v1/trace", params=request.query)
     except httpx.TransportError:
         return None
     if answer.status_code == httpx.codes.NOT_FOUND:
         return None  # the running hub holds only the newest steps; the disk may have those asked for
     if answer.is_error:
         raise HubError(f"hub {url}: {answer.status_code}: {answer.text[:200]}")
-    document: Document = answer.json()
-    return document
+    return answer.content
 
 
-def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Document:
+def from_disk(folder: pathlib.Path, request: TraceRequest) -> bytes:
     """Build a trace from the stored records. Raises ExportError if none are in the range."""
+    ingest = stored_traces(folder / "hub" / "traces")
+    if request.verdict is not None:
+        found = VerdictStore(folder / "hub" / "verdicts.json", writable=False).find(request.verdict)
+        if found is None:
+            raise ExportError(f"job {folder.name} has no verdict {request.verdict!r}; its page or hub lists them")
+        chosen = steps_around(ingest.store, found, spans_of_a_slice(request.format_))
+    else:
+        chosen = ingest.store.select(request.first, request.last, newest=NEWEST_STEPS)
+    if not chosen:
+        raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, request.first, request.last)}")
+    return trace_file(source_of(ingest, folder.name, chosen), request.format_)
+
+
+def stored_traces(folder: pathlib.Path) -> TraceIngest:
+    """Read all records that a hub has stored."""
     ingest = TraceIngest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
-    spooled = SpooledIngest(ingest, folder / "hub" / "traces", SpoolLimits(), writable=False)
+    spooled = SpooledIngest(ingest, folder, SpoolLimits(), writable=False)
     spooled.restore(newest_segments=None)
     for attempt in sorted(ingest.attempts):
         spooled.end_attempt(attempt)
-    chosen = ingest.store.select(first, last, newest=NEWEST_STEPS)
-    if not chosen:
-        raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, first, last)}")
-    return export.chrome_trace(export.source_of(ingest, folder.name, chosen))
+    return ingest
 
 
 def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) -> str:
@@ -94,12 +123,11 @@ def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) ->
     return f"no steps {asked} are stored; take --from and --to between {min(held)} and {max(held)}"
 
 
-def write_trace(path: pathlib.Path, document: Document) -> None:
-    """Write the document atomically. Raises ExportError if the file cannot be written."""
+def write_trace(path: pathlib.Path, content: bytes) -> None:
+    """Write the file atomically. Raises ExportError if it cannot be written."""
     beside = path.with_name(path.name + ".part")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(document, file, separators=(",", ":"))
+        beside.write_bytes(content)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -105,6 +105,10 @@ export class ApiClient {
   /** Chrome trace of one step: a link to load it from. */
   traceAddress = (step: number): string => withQuery(`${this.root}trace`, { from: step, to: step });
 
+  /** Perfetto trace of about 1 MB around the evidence of a verdict. */
+  verdictTraceAddress = (verdict: string): string =>
+    withQuery(`${this.root}trace`, { verdict, format: "perfetto" });
+
   jobs = (signal?: AbortSignal): Promise<JobEntry[]> => this.get("jobs", {}, signal);
   gatewayJobs = (signal?: AbortSignal): Promise<GatewayJob[]> => this.get("jobs", {}, signal);
   job = (signal?: AbortSignal): Promise<JobView> => this.get("job", {}, signal);

@@ -676,7 +676,7 @@ export interface paths {
         };
         /**
          * Trace
-         * @description Chrome trace of the steps that are held in full, with arrows from sends to receives.
+         * @description Trace of the steps that are held in full, with arrows from sends to receives.
          */
         get: operations["getTrace"];
         put?: never;
@@ -3579,6 +3579,12 @@ export interface components {
                 [key: string]: unknown;
             }[];
         };
+        /**
+         * TraceFormat
+         * @description Format of a trace file.
+         * @enum {string}
+         */
+        TraceFormat: "chrome" | "perfetto";
         /**
          * TracerHealth
          * @description Completeness of the trace.
@@ -6605,6 +6611,9 @@ export interface operations {
                 from?: number | null;
                 /** @description Last step, included; the newest if absent. */
                 to?: number | null;
+                format?: components["schemas"]["TraceFormat"];
+                /** @description Only about 1 MB around the evidence of this verdict. */
+                verdict?: string | null;
             };
             header?: never;
             path?: never;
@@ -6612,13 +6621,14 @@ export interface operations {
         };
         requestBody?: never;
         responses: {
-            /** @description Successful Response */
+            /** @description A Chrome trace, or with `format=perfetto` a trace of Perfetto. */
             200: {
                 headers: {
                     [name: string]: unknown;
                 };
                 content: {
                     "application/json": components["schemas"]["TraceDocument"];
+                    "application/octet-stream": string;
                 };
             };
             /** @description Unauthorized */

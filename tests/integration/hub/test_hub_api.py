@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from perfetto_rule import dropped, read_perfetto
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.hub.http.app import build_api
@@ -151,6 +152,29 @@ async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any) -> No
     assert all(ends[key]["ts"] > starts[key]["ts"] and ends[key]["tid"] != starts[key]["tid"] for key in starts)
     losses = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "loss"]
     assert [event["args"]["value"] for event in losses] == pytest.approx([4.99, 4.98])
+
+
+async def test_trace_around_a_verdict_is_a_file_for_perfetto(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    hub.script.by_step[3] = [slow_rank()]
+    await feed(fake_job(), range(5))
+
+    async def is_known() -> bool:
+        return bool(await hub.get("/api/v1/verdicts"))
+
+    await until(is_known)
+    verdict = (await hub.get("/api/v1/verdicts"))[0]["id"]
+    async with hub.client() as client:
+        answer = await client.get("/api/v1/trace", params={"verdict": verdict, "format": "perfetto"})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/octet-stream"
+        assert answer.headers["content-disposition"] == 'attachment; filename="demo-verdict.pftrace"'
+        viewed = read_perfetto(answer.content)
+        assert {values["step"] for values in viewed.arguments} == set(range(5))
+        assert dropped(viewed.spans) == []
+        refused = await client.get("/api/v1/trace", params={"verdict": verdict, "from": 1})
+        assert (refused.status_code, refused.json()["code"]) == (422, "verdict-or-steps")
+        unknown = await client.get("/api/v1/trace", params={"verdict": "v0"})
+        assert (unknown.status_code, unknown.json()["code"]) == (404, "no-verdict")
 
 
 async def test_a_page_receives_state_steps_metrics_and_verdicts(hub: Any, fake_job: Any, feed: Any) -> None:

@@ -306,7 +306,7 @@ def test_a_trace_of_a_job_without_a_hub_is_explained(
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"traceEvents": 7}', b'{"traceEvents": [7]}', b"[" * 100_000])
 def test_what_is_no_trace_is_not_written(content: bytes) -> None:
     with pytest.raises(HubError, match="did not answer with a trace"):
-        trace.events_of(content)
+        trace.summary(content, "perfetto")
 
 
 def test_a_gateway_that_cannot_be_reached_is_told_with_what_to_write(

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from perfetto_rule import read_perfetto
 
 from megatronapp_analyzer import cli, fetch
 from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
-from megatronapp_analyzer.hub import export
+from megatronapp_analyzer.hub.export.chrome import chrome_trace
+from megatronapp_analyzer.hub.export.tracks import JOB_PROCESS, source_of, tracks_of
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.ring_metadata import MAX_WORLD
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
@@ -46,7 +49,7 @@ def ingest(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
 
 def export_all(ingest: TraceIngest, first: int | None = None, last: int | None = None) -> dict[str, Any]:
     steps = ingest.store.select(first, last, newest=50)
-    return export.chrome_trace(export.source_of(ingest, "demo", steps))
+    return chrome_trace(tracks_of(source_of(ingest, "demo", steps)))
 
 
 def events(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -61,8 +64,10 @@ def test_workers_are_processes_and_ranks_are_threads(ingest: TraceIngest) -> Non
         if "name" in event["args"]
     }
     assert names[0, None] == "worker 0 on node-0"
-    assert names[1, 1] == "rank 1 (pp 1, dp 0, tp 0)"
-    assert {(event["pid"], event["tid"]) for event in events(document, "X")} == {(0, 0), (1, 1)}
+    assert names[1, 1] == "rank 1 (pp 1, dp 0, tp 0) host"
+    transfers = 1 + MAX_WORLD
+    assert names[1, transfers] == "rank 1 (pp 1, dp 0, tp 0) transfers"
+    assert {(event["pid"], event["tid"]) for event in events(document, "X")} == {(0, 0), (1, 1), (1, transfers)}
     json.dumps(document, allow_nan=False)
 
 
@@ -78,9 +83,8 @@ def test_spans_carry_times_and_what_they_mean(ingest: TraceIngest) -> None:
 
 def test_copies_overlap_other_spans_and_early_passes_are_marked(ingest: TraceIngest) -> None:
     document = export_all(ingest, 1, 1)
-    (begin,), (end,) = events(document, "b"), events(document, "e")
-    assert (begin["name"], begin["cat"], begin["args"]["bytes"], begin["args"]["peer"]) == ("copy 0", "copy", 128, 0)
-    assert (begin["id"], begin["cat"], begin["ts"] + 8.0) == (end["id"], end["cat"], end["ts"])
+    (copy,) = (event for event in events(document, "X") if event["cat"] == "copy")
+    assert (copy["name"], copy["dur"], copy["args"]["bytes"], copy["args"]["peer"]) == ("copy 0", 8.0, 128, 0)
     early = [event["name"] for event in events(document, "X") if event["args"].get("early")]
     assert early == ["weight 0"]
 
@@ -98,7 +102,7 @@ def test_arrows_join_matched_ends(ingest: TraceIngest) -> None:
 
 def test_curves_and_counters_are_tracks(ingest: TraceIngest) -> None:
     tracks = {(event["name"], event["pid"]): event["args"]["value"] for event in events(export_all(ingest, 1, 1), "C")}
-    assert tracks == {("loss", export.JOB_PID): 5.0, ("cpu_pressure 0", 0): 0.5}
+    assert tracks == {("loss", JOB_PROCESS): 5.0, ("cpu_pressure 0", 0): 0.5}
 
 
 def test_no_steps_are_an_error(ingest: TraceIngest) -> None:
@@ -146,6 +150,24 @@ def test_export_after_the_job_reads_the_stored_traces(
     assert list(tmp_path.glob("*.part")) == []
 
 
+def test_export_of_a_verdict_as_protobuf(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        "id": "v1",
+        "subject": {"ranks": [1]},
+        "since": {"attempt": 0, "step": 1, "time": 0.0},
+        "evidence": {"steps": [2]},
+    }
+    (job / "hub" / "verdicts.json").write_text(json.dumps([found]))
+    target = tmp_path / "trace.pftrace"
+    arguments = parse(["trace", "export", "demo", "-o", str(target), "--verdict", "v1"])
+    assert arguments.func(arguments) == 0
+    assert {values["step"] for values in read_perfetto(target.read_bytes()).arguments} == {0, 1, 2, 3}
+    assert "0.00 MB, from the stored traces" in capsys.readouterr().out
+    arguments = parse(["trace", "export", "demo", "-o", str(target), "--verdict", "v1", "--format", "chrome"])
+    assert arguments.func(arguments) == 0
+    assert len(events(json.loads(target.read_text()), "X")) == 40
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -153,6 +175,8 @@ def test_export_after_the_job_reads_the_stored_traces(
         (["../demo"], "not found"),
         (["demo", "--from", "90"], r"no steps 90 to the end are stored; take --from and --to between \d+ and \d+$"),
         (["demo", "--from", "2", "--to", "1"], "--to is before --from"),
+        (["demo", "--verdict", "v9"], "job demo has no verdict 'v9'; its page or hub lists them"),
+        (["demo", "--verdict", "v9", "--to", "1"], "--verdict chooses its own steps; leave out --from and --to"),
     ],
 )
 def test_export_explains_bad_arguments(job: Path, tmp_path: Path, options: list[str], message: str) -> None:
@@ -171,7 +195,7 @@ def test_unwritable_output_is_reported(job: Path, tmp_path: Path) -> None:
 def test_garbled_hub_address_is_reported(job: Path) -> None:
     (job / "hub.json").write_text("[]")
     with pytest.raises(HubError, match=r"hub\.json"):
-        fetch.from_hub(job, None, None)
+        fetch.from_hub(job, fetch.TraceRequest())
 
 
 @pytest.mark.parametrize("step", ["x", "1.5", "1e3"])

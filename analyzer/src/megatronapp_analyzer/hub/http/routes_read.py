@@ -4,16 +4,21 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from starlette.responses import JSONResponse
 
-from megatronapp_analyzer.hub import export
+from megatronapp_analyzer.errors import ExportError
+from megatronapp_analyzer.hub.export.around import steps_around
+from megatronapp_analyzer.hub.export.formats import SUFFIXES, TraceFormat, spans_of_a_slice, trace_file
+from megatronapp_analyzer.hub.export.tracks import source_of
 from megatronapp_analyzer.hub.http import pipeline_view, role_view, schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
+JSON, BYTES = "application/json", "application/octet-stream"
 TRACE_STEPS = 50
 """Steps in a trace without `from`: the newest, because a browser opens some hundred thousand spans, not millions."""
 
@@ -105,11 +110,48 @@ async def verdicts(hub: HubOf) -> list[schemas.VerdictView]:
     return views.verdicts(hub)
 
 
-@router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND)
-async def trace(hub: HubOf, first: From = None, to: To = None) -> Response:
-    """Chrome trace of the steps that are held in full, with arrows from sends to receives."""
-    chosen = hub.ingest.store.select(first, to, newest=TRACE_STEPS)
-    if not chosen:
-        raise HttpError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
-    document = await asyncio.to_thread(export.chrome_trace, export.source_of(hub.ingest, hub.identity.name, chosen))
-    return JSONResponse(document, headers={"Cache-Control": "no-store"})
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A Chrome trace, or with `format=perfetto` a trace of Perfetto.",
+        "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND | _FILE)
+async def trace(
+    hub: HubOf,
+    first: From = None,
+    to: To = None,
+    format_: Annotated[TraceFormat, Query(alias="format")] = TraceFormat.CHROME,
+    verdict: Annotated[str | None, Query(description="Only about 1 MB around the evidence of this verdict.")] = None,
+) -> Response:
+    """Trace of the steps that are held in full, with arrows from sends to receives."""
+    chosen = _steps_of_a_trace(hub, (first, to), format_, verdict)
+    name = f"{hub.identity.name}{'' if verdict is None else '-verdict'}{SUFFIXES[format_]}"
+    written = await asyncio.to_thread(trace_file, source_of(hub.ingest, hub.identity.name, chosen), format_)
+    headers = {"Cache-Control": "no-store"}
+    if format_ is TraceFormat.PERFETTO:
+        headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    return Response(written, media_type=BYTES if format_ is TraceFormat.PERFETTO else JSON, headers=headers)
+
+
+def _steps_of_a_trace(
+    hub: HubReader, steps: tuple[int | None, int | None], format_: TraceFormat, verdict: str | None
+) -> list[StoredStep]:
+    """Return the steps that a trace shows. Raises HttpError where none are held, or the verdict is not known."""
+    if verdict is None:
+        chosen = hub.ingest.store.select(*steps, newest=TRACE_STEPS)
+        if not chosen:
+            raise HttpError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
+        return chosen
+    if steps != (None, None):
+        text = "a trace around a verdict has steps of its own"
+        raise HttpError(422, "verdict-or-steps", text, "Leave out from and to, or the verdict.")
+    found = hub.verdicts.find(verdict)
+    if found is None:
+        raise HttpError(404, "no-verdict", f"verdict {verdict[:80]!r} is not known", "GET /api/v1/verdicts lists all.")
+    try:
+        return steps_around(hub.ingest.store, found, spans_of_a_slice(format_))
+    except ExportError as error:
+        raise HttpError(404, "step-not-held", str(error), "Take newer steps with from and to.") from error

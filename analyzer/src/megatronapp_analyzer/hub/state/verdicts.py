@@ -63,6 +63,10 @@ class VerdictStore:
         """Return all verdicts, newest first, in the form of the contract."""
         return sorted(self._verdicts.values(), key=sort_key, reverse=True)
 
+    def find(self, id_: str) -> dict[str, Any] | None:
+        """Return a verdict in the form of the contract; None if it is not known."""
+        return self._verdicts.get(id_)
+
     def active(self) -> list[Verdict]:
         """Return verdicts that are not cleared."""
         return [verdict for verdict in self._live.values() if verdict.state in ACTIVE]

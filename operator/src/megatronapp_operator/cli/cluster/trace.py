@@ -15,26 +15,39 @@ from megatronapp_operator.errors import HubError, OperatorError
 ANSWER_S = 120.0
 """Seconds for the trace, which the hub may have to read from its disk."""
 
+PERFETTO_SUFFIXES = frozenset({".pftrace", ".perfetto-trace"})
+
 
 def main(arguments: argparse.Namespace) -> int:
     """Fetch the trace and write it; return the exit code."""
     first, last, output = arguments.first, arguments.last, arguments.output
     if first is not None and last is not None and last < first:
         raise OperatorError(f"--to is before --from: {last} comes before {first}; swap them")
-    bounds = {name: str(step) for name, step in (("from", first), ("to", last)) if step is not None}
+    if arguments.verdict is not None and (first, last) != (None, None):
+        raise OperatorError("--verdict chooses its own steps; leave out --from and --to")
+    form = arguments.format or ("perfetto" if output.suffix in PERFETTO_SUFFIXES else "chrome")
+    given = (("from", first), ("to", last), ("verdict", arguments.verdict), ("format", form))
+    query = {name: str(value) for name, value in given if value is not None}
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         with gateway_client.open_gateway(cluster) as gateway:
             token = tokens.token_for(cluster, gateway, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/trace"
-            answer = gateway_client.call_gateway(gateway, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
+            answer = gateway_client.call_gateway(gateway, "GET", path, token=token, query=query, timeout_s=ANSWER_S)
     if not answer.is_success:
         raise HubError(replace_control_characters(problem_of(answer)) + _why(job, answer.status_code))
-    events = events_of(answer.content)
+    described = summary(answer.content, form)
     write(output, answer.content)
-    spans, arrows = (sum(event.get("ph") == phase for event in events) for phase in "Xs")
-    print(f"{output}: {spans} spans, {arrows} arrows, from the running hub; open it at https://ui.perfetto.dev")
+    print(f"{output}: {described}, from the running hub; open it at https://ui.perfetto.dev")
     return 0
+
+
+def summary(content: bytes, form: str) -> str:
+    """Describe a trace in some words. Raises HubError for any other content: a hub is not trusted."""
+    if form == "perfetto" and content[:1] == b"\n":  # the first packet of a protobuf trace
+        return f"{len(content) / 1e6:.2f} MB"
+    spans, arrows = (sum(event.get("ph") == phase for event in events_of(content)) for phase in "Xs")
+    return f"{spans} spans, {arrows} arrows"
 
 
 def _why(job: ClusterJob, status: int) -> str:

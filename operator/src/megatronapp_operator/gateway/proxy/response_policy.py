@@ -1,4 +1,4 @@
-"""Types and sizes that a hub may return for each path: JSON for every path; tiles, tables and sessions for their own.
+"""Types and sizes that a hub may return for each path: JSON; for tiles, tables, sessions and traces also their own.
 
 The requested path, never the hub, decides which file a browser saves, and under which name.
 """
@@ -75,6 +75,8 @@ def response_rule_for(path: str, query: str = "") -> ResponseRule:
     form = urllib.parse.parse_qs(query).get("format", [""])[-1]
     if (found := _VALUES.fullmatch(path)) and form in TABLES:
         return ResponseRule(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
+    if path == "trace" and form == "perfetto":
+        return ResponseRule(types=frozenset({JSON, BYTES}), file="trace.pftrace")
     if (found := _BRANCHES.fullmatch(path)) and form == "csv":
         return ResponseRule(types=frozenset({JSON, CSV}), file=f"{found['kind']}-{found['name']}.csv")
     return PLAIN

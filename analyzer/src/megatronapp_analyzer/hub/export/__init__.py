@@ -1,0 +1,1 @@
+"""Traces of recorded steps for viewers: Chrome JSON and Perfetto's protobuf."""

@@ -1,0 +1,192 @@
+"""Traces that Perfetto shows whole: spans of a track are nested or disjoint, in JSON and in protobuf."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+from perfetto_rule import ViewedSpan, dropped, read_chrome, read_perfetto
+
+from megatronapp_analyzer.errors import ExportError
+from megatronapp_analyzer.hub.export import protobuf
+from megatronapp_analyzer.hub.export.around import SLICE_BYTES, steps_around
+from megatronapp_analyzer.hub.export.chrome import chrome_trace, microseconds
+from megatronapp_analyzer.hub.export.formats import TraceFormat, spans_of_a_slice, trace_file
+from megatronapp_analyzer.hub.export.nesting import SLACK_NS, place_spans
+from megatronapp_analyzer.hub.export.perfetto import perfetto_trace
+from megatronapp_analyzer.hub.export.tracks import TrackedTrace, source_of, tracks_of
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_common.trace import Counter, Flag, RecordKind
+
+TIMES = st.integers(0, 3000) | st.integers(0, 10).map(lambda part: 5000 * part)
+
+
+@given(spans=st.lists(st.tuples(TIMES, st.integers(0, 3000) | st.just(20_000)), max_size=40))
+def test_spans_of_a_row_are_nested_or_disjoint_and_hardly_moved(spans: list[tuple[int, int]]) -> None:
+    starts = np.array([start for start, _ in spans], np.int64)
+    ends = starts + np.array([length for _, length in spans], np.int64)
+    placed = list(place_spans(starts, ends))
+    assert sorted(index for index, *_ in placed) == list(range(len(spans)))
+    assert dropped(ViewedSpan(row, "", start, end) for _, row, start, end in placed) == []
+    for index, _, start, end in placed:
+        assert start <= end
+        assert abs(start - starts[index]) <= SLACK_NS >= abs(end - ends[index])
+    given_ = [ViewedSpan(0, "", int(starts[index]), int(ends[index])) for index, *_ in placed]
+    if not dropped(given_):
+        assert {(row, start - starts[index], end - ends[index]) for index, row, start, end in placed} <= {(0, 0, 0)}
+
+
+@given(time_ns=st.integers(0, 1 << 55))
+def test_microseconds_are_read_as_the_same_nanoseconds(time_ns: int) -> None:
+    assert int(json.loads(json.dumps(microseconds(time_ns))) * 1000) == time_ns or time_ns > 1 << 50
+
+
+@given(
+    number=st.integers(-(1 << 63), (1 << 64) - 1),
+    real=st.floats(allow_nan=False),
+    content=st.text(st.characters(exclude_categories=["Cs"])),
+)
+def test_fields_are_read_by_another_implementation(number: int, real: float, content: str) -> None:
+    """Fields of DebugAnnotation and TrackEvent cover all of their types."""
+    written = protobuf.integer(3, number) + protobuf.message(11, protobuf.integer(4, number))
+    annotation = pb.DebugAnnotation.FromString(written)
+    signed = number - (1 << 64) if number >= 1 << 63 else number
+    assert (annotation.uint_value, annotation.dict_entries[0].int_value) == (number % (1 << 64), signed)
+    assert pb.DebugAnnotation.FromString(protobuf.double(5, real)).double_value == real
+    assert pb.DebugAnnotation.FromString(protobuf.text(6, content)).string_value == content
+    event = pb.TrackEvent.FromString(protobuf.fixed64(47, number))
+    assert list(event.flow_ids) == [number % (1 << 64)]
+
+
+@pytest.fixture
+def device_steps(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
+    """Two steps of devices that lag their hosts, with rounded times, a long read and two copies at once."""
+    filled = TraceIngest(StoreLimits())
+    for rank in (0, 1):
+        filled.add_ring(0, ring_header(rank))
+    first = [0, 0]
+    for step in range(2):
+        for rank in (0, 1):
+            device = step_rows(rank, step)
+            spans = device["kind"] < RecordKind.METRIC
+            device["flags"][spans] |= np.uint8(Flag.DEVICE_CLOCK)
+            device["start_ns"][spans] += 4_000_000 + np.arange(spans.sum(), dtype=np.uint64) * 7
+            begun = 1_000_000_000 + step * 10_000_000
+            at = {"step": step, "comm": NO_COMM_SLOT, "flags": 0}
+            host = [
+                at | {"kind": RecordKind.DATA, "start_ns": begun + 100, "duration": 1_000_000},
+                at | {"kind": RecordKind.CHECKPOINT, "start_ns": begun + 8_500_000, "duration": 200_000},
+                at | {"kind": RecordKind.OPTIMIZER, "start_ns": begun + 13_000_000, "duration": 125_002},
+                at | {"kind": RecordKind.COPY, "comm": 1 - rank, "start_ns": begun + 9_000_000, "duration": 90_000},
+                at | {"kind": RecordKind.COPY, "comm": 1 - rank, "start_ns": begun + 9_100_000, "duration": 90_000},
+            ]
+            host[2]["flags"] = Flag.DEVICE_CLOCK
+            body = np.concatenate([rows(host), device])
+            header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
+            filled.add_records(0, header, body.tobytes())
+            first[rank] += len(body)
+    half = {"kind": RecordKind.COUNTER, "comm": Counter.CPU_PRESSURE, "start_ns": 1_015_000_000, "aux": 0x3F000000}
+    filled.add_records(0, {"rank": None, "worker": 0, "first": 0, "lost": 0}, rows([half]).tobytes())
+    filled.end_attempt(0)
+    return filled
+
+
+NO_COMM_SLOT = 0xFFFF
+
+
+def tracked(ingest: TraceIngest) -> TrackedTrace:
+    return tracks_of(source_of(ingest, "demo", ingest.store.select(None, None, newest=50)))
+
+
+def test_no_span_of_a_device_is_dropped_in_either_format(device_steps: TraceIngest) -> None:
+    trace = tracked(device_steps)
+    recorded = sum(len(step.view.records) for step in device_steps.store.newest(9))
+    spans = read_chrome(json.loads(json.dumps(chrome_trace(trace))))
+    assert (len(spans), dropped(spans)) == (recorded, [])
+    viewed = read_perfetto(perfetto_trace(trace))
+    assert (len(viewed.spans), dropped(viewed.spans)) == (recorded, [])
+    assert sorted((span.name, span.start_ns, span.end_ns) for span in spans) == sorted(
+        (span.name, span.start_ns, span.end_ns) for span in viewed.spans
+    )
+    merged = [ViewedSpan(span.track[0], span.name, span.start_ns, span.end_ns) for span in spans]
+    assert len(dropped(merged)) > 4, "the case must be one that a single track cannot show"
+
+
+def test_host_device_and_transfers_have_tracks_of_their_own(device_steps: TraceIngest) -> None:
+    viewed = read_perfetto(perfetto_trace(tracked(device_steps)))
+    names = {f"rank {rank} (pp {rank}, dp 0, tp 0)": f"worker {rank} on node-{rank}" for rank in (0, 1)}
+    for name, process in names.items():
+        by_role = {role: {span.name for span in viewed.spans if span.track == f"{name} {role}"} for role in ROLES}
+        assert by_role["host"] == {"data", "checkpoint"}
+        assert {"forward 0", "backward 0", "step", "optimizer"} <= by_role["device"]
+        assert by_role["transfers"] == by_role["transfers 2"] == {"copy"}
+        assert {viewed.tracks[f"{name} {role}"] for role in ROLES} == {process}
+    assert viewed.counters == {"loss": [(9_999_900, 4.0), (19_999_900, 5.0)], "cpu_pressure 0": [(14_999_900, 0.5)]}
+
+
+ROLES = ("host", "device", "transfers", "transfers 2")
+
+
+def test_flows_lead_from_sends_to_receives(device_steps: TraceIngest) -> None:
+    trace = tracked(device_steps)
+    viewed = read_perfetto(perfetto_trace(trace))
+    assert len(viewed.flows) == len(trace.arrows) > 0
+    for ends in viewed.flows.values():
+        sent, received = sorted(ends, key=lambda end: not end.startswith("send"))
+        assert sent.startswith("send_post")
+        assert received.startswith("recv_wait")
+        assert sent.partition(" on ")[2] != received.partition(" on ")[2]
+    steps = [values["step"] for values in viewed.arguments]
+    assert set(steps) == {0, 1}
+    assert {values["bytes"] for values in viewed.arguments if "bytes" in values} == {1024}
+
+
+def verdict(ranks: list[int], steps: list[int], since: int = 0) -> dict[str, Any]:
+    return {
+        "id": "v1",
+        "subject": {"ranks": ranks},
+        "since": {"attempt": 0, "step": since, "time": 0.0},
+        "evidence": {"steps": steps},
+    }
+
+
+def test_a_part_of_a_trace_is_around_the_newest_evidence(step_rows: Any, ring_header: Any) -> None:
+    ingest = TraceIngest(StoreLimits())
+    for rank in (0, 1):
+        ingest.add_ring(0, ring_header(rank))
+    for step in range(12):
+        for rank in (0, 1):
+            ingest.add_records(
+                0, {"rank": rank, "worker": rank, "first": step * 9, "lost": 0}, step_rows(rank, step).tobytes()
+            )
+    of_step = len(ingest.store.newest(1)[0].view.records)
+
+    def chosen(most: int, **of: Any) -> list[int]:
+        return [step.view.step for step in steps_around(ingest.store, verdict(**of), most)]
+
+    assert chosen(4 * of_step, ranks=[1], steps=[2, 5, 7]) == [2, 5, 6, 7]
+    assert chosen(3 * of_step, ranks=[1], steps=[], since=4) == [3, 4, 5]
+    assert chosen(10_000, ranks=[1], steps=[7]) == list(range(12))
+    (only,) = steps_around(ingest.store, verdict([1], [7]), of_step // 2)
+    assert set(only.view.records["rank"]) == {1}, "the verdict's rank is always shown"
+    with pytest.raises(ExportError, match="no step of attempt 3 is stored any more"):
+        steps_around(ingest.store, verdict([0], []) | {"since": {"attempt": 3, "step": 0}}, 10)
+
+
+@pytest.mark.parametrize("format_", list(TraceFormat))
+def test_a_part_of_a_trace_has_about_a_megabyte(step_rows: Any, ring_header: Any, format_: TraceFormat) -> None:
+    ingest = TraceIngest(StoreLimits())
+    for rank in (0, 1):
+        ingest.add_ring(0, ring_header(rank))
+    for step in range(1 + spans_of_a_slice(format_) // 300):
+        for rank in (0, 1):
+            part = np.concatenate([step_rows(rank, step)] * 30)
+            part["ordinal"] = np.arange(len(part)) // 6
+            ingest.add_records(0, {"rank": rank, "worker": rank, "first": step * len(part), "lost": 0}, part.tobytes())
+    steps = steps_around(ingest.store, verdict([1], []), spans_of_a_slice(format_))
+    content = trace_file(source_of(ingest, "demo", steps), format_)
+    assert SLICE_BYTES / 2 < len(content) < SLICE_BYTES * 1.25
