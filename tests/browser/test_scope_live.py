@@ -254,7 +254,7 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     pw.expect(page.get_by_test_id("head-changes")).to_be_visible()
     page.get_by_label("What is done").select_option(index=0)
     page.get_by_role("button", name="Add to the recipe").click()
-    page.get_by_label("Strengths").fill("0, 1")
+    page.get_by_role("textbox", name="Strengths").fill("0, 1")
     page.get_by_role("button", name="Sweep all layers").click()
     pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
     (sweep,) = branches(job, "sweeps")
@@ -262,10 +262,29 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     assert [row[0] for row in values] == [0, 0]
     page.get_by_role("region", name="Mean KL, nats by layer and strength").get_by_role("button", name="Table").click()
     pw.expect(page.get_by_role("region", name="Mean KL, nats by layer and strength as a table")).to_be_visible()
+    sweep_positions(page, job)
     check_phone(page)
     page.get_by_role("button", name="Run perturbed").click()
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("perturbation")).to_contain_text("Perturbed: ")
+
+
+def sweep_positions(page: pw.Page, job: Served) -> None:
+    """Patch from another prompt, layer by layer and position by position."""
+    page.get_by_label("What is done").select_option("Patch from another prompt")
+    add = page.get_by_role("button", name="Add to the recipe")
+    pw.expect(add).to_be_disabled()
+    page.get_by_label("Other prompt").fill("world hello hello")
+    add.click()
+    pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: patch from “world hello hello”")
+    page.get_by_label("Positions of the prompt").fill("0-1")
+    page.get_by_role("button", name="Sweep all layers").click()
+    pw.expect(page.get_by_role("region", name="Mean KL, nats by layer and position")).to_be_visible()
+    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
+    found = branches(job, f"sweeps/{branches(job, 'sweeps')[0]['sweep']}")
+    assert (found["positions"], found["template"]["action"]["type"]) == ([0, 1], "patch")
+    assert found["values"][0][0] > 0
+    page.get_by_role("button", name="Remove change 3").click()
 
 
 def branches(job: Served, path: str) -> Any:

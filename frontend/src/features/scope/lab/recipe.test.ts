@@ -1,10 +1,13 @@
 import { beforeEach, describe, expect, it } from "vitest";
 import {
+  actionsOf,
   AFTER,
+  axesOf,
   changeOf,
   changeText,
   LAYER,
   numbersIn,
+  positionsIn,
   readRecipe,
   templateOf,
   type ChangeDraft,
@@ -18,6 +21,10 @@ const DRAFT: ChangeDraft = {
   heads: [1],
   action: "gaussian",
   coefficient: 0.5,
+  value: -1,
+  bits: "sign",
+  rate: 0.01,
+  source: "The whale swims through the sea",
   first: null,
   end: null,
 };
@@ -46,7 +53,50 @@ describe("a change", () => {
 
   it("is described, and without its layers the template of a sweep", () => {
     expect(changeText(changeOf(DRAFT))).toBe("q layers 0, 2 head 1: gaussian 0.5");
-    expect(templateOf(changeOf(DRAFT))).not.toHaveProperty("layers");
+    expect(templateOf(changeOf({ ...DRAFT, first: 1 }), "strengths")).toHaveProperty("positions");
+    expect(Object.keys(templateOf(changeOf({ ...DRAFT, first: 1 }), "positions"))).toEqual([
+      "kind",
+      "site",
+      "heads",
+      "action",
+    ]);
+  });
+
+  it("has the fields of its action, and the axes that a sweep can vary", () => {
+    const cases: [ChangeDraft["action"], string, object, string, string[]][] = [
+      ["mean", "mlp2", { type: "mean", over: "prompt" }, "mean over the prompt", []],
+      ["value", "mlp2", { type: "mean", value: -1 }, "mean -1, at chosen positions", ["positions"]],
+      [
+        "patch",
+        "residual",
+        { type: "patch", source: { prompt: DRAFT.source } },
+        "patch from “The whale swims through …”, at chosen positions",
+        ["positions"],
+      ],
+      [
+        "bitFlip",
+        "mlp.linear_fc1",
+        { type: "bitFlip", bits: "sign", rate: 0.01 },
+        "bitFlip sign 0.01",
+        ["strengths"],
+      ],
+      [
+        "uniform",
+        "system",
+        { type: "uniform", coefficient: 0.5 },
+        "uniform 0.5, at chosen positions",
+        ["strengths", "positions"],
+      ],
+    ];
+    for (const [action, id, written, text, axes] of cases) {
+      const change = changeOf({ ...DRAFT, spot: spot(id), action, first: 2 });
+      expect(change["action"]).toEqual(written);
+      expect(changeText(change)).toContain(`: ${text}`);
+      expect(axesOf(change)).toEqual(axes);
+      expect(actionsOf(spot(id)).map(({ value }) => value)).toContain(action);
+    }
+    expect(axesOf(changeOf({ ...DRAFT, spot: spot("final_norm") }))).toEqual([]);
+    expect(actionsOf(spot("logits")).map(({ value }) => value)).not.toContain("patch");
   });
 });
 
@@ -67,5 +117,8 @@ describe("recipes", () => {
     expect(numbersIn("0.1, 0.3 1")).toEqual([0.1, 0.3, 1]);
     expect(() => numbersIn("0.1, x")).toThrow("Write numbers");
     expect(() => numbersIn(" ")).toThrow("Write numbers");
+    expect(positionsIn("0-2, 5")).toEqual([0, 1, 2, 5]);
+    for (const wrong of ["", "3-1", "0-2, x", "-1", "1.5"])
+      expect(() => positionsIn(wrong)).toThrow("Write positions");
   });
 });
