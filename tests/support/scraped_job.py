@@ -66,6 +66,7 @@ def manifest() -> Object:
             "training": training,
             "data": {"mock": True},
             "dpp": {"enabled": True},
+            "scope": {"training": {"enabled": True, "captureEvery": 50}},
             "trace": {"enabled": True},
             "analyzer": {"enabled": True, "retainSeconds": 0},
             "runPolicy": {"terminationGracePeriodSeconds": 1},
@@ -274,6 +275,18 @@ class Jobs:
         self._metrics.observe_job(TEAM, RESTARTED, made.status, now=time.time())
 
 
+def pause(cli: Cli, prometheus: Prometheus, jobs: Jobs) -> None:
+    """Pause the job until the pause has been scraped."""
+
+    def is_scraped() -> bool:
+        jobs.read_verdicts()
+        return bool(prometheus.values("megatron_job_paused_gpus"))
+
+    cli.output("training", JOB, "pause")
+    until(is_scraped, "the pause is scraped")
+    cli.output("training", JOB, "resume")
+
+
 @contextlib.contextmanager
 def scraped_job(folder: pathlib.Path) -> Iterator[tuple[Prometheus, Jobs]]:
     """Everything runs, and Prometheus has seen the slow nodes of the job."""
@@ -289,6 +302,7 @@ def scraped_job(folder: pathlib.Path) -> Iterator[tuple[Prometheus, Jobs]]:
             with running_prometheus(folder, scrape_hub(hub), scrape_operator(operator)) as prometheus:
                 jobs = Jobs(metrics, root)
                 until(jobs.read_verdicts, "both faults of the job are named")
+                pause(cli, prometheus, jobs)
                 yield prometheus, jobs
         finally:
             cli("delete", JOB, "--ignore-not-found")

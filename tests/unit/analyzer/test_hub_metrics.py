@@ -1,6 +1,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,7 +12,9 @@ from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
 from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.trace import RecordKind
 
@@ -70,3 +73,34 @@ def test_shared_memory_is_a_metric_and_a_full_segment_is_in_the_summary(hub: Hub
     assert 'megascan_shared_memory_bytes{job_id="demo",pod="demo-worker-0"} 6.7108864e+07' in text
     assert 'megascan_shared_memory_free_bytes{job_id="demo",pod="demo-worker-1"} 4.194304e+06' in text
     assert 'pod="demo-worker-2"' not in text
+
+
+def values_of(hub: Hub, prefix: str) -> dict[str, float]:
+    """Return the values of families by name, with the site where there is one."""
+    families = text_string_to_metric_families(generate_latest(build_registry(hub)).decode())
+    return {
+        f"{sample.name} {sample.labels.get('site', '')}".rstrip(): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(prefix) and not sample.name.endswith("_created")
+    }
+
+
+def test_pauses_and_captures_of_a_training_are_metrics(hub: Hub) -> None:
+    assert values_of(hub, "megascope_") == {"megascope_rejected_captures_total": 0}
+    control = {"state": "paused", "pausedSeconds": 2.5, "captureEvery": 4, "perturbation": "00c0ffee0000"}
+    hub.ranks.progress = Progress.model_validate({"control": control})
+    sites = [SiteLayer("residual", 0), SiteLayer("residual", 1), SiteLayer("mlp1", 0)]
+    body = b"".join(of_values(np.array(own)).tobytes() for own in ([np.nan, 1.0], [np.inf, np.nan], [1.0]))
+    header = {"rank": 0, "ranks": 1, "step": 8, "attempt": 0}
+    hub.captures.store.take(statistics_frame(FrameType.TRAINING_STATISTICS, header, sites, body))
+    assert values_of(hub, "megascope_") == {
+        "megascope_rejected_captures_total": 0,
+        "megascope_training_paused": 1,
+        "megascope_training_paused_seconds_total": 2.5,
+        "megascope_training_perturbed": 1,
+        "megascope_capture_interval_steps": 4,
+        "megascope_captured_step": 8,
+        "megascope_captured_not_finite_values residual": 3,
+        "megascope_captured_not_finite_values mlp1": 0,
+    }

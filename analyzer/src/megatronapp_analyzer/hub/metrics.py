@@ -25,6 +25,7 @@ from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.role_metrics import role_families
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
+from megatronapp_analyzer.hub.training_metrics import training_families
 from megatronapp_analyzer.model import SubjectType, Verdict
 
 TOP_RANKS = 32
@@ -69,6 +70,7 @@ class HubCollector(Collector):
         newest = self._newest_whole()
         yield from pipeline_families(self._hub, newest)
         yield from role_families(self._hub, newest)
+        yield from training_families(self._hub)
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])
