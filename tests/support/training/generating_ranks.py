@@ -80,7 +80,7 @@ def open_engine(
     model: Any, config: TrainerConfig, layout: Layout, device: Device, **options: Any
 ) -> tuple[WorkerGroup, Engine | None]:
     """The gang, and on rank 0 its engine."""
-    options = {"slots": 4, "capacity": 64, "prefill_chunk": 16} | options
+    options = {"slots": 4, "capacity": 64, "prefill_chunk": 16, "async_scheduling": True} | options
     gang = open_worker_group(model, config, layout, device, RunnerOptions(**options), vocab_size=VOCABULARY)
     return gang, Engine(gang) if layout.rank == 0 else None
 

@@ -49,13 +49,13 @@ def decode(tokens: Any) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 
-def alone(check: str, variant: str = "rotary-grouped") -> Any:
-    """Run one of the checks below against an engine of one process."""
+def alone(check: str, variant: str = "rotary-grouped", is_ahead: bool = False) -> Any:
+    """Run one of the checks below against an engine of one process, whose steps may be launched ahead."""
     with groups_of("") as (layout, device):
         config = config_of(VARIANTS[variant])
         model = model_of(config, layout, device)
         plain = plain_of(model, config)
-        gang, _ = open_engine(model, config, layout, device)
+        gang, _ = open_engine(model, config, layout, device, async_scheduling=is_ahead)
         return globals()[check](gang, Engine(gang, decode=decode, end_tokens={0}, most_waiting=3), plain)
 
 
@@ -275,9 +275,10 @@ CHECKS = (
 )
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_engine(run_ranks: RunRanks, check: str) -> None:
-    run_ranks(1, alone, check)
+def test_engine(run_ranks: RunRanks, check: str, *, is_ahead: bool) -> None:
+    run_ranks(1, alone, check, "rotary-grouped", is_ahead)
 
 
 def too_large(capacity: int) -> str:
@@ -330,14 +331,15 @@ def with_a_dead_rank(flags: str, dead: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dead"), [pytest.param("TP2", 1, id="TP2"), pytest.param("PP2", 1, id="PP2-last-stage")]
+    ("layout", "dead", "read"), [pytest.param("TP2", 1, 3, id="TP2"), pytest.param("PP2", 1, 4, id="PP2-last-stage")]
 )
-def test_a_dead_rank_ends_what_is_open(run_ranks: RunRanks, layout: str, dead: int) -> None:
+def test_a_dead_rank_ends_what_is_open(run_ranks: RunRanks, layout: str, dead: int, read: int) -> None:
+    """A rank dies in the fifth step, before whose launch the tokens of the fourth are read with two stages alone."""
     world, flags = LAYOUTS[layout]
     ends = run_ranks(world, with_a_dead_rank, flags, dead)[0]
     assert [(reason, kind) for reason, kind, _, _ in ends] == [("error", "EngineLostError")] * 3
     assert all("a rank of the gang was lost" in text for _, _, text, _ in ends)
-    assert [count for _, _, _, count in ends] == [4, 4, 0]
+    assert [count for _, _, _, count in ends] == [read, read, 0]
 
 
 def with_a_dead_first_rank(flags: str) -> str | None:

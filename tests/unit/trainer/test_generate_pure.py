@@ -16,7 +16,7 @@ from megatronapp_trainer.inference import patch_sources
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
-from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
+from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, launch, noise_keys
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.patch_sources import PatchSource, SourceCache
 from megatronapp_trainer.inference.perturbed_steps import RecipeRotation
@@ -116,7 +116,7 @@ def test_readings_of_mixed_outputs() -> None:
         OutputRequest(row=1, target=3, logits=True),
         OutputRequest(row=2, sampling=sampling, candidates=1),
     )
-    greedy, target, sampled = read(logits, outputs, StatisticsLauncher(rows=3), IdleWindow())
+    greedy, target, sampled = launch(logits, outputs, StatisticsLauncher(rows=3)).read(IdleWindow())
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])
@@ -217,6 +217,40 @@ def test_every_position_is_read_once_and_in_order(
                 line.release(sequence)
     for index, (length, count, _) in enumerate(requests):
         assert read_by[str(index)] == [*range(length), *[50] * (count - 1)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.sampled_from([0, 0.7])), min_size=1, max_size=6))
+def test_a_step_planned_ahead_is_the_next_step(requests: list[tuple[int, int, float]]) -> None:
+    line, ahead = scheduler_of(), None
+    for index, (length, count, temperature) in enumerate(requests):
+        prompt = tuple(range(length))
+        line.add(GenerationRequest(id=str(index), prompt=prompt, max_new_tokens=count, temperature=temperature))
+    while line.waiting or line.running:
+        while line.next_admissible():
+            line.admit(None)
+        planned = line.plan()
+        assert planned is not None
+        if ahead is not None:
+            segments = tuple(dataclasses.replace(segment, tokens=(0,)) for segment in planned.plan.segments)
+            assert ahead.plan == dataclasses.replace(planned.plan, segments=segments, is_ahead=True)
+            assert [row.sequence for row in ahead.rows] == [row.sequence for row in planned.rows]
+        ahead = line.plan_ahead(planned)
+        assert ahead is None or planned.plan.decode
+        ends = {segment.request_id: segment.end for segment in planned.plan.segments}
+        for sequence in planned.sequences:
+            sequence.read = ends[sequence.request.id]
+        for row in planned.rows:
+            row.sequence.generated.append(50)
+        over = [sequence for sequence in line.running if sequence.generated and sequence.stopped(frozenset())]
+        assert ahead is None or not over
+        assert ahead is not None or over or line.next_admissible() or not planned.plan.decode or prefills(line)
+        for sequence in over:
+            line.release(sequence)
+
+
+def prefills(line: Scheduler) -> bool:
+    """Return true if some sequence reads its prompt."""
+    return any(sequence.is_prefilling for sequence in line.running)
 
 
 def test_grouped_requests_are_admitted_together_or_not_at_all() -> None:

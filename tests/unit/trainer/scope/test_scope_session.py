@@ -44,10 +44,10 @@ OTHER = "ba9876543210"
 class Opened:
     """One rank with an engine, a session and a leader."""
 
-    def __init__(self, layout: Any, device: Any, variant: str = GROUPED) -> None:
+    def __init__(self, layout: Any, device: Any, variant: str = GROUPED, *, is_ahead: bool = True) -> None:
         config = config_of(variant)
         self.model = model_of(config, layout, device)
-        self.gang, engine = open_engine(self.model, config, layout, device)
+        self.gang, engine = open_engine(self.model, config, layout, device, async_scheduling=is_ahead)
         assert engine is not None
         self.engine = engine
         self.sent = Sent()
@@ -119,10 +119,37 @@ def test_outputs_are_the_same_bits(run_ranks: RunRanks, variant: str) -> None:
     assert hooks[2] > 0
 
 
+def reported(stop: int | None, *, is_ahead: bool) -> tuple[list[tuple[int, list[Any]]], list[int]]:
+    """Return the steps and rows of a run's parts, and the tokens of its first sample, which one of them may end."""
+    with groups_of("") as (layout, device):
+        opened = Opened(layout, device, is_ahead=is_ahead)
+        sent = requests()
+        stops = () if stop is None else ((stop,),)
+        sent[0] = GenerationRequest(**{**_fields(sent[0]), "stop_tokens": stops})
+        for request in opened.leader.begin_run(RUN, CaptureSettings(), sent):
+            opened.engine.submit(request)
+        events = observed(opened.engine, opened.leader)
+        opened.engine.step()  # the end of the run is a command
+        tokens = [event.token for event in events if isinstance(event, TokenEvent) and event.request_id == f"{RUN}-0"]
+        return [(part.header["step"], part.header["rows"]) for part in opened.parts()], tokens
+
+
+def reported_both() -> list[Any]:
+    _, tokens = reported(None, is_ahead=False)
+    stop = next(token for place, token in enumerate(tokens) if place >= 2 and token not in tokens[:place])
+    return [reported(stop, is_ahead=is_ahead) for is_ahead in (False, True)]
+
+
+def test_steps_ahead_report_no_row_of_a_request_that_has_ended(run_ranks: RunRanks) -> None:
+    ((expected, found),) = run_ranks(1, reported_both)
+    assert found == expected
+    assert len({len(rows) for step, rows in found[0] if step}) == 2  # one sample went on alone
+
+
 def changed() -> tuple[dict[int, set[str]], dict[int, set[str]], int]:
     """Change a run to lite after three steps, in parallel with one that captures nothing."""
     with groups_of("") as (layout, device):
-        opened = Opened(layout, device)
+        opened = Opened(layout, device, is_ahead=False)
         opened.begin(CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 0}]}))
         opened.leader.observe(opened.engine.step())
         while max(names_by_step(opened.parts()), default=0) < 2:

@@ -8,6 +8,9 @@ import torch
 
 from megatronapp_trainer.hooks.step_boundary import StepBoundary
 
+DISCARD = "discard"
+"""Topic of a command: ids of requests that ended before a step which was planned ahead, and which that step reads."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
@@ -56,6 +59,9 @@ class StepContext:
     same address in every step with this number of slots."""
     compared: tuple[ComparedRow, ...] = ()
     """Outputs that are compared."""
+    is_ahead: bool = False
+    """The step was planned before the tokens of the step before it were read: they may have ended a request whose token
+    it reads, and the `tokens` of its segments are placeholders."""
 
     @property
     def rows(self) -> int:

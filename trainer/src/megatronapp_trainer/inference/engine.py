@@ -29,6 +29,7 @@ from megatronapp_trainer.inference.perturbed_steps import (
 )
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits, source_requests
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
+from megatronapp_trainer.inference.step_launcher import StepLauncher
 from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
@@ -63,8 +64,8 @@ class Engine:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
-        self._commands: list[tuple[str, Any]] = []
         self._recipes = RankRecipes(gang.command)
+        self._launcher = StepLauncher(gang, self._scheduler, self._recipes, self._lock)
         self._reservations = RecipeReservations()
         self.failure: EngineLostError | None = None
         """Error that a rank was lost or failed: the process should end, so that the gang is started again."""
@@ -108,7 +109,7 @@ class Engine:
     def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - payload of the handlers
         """Let all ranks handle a command (`WorkerGroup.handle`) before the next step."""
         with self._lock:
-            self._commands.append((topic, payload))
+            self._launcher.commands.append((topic, payload))
             self._work.notify_all()
 
     def queue_position(self, request_id: str) -> int | None:
@@ -147,10 +148,14 @@ class Engine:
         self._gang.idle_window.defer(work)
 
     def _has_work(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running or self._commands)
+        return bool(self._scheduler.waiting or self._scheduler.running or self._launcher.commands)
 
     def step(self) -> list[Event]:
         """Run one step and return its events. Without open requests it returns at once; call it every 30 s or so.
+
+        On a GPU the next decode step is launched before the tokens of this one are read, if nothing but an ending could
+        change it (`Scheduler.plan_ahead`), so that the device does not wait for the host. What it computes of requests
+        that have ended is discarded.
 
         If a rank is lost or fails, each open request ends with an EngineLostError and `failure` is set.
 
@@ -161,16 +166,14 @@ class Engine:
             raise self.failure
         events = self._end_cancelled()
         self._admit()
-        planned = self._scheduler.plan()
         try:
-            self._command()
-            if planned is None:
+            launched = self._launcher.launch()
+            if launched is None:
                 self._gang.send_heartbeat()
             else:
-                for source in planned.sources:
-                    self._recipes.add(source.recipe, source.lengths)
-                self._recipes.add(planned.recipe)
-                events += self._observe(planned, self._gang.execute(planned.plan))
+                if not self._cancelled:
+                    self._launcher.launch_ahead(launched.scheduled)
+                events += self._observe(launched.scheduled, self._launcher.read(launched))
             with self._lock:
                 used = self._scheduler.open_digests()
             self._recipes.keep(used)
@@ -181,13 +184,8 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks return. Open requests get no more events."""
         if self.failure is None:
+            self._launcher.finish()
             self._gang.close()
-
-    def _command(self) -> None:
-        with self._lock:
-            commands, self._commands = self._commands, []
-        for topic, payload in commands:
-            self._gang.command(topic, payload)
 
     def _end_cancelled(self) -> list[Event]:
         with self._lock:
@@ -210,13 +208,13 @@ class Engine:
 
     def _observe(self, planned: ScheduledStep, readings: tuple[SampledOutput, ...]) -> list[Event]:
         """Bring the sequences up to date with a step that has been computed."""
-        slots = {segment.slot: segment for segment in planned.plan.segments}
-        for sequence in self._scheduler.running:
-            if sequence.slot in slots:
-                sequence.read = slots[sequence.slot].end
+        ends = {segment.request_id: segment.end for segment in planned.plan.segments}
+        for sequence in planned.sequences:
+            sequence.read = ends[sequence.request.id]
         events: list[Event] = []
         for row, reading in zip(planned.rows, readings, strict=True):
-            events += self._events(row, reading)
+            if row.sequence.ended is None:
+                events += self._events(row, reading)
         return events
 
     def _events(self, row: ScheduledRow, reading: SampledOutput) -> Iterator[Event]:

@@ -53,6 +53,9 @@ class RunnerOptions:
     fuse: bool = True
     """Compile rotation and SwiGLU to a kernel each (some 20 s at the first step); without effect on a CPU, and where
     there is no C compiler."""
+    async_scheduling: bool | None = None
+    """Launch a decode step before the tokens of the one before are read, where no stage needs them from another; None:
+    on a GPU, where the host's work then costs no time."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "capacity", "prefill_chunk"):
@@ -131,15 +134,17 @@ class ModelRunner:
             drop_graphs=self._graphs.drop,
         )
 
-    def run(self, plan: StepPlan) -> torch.Tensor | None:
+    def run(self, plan: StepPlan, token_N: torch.Tensor | None = None) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
 
         Returns logits [R, V] of its outputs on the last stage, without meaning if it has none; None on other stages.
+
+        `token_N`: tokens of the segments of a plan that is ahead, on the device.
         """
         self.plan = plan
         self.perturbation.activate(plan, self.cache.clear_slot)
         with torch.no_grad():
-            result = self._decode(plan) if plan.decode else self._prefill(plan)
+            result = self._decode(plan, token_N) if plan.decode else self._prefill(plan)
             self.perturbation.end_pass()
             if self.layout.is_last_stage:
                 return result
@@ -185,13 +190,13 @@ class ModelRunner:
         self._finish(found, result, captured is not None)
         return result
 
-    def _decode(self, plan: StepPlan) -> torch.Tensor:
+    def _decode(self, plan: StepPlan, token_N: torch.Tensor | None) -> torch.Tensor:
         """Decode all slots up to the last used one, so that shapes are few; results of idle slots are unused."""
         used = max(plan.least_slots, max(segment.slot for segment in plan.segments) + 1)
         slots = _bucket(used, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
-        self._fill_inputs(plan, slots)
+        self._fill_inputs(plan, slots, token_N)
         self.perturbation.begin_decode(plan, self._inputs[slots][1])
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
         captured = self._begin(plan, self._inputs[slots])
@@ -226,6 +231,7 @@ class ModelRunner:
                 decode=plan.decode,
                 positions_N=inputs_3N[1],
                 compared=plan.compared,
+                is_ahead=plan.is_ahead,
             )
         )
 
@@ -310,7 +316,7 @@ class ModelRunner:
         rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
         return torch.tensor([list(tokens), [position for _, position in places], rows])
 
-    def _fill_inputs(self, plan: StepPlan, slots: int) -> None:
+    def _fill_inputs(self, plan: StepPlan, slots: int, token_N: torch.Tensor | None) -> None:
         """Write the step into the buffer that the graph of this size reads. Rows of idle slots are never read."""
         used = {segment.slot: segment for segment in plan.segments}
         tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
@@ -321,6 +327,10 @@ class ModelRunner:
             self._inputs[slots] = torch.zeros(3, slots, dtype=torch.int64, device=self._device.torch_device)
         source = inputs_3B.pin_memory() if self._device.is_cuda else inputs_3B
         self._inputs[slots].copy_(source, non_blocking=True)
+        if token_N is not None:
+            order = self._selected([segment.slot for segment in plan.segments], slots)
+            tokens_B = self._inputs[slots][0]
+            _ = tokens_B.copy_(token_N) if order is None else tokens_B.index_copy_(0, order, token_N)
 
     def _selected(self, rows: list[int], count: int) -> torch.Tensor | None:
         """Return the rows on the device, or None if they are all rows in order."""

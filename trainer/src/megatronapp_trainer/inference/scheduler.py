@@ -138,6 +138,8 @@ class ScheduledStep:
 
     plan: StepPlan
     rows: tuple[ScheduledRow, ...]
+    sequences: tuple[Sequence, ...]
+    """Sequence of each segment."""
     recipe: Recipe | None = None
     """Perturbation of the step."""
     sources: tuple[PatchSource, ...] = ()
@@ -276,6 +278,22 @@ class Scheduler:
         self._decoded_last[key] = decodes
         return _decode(decoding, self._least_slots(decoding)) if decodes else _prefill(prefilling, self._chunk)
 
+    def plan_ahead(self, step: ScheduledStep) -> ScheduledStep | None:
+        """Return the step that will follow a decode step, unless a token that this one chooses ends a request.
+
+        None where other sequences are due, or one of these will have all of its tokens.
+        """
+        sequences = [row.sequence for row in step.rows]
+        if not step.plan.decode or self.next_admissible() or self._due() != sequences:
+            return None
+        chosen = [len(sequence.generated) + 1 for sequence in sequences]
+        requests = [sequence.request for sequence in sequences]
+        if any(request.compared is not None for request in requests):
+            return None
+        if any(count >= request.max_new_tokens for count, request in zip(chosen, requests, strict=True)):
+            return None
+        return _decode(sequences, 0, is_ahead=True, positions=[row.position + 1 for row in step.rows])
+
     def _least_slots(self, sequences: list[Sequence]) -> int:
         """Return the least number of slots of a decode step: equal for all branches of a comparison."""
         request = sequences[0].request
@@ -338,6 +356,7 @@ def _scheduled(
     *,
     decode: bool,
     least_slots: int = 0,
+    is_ahead: bool = False,
 ) -> ScheduledStep:
     """Return the step of these sequences, all of one recipe; there is one segment for each, in their order."""
     recipe = sequences[0].request.perturbation
@@ -357,31 +376,35 @@ def _scheduled(
         perturbed=perturbed,
         compared=tuple(row for row in compared if row is not None),
         least_slots=least_slots,
+        is_ahead=is_ahead,
     )
-    sources = (sequence.request.source_of for sequence in sequences[: len(segments)])
-    read = tuple(source for source in sources if source is not None)
-    return ScheduledStep(plan=plan, rows=tuple(rows), recipe=recipe, sources=read)
+    planned = tuple(sequences[: len(segments)])
+    read = tuple(sequence.request.source_of for sequence in planned if sequence.request.source_of is not None)
+    return ScheduledStep(plan=plan, rows=tuple(rows), sequences=planned, recipe=recipe, sources=read)
 
 
-def _decode(sequences: list[Sequence], least_slots: int) -> ScheduledStep:
-    """Plan the newest token of each sequence."""
+def _decode(
+    sequences: list[Sequence], least_slots: int, *, is_ahead: bool = False, positions: list[int] | None = None
+) -> ScheduledStep:
+    """Plan the newest token of each sequence, at `positions`: those that were not read, unless the step is ahead."""
     segments: list[Segment] = []
     outputs: list[OutputRequest] = []
     rows: list[ScheduledRow] = []
     for row, sequence in enumerate(sequences):
+        position = sequence.read if positions is None else positions[row]
         segments.append(
             Segment(
                 slot=sequence.slot,
-                start=sequence.read,
-                tokens=(sequence.generated[-1],),
+                start=position,
+                tokens=(0 if is_ahead else sequence.generated[-1],),
                 request_id=sequence.request.id,
             )
         )
-        output = sequence.output(row, sequence.read)
+        output = sequence.output(row, position)
         assert output is not None
         outputs.append(output)
-        rows.append(ScheduledRow(sequence=sequence, position=sequence.read))
-    return _scheduled(sequences, segments, outputs, rows, decode=True, least_slots=least_slots)
+        rows.append(ScheduledRow(sequence=sequence, position=position))
+    return _scheduled(sequences, segments, outputs, rows, decode=True, least_slots=least_slots, is_ahead=is_ahead)
 
 
 def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:

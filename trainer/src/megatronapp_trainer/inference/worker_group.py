@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatronapp_trainer.device.idle_window import IdleWindow
+from megatronapp_trainer.hooks.forward_observer import DISCARD
 from megatronapp_trainer.hooks.prompt_reader import PromptReader
 from megatronapp_trainer.inference.errors import EngineLostError
-from megatronapp_trainer.inference.model.sampling import SampledOutput, read
+from megatronapp_trainer.inference.model.sampling import PendingOutputs, SampledOutput, launch, tokens_of
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.model_runner import ModelRunner
 from megatronapp_trainer.inference.perturbed_steps import TOPIC
@@ -36,8 +39,11 @@ class WorkerGroup:
         """Window of the time in which this rank's thread waits."""
         self.prompt_reader: PromptReader | None = None
         """Reader of steps that read prompts; set on all ranks or on none."""
+        self._token_R: torch.Tensor | None = None
+        """Tokens that the last step has chosen, on the device."""
         self._handlers: dict[str, Callable[[Any], None]] = {
             "forget_graphs": lambda _payload: stage.forget_graphs(),
+            DISCARD: lambda _payload: None,
             TOPIC: stage.perturbation.change,
         }
 
@@ -58,17 +64,30 @@ class WorkerGroup:
         self._broadcast(EngineCommand(topic=topic, payload=payload))
         self._handlers[topic](payload)
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Return true if a decode step may be launched before the answers of the step before it are read."""
+        setting = self.stage.options.async_scheduling
+        return self._layout.pipeline_size == 1 and (self.stage.keys_LZTGD.is_cuda if setting is None else setting)
+
     def execute(self, plan: StepPlan) -> tuple[SampledOutput, ...]:
         """Compute a plan of rank 0 with all ranks; return the answers to its outputs, in their order.
 
         Raises RuntimeError, as torch does, if a rank was lost.
         """
+        return self.read(plan, self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> PendingOutputs | None:
+        """Launch a plan of rank 0 on all ranks; `read` returns its answers. Raises as `execute`."""
         self._broadcast(plan)
-        mine = self._compute(plan)
+        return self._compute(plan)
+
+    def read(self, plan: StepPlan, launched: PendingOutputs | None) -> tuple[SampledOutput, ...]:
+        """Return the answers of a plan that was launched, in the order of its outputs. Raises as `execute`."""
         if not plan.outputs:
             return ()
-        if mine is not None:
-            return mine
+        if launched is not None:
+            return launched.read(self.idle_window)
         with self.idle_window:
             readings: tuple[SampledOutput, ...] = self._channel.receive_reply()
         return readings
@@ -110,22 +129,29 @@ class WorkerGroup:
             return self._channel.receive_broadcast()
 
     def _follow_plan(self, plan: StepPlan) -> None:
-        readings = self._compute(plan)
-        if readings:
+        launched = self._compute(plan)
+        if launched is not None:
+            readings = launched.read(self.idle_window)
             with self.idle_window:
                 answer = tuple(map(_arrived, readings))
             self._channel.send_reply(answer)
 
-    def _compute(self, plan: StepPlan) -> tuple[SampledOutput, ...] | None:
-        """Compute this rank's part; return readings on the leader alone, None elsewhere."""
+    def _compute(self, plan: StepPlan) -> PendingOutputs | None:
+        """Launch this rank's part; return its outputs on the leader alone, None elsewhere and where there are none."""
         reader = None if plan.decode else self.prompt_reader
         is_read = reader is not None and reader.begin(plan.segments)
-        logits = self.stage.run(plan)
+        logits = self.stage.run(plan, self._token_R if plan.is_ahead else None)
         if reader is not None and is_read:
             reader.end()
-        if logits is None or self._layout.rank != self._channel.leader:
+        if logits is None or not plan.outputs:
             return None
-        return read(logits, plan.outputs, self._measurer, self.idle_window) if plan.outputs else ()
+        if self._layout.rank == self._channel.leader:
+            launched = launch(logits, plan.outputs, self._measurer)
+            self._token_R = launched.token_R
+            return launched
+        if plan.decode and self.schedules_ahead:  # tensor ranks have the same logits, and choose the same tokens
+            self._token_R = tokens_of(logits.float(), plan.outputs)
+        return None
 
     def _broadcast(self, message: object) -> None:
         self._channel.broadcast(message)

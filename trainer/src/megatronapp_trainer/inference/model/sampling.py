@@ -96,30 +96,51 @@ def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: tor
     return allowed_RV & (nucleus_RV | (place_V == 0))
 
 
-def read(
-    logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher, idle_window: IdleWindow
-) -> tuple[SampledOutput, ...]:
-    """Return the answers for these positions; waits for the device once, and again for requested logits."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PendingOutputs:
+    """Answers of a step that the device computes."""
+
+    outputs: tuple[OutputRequest, ...]
+    token_R: torch.Tensor
+    """Chosen tokens on the device, int64."""
+    table: HostCopy
+    logits: HostCopy | None
+    """Logits [R, V], if some output requests them."""
+    measures: list[PendingStatistics | None]
+
+    def read(self, idle_window: IdleWindow) -> tuple[SampledOutput, ...]:
+        """Return the answers; waits for the device in the idle window."""
+        with idle_window:
+            table = self.table.read().tolist()
+        logits = [None] * len(table) if self.logits is None else self.logits.read().unbind()
+        return tuple(
+            _reading(output, row, logits_V, measures)
+            for output, row, logits_V, measures in zip(self.outputs, table, logits, self.measures, strict=True)
+        )
+
+
+def launch(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher) -> PendingOutputs:
+    """Launch the answers for these positions; waits for nothing. The logits may be overwritten afterwards."""
     measured_RV, logits_RV = logits_RV, logits_RV.float()
-    token_R = _tokens(logits_RV, outputs)
+    token_R = tokens_of(logits_RV, outputs)
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
     if most := max(output.candidates for output in outputs):
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
-    copy = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
-    measured = measurer.launch(measured_RV, [output.measures for output in outputs])
-    with idle_window:
-        table = copy.read().tolist()
-    host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
-    return tuple(
-        _reading(output, row, logits_V, measures)
-        for output, row, logits_V, measures in zip(outputs, table, host_RV.unbind(), measured, strict=True)
+    table = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
+    wants_logits = any(output.logits for output in outputs)
+    return PendingOutputs(
+        outputs=outputs,
+        token_R=token_R,
+        table=table,
+        logits=HostCopy(logits_RV.clone(), is_cuda=logits_RV.is_cuda) if wants_logits else None,
+        measures=measurer.launch(measured_RV, [output.measures for output in outputs]),
     )
 
 
 def _reading(
-    output: OutputRequest, row: list[float], logits_V: torch.Tensor, measures: PendingStatistics | None
+    output: OutputRequest, row: list[float], logits_V: torch.Tensor | None, measures: PendingStatistics | None
 ) -> SampledOutput:
     """Read `row`: token, log-probability, then candidates and their log-probabilities."""
     most = len(row) // 2 - 1
@@ -128,13 +149,13 @@ def _reading(
         token=int(row[0]),
         logprob=row[1],
         candidates=tuple(TokenCandidate(token=int(token), logprob=logprob) for token, logprob in pairs),
-        logits=logits_V.clone() if output.logits else None,
+        logits=logits_V.clone() if output.logits and logits_V is not None else None,
         measures=measures,
     )
 
 
-def _tokens(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
-    """Return int64 [R]: the target if the request has one, otherwise the chosen token."""
+def tokens_of(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
+    """Return int64 [R] of fp32 logits: the target if the request has one, otherwise the chosen token."""
     free = [row for row, output in enumerate(outputs) if output.target is None]
     if len(free) == len(outputs):
         return _chosen(logits_RV, [output.sampling for output in outputs])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -34,6 +35,8 @@ class CapturedStep:
     pin_places: int = 0
     attended: int = 0
     logit_rows: Sequence[slice] = ()
+    discarded: AbstractSet[str] = frozenset()
+    """Requests that ended before this step, which was planned ahead: grows until the next step begins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,13 +8,14 @@ step. In a forward pass nothing waits for the device: reductions, copies and fra
 """
 
 from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from megatronapp_common.frames import Frame
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.device.place import sent_to
-from megatronapp_trainer.hooks.forward_observer import ForwardResult, StepContext
+from megatronapp_trainer.hooks.forward_observer import DISCARD, ForwardResult, StepContext
 from megatronapp_trainer.hooks.hook_collector import HookCollector, SiteValues
 from megatronapp_trainer.scope.capture import probe
 from megatronapp_trainer.scope.capture.attention_recompute import bucket
@@ -68,6 +69,8 @@ class StepCapture:
         )
         self._step: CapturedStep | None = None
         self._plan: CapturePlan | None = None
+        self._discarded = set[str]()
+        """Requests that ended before the last step, if it was planned ahead."""
         self._is_quiet = False
         """The last step was not captured, and the next one waits for all that was left before it."""
 
@@ -77,6 +80,7 @@ class StepCapture:
         if self.waits_for_device:
             self._deferred.set_scheduler(group.idle_window.defer)
         group.handle(TOPIC, self.commands.handle)
+        group.handle(DISCARD, self.discard)
         self._runner.observer = self
 
     def detach(self) -> None:
@@ -100,17 +104,18 @@ class StepCapture:
 
     def step_begin(self, step: StepContext, /) -> Hashable:
         """Begin a step; return the key of what is captured of it, None if nothing is."""
+        self._discarded = set()
         if self._tracker.is_empty and self._is_quiet:
             return None
         self._deferred.before_step(decode=step.decode)
         if step.decode and not self._tracker.is_empty:
-            self._copier.before_decode()
+            self._copier.before_decode(is_last_sent=self._deferred.is_empty)
         else:
             self._copier.before_prompts()
         touched = self._tracker.touched_by(step.segments)
         captured = [request for request in touched if request.is_captured]
         if not captured:
-            self._read(touched, step)
+            self._read_uncaptured(touched, step)
             self._collector.begin({}, {})  # hooks that stay would take rows of an earlier step
             self._is_quiet = self._tracker.is_empty
             return None
@@ -135,20 +140,42 @@ class StepCapture:
         launched = self._copier.now()
         if step.plan is not None:
             plan = step.plan
-            self._deferred.submit(lambda: self._finish_decode(step, plan, result.collected, launched), of_prompts=False)
+            self._deferred.submit(
+                lambda: self._finish_decode(step, plan, result.collected, launched),
+                of_prompts=False,
+                is_ahead=step.context.is_ahead,
+            )
         else:
             specs = self._frames.prompt_frames(step)
             self._deferred.submit(
                 lambda: self._finish_prompts(step, result.collected, specs, launched), of_prompts=True
             )
 
+    def discard(self, request_ids: Sequence[str]) -> None:
+        """Report no row of these requests of the last step, which was planned ahead and which they ended before."""
+        self._discarded.update(request_ids)
+
     def forget(self, key: Hashable) -> None:
         """Drop the reductions that read what graphs of the runner with this key held."""
         self._graphs.drop(lambda family: isinstance(family, ReductionGraphFamily) and family.active_sites == key)
 
-    def _read(self, touched: Sequence[TrackedRequest], step: StepContext) -> StepReads:
+    def _read_uncaptured(self, touched: Sequence[TrackedRequest], step: StepContext) -> None:
+        discarded = self._discarded
+
+        def read() -> None:
+            self._read(touched, step, discarded)
+
+        if step.is_ahead and touched:
+            self._deferred.submit(read, of_prompts=False, is_ahead=True)
+        else:
+            read()
+
+    def _read(
+        self, touched: Sequence[TrackedRequest], step: StepContext, discarded: AbstractSet[str] = frozenset()
+    ) -> StepReads:
         """Advance these requests; return what the step reads of captured ones, and report the others as absent."""
-        pairs = [(request, request.reads(step.segments)) for request in touched]
+        segments = [segment for segment in step.segments if segment.request_id not in discarded]
+        pairs = [(request, request.reads(segments)) for request in touched]
         for request, reads in pairs:
             request.advance(reads)
         uncaptured = [(request, reads) for request, reads in pairs if not request.is_captured]
@@ -174,6 +201,7 @@ class StepCapture:
             plan=plan,
             pin_places=places,
             attended=attended,
+            discarded=self._discarded,
         )
         return plan.active_sites
 
@@ -207,7 +235,7 @@ class StepCapture:
         self, step: CapturedStep, plan: CapturePlan, values: DecodeValues, launched: "torch.cuda.Event | None"
     ) -> None:
         copy = self._copier.send_step(lambda: self._replay_reductions(step, plan, values), (values, plan), launched)
-        reads = self._read(step.touched, step.context)
+        reads = self._read(step.touched, step.context, step.discarded)
         self._sink(StepFrames(copy, self._frames.decode_frames(plan, reads)))
 
     @torch.no_grad()

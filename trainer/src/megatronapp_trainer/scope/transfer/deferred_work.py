@@ -22,23 +22,31 @@ class DeferredWork:
         """Defer work to idle windows from now on; before, and after None, work runs at once."""
         self._defer = defer
 
-    def submit(self, work: Work, *, of_prompts: bool) -> None:
-        """Run work in the next idle window; work of prompts in one of the next step.
+    @property
+    def is_empty(self) -> bool:
+        """Return true if no work is left."""
+        return not self._left
 
-        While prompts are read the device waits for the host, and not the other way round.
+    def submit(self, work: Work, *, of_prompts: bool, is_ahead: bool = False) -> None:
+        """Run work in the next idle window; work of prompts, and of a step that was planned ahead, in the next step's.
+
+        While prompts are read the device waits for the host, and not the other way round. Which requests a step ahead
+        really belongs to is known when the next one begins.
         """
-        self._left.append((self._step + of_prompts, work))
-        if self._defer is None:
-            self.flush()
-        else:
+        self._left.append((self._step + (of_prompts or is_ahead), work))
+        if self._defer is not None:
             self._defer(self._due)
+        elif not is_ahead:
+            self.flush()
 
     def flush(self) -> None:
         """Run all of it now. An exception is raised, and drops what is left."""
         self._do(self._step + 1)
 
     def before_step(self, *, decode: bool) -> None:
-        """Begin a step. Only work of the last step's prompts may still wait, and only during a decode step."""
+        """Begin a step. Only work of the last step's prompts, or of a last step that was planned ahead, may still wait,
+        and only during a decode step.
+        """
         self._step += 1
         if not decode or any(step < self._step for step, _ in self._left):
             self.flush()

@@ -91,12 +91,13 @@ class DeviceToHostCopier:
         self._steps: UnderWay = collections.deque()
         self._prompts: UnderWay = collections.deque()
 
-    def before_decode(self) -> None:
+    def before_decode(self, *, is_last_sent: bool) -> None:
         """Let the next step's kernels wait for reductions of the step before the last one, which read what it writes.
 
-        It writes nothing that reductions of the last step or of prompts read.
+        It writes nothing that reductions of the last step or of prompts read. `is_last_sent`: the newest copy is of the
+        last step.
         """
-        _await(self._steps, but=1)
+        _await(self._steps, but=int(is_last_sent))
 
     def before_prompts(self) -> None:
         """Let the next step's kernels wait for all that was sent: it may write over any sequence's keys."""
