@@ -1154,6 +1154,11 @@ export interface components {
              */
             perturbation: string | null;
             /**
+             * Repeated
+             * @description Captured in a second computation, as its loss or gradient norm was not finite.
+             */
+            repeated: boolean;
+            /**
              * Step
              * @description Steps done with it.
              */

@@ -89,6 +89,19 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
             "are run after captured steps, and no step is captured",
         ),
     ),
+    *good(
+        "capture-not-finite-of-captures",
+        _CONTROLLED | {"spec.scope": {"training": {"captureNotFinite": False}}},
+        _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "captureEvery": 5, "captureNotFinite": False}}},
+    ),
+    *bad(
+        "capture-not-finite-of-captures",
+        "spec.scope.training.captureNotFinite",
+        (
+            _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "captureNotFinite": False}}},
+            "is false, and no step is captured",
+        ),
+    ),
     *good("scope-perturbations-of-mode-serve", _CONTROLLED),
     *bad(
         "scope-perturbations-of-mode-serve",

@@ -106,7 +106,7 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     captures.store = CaptureStore(max_steps=8)
     take(captures, HELLO)
     for step in range(1, 11):
-        perturbed = {"perturbation": DIGEST} if step == 10 else {}
+        perturbed = {"perturbation": DIGEST, "repeated": True} if step == 10 else {}
         take(captures, frame(0, 1, step, {ROWS[0]: [float(step)]}, **perturbed))
     take(captures, frame(0, 2, 12, {ROWS[0]: [1.0]}))
     take(captures, frame(0, 2, 12, {}, attempt="x"))
@@ -118,7 +118,8 @@ def test_complete_steps_survive_the_hub_and_others_are_stored_once_the_ranks_hav
     assert [(step.step, step.missing) for step in again.shown()][-2:] == [(10, []), (12, [1])]
     assert again.shown()[-2].rows[ROWS[0]]["largest"][0] == 10
     view = captures_view(again, "residual", "rms", first=9, last=None, every=5)
-    assert [(step.step, step.perturbation) for step in view.steps] == [(9, None), (10, DIGEST), (12, None)]
+    found = [(step.step, step.perturbation, step.repeated) for step in view.steps]
+    assert found == [(9, None, False), (10, DIGEST, True), (12, None, False)]
 
 
 def test_the_ratio_of_an_update_is_that_of_norms() -> None:

@@ -117,7 +117,13 @@ EVERYTHING: dict[str, Any] = {
     "spec.trace": {"enabled": True, "capacity": 4096},
     "spec.analyzer": {"enabled": True},
     "spec.scope": {
-        "training": {"startPaused": True, "resumeAfterSeconds": 60, "captureEvery": 50, "probeTexts": ["a b"]}
+        "training": {
+            "startPaused": True,
+            "resumeAfterSeconds": 60,
+            "captureEvery": 50,
+            "captureNotFinite": False,
+            "probeTexts": ["a b"],
+        }
     },
     "spec.faults": [{"rank": 1, "kind": "link", "factor": 2.0, "fromStep": 10, "steps": 5, "peer": 0}],
     "spec.args": ["--seed", "9"],

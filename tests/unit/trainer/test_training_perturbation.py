@@ -156,6 +156,22 @@ def with_captures(folder: pathlib.Path) -> str:
     return f'--scope-capture-interval 1 --tokenizer-file {path} --vocab-size 280 --scope-probe-texts ["sea"]'
 
 
+def test_a_perturbed_step_is_computed_again_as_it_was(run_ranks: RunRanks) -> None:
+    """Parameters that overflow: the capture of the second computation is that of the first one."""
+    places = storage(FC1, {"type": "bitFlip", "rate": 0.5, "bits": "exponent"}), calculation("head_output", GAUSSIAN)
+    script = [(0, perturb(1, *places))]
+    (again,), (captured,) = (
+        ranks_of(run_ranks, 1, f"--attention-dropout 0.1 --scope-capture-interval {every}", script) for every in (9, 1)
+    )
+    assert again["code"] == captured["code"] == 66
+    ((digest, *_),) = again["perturbed"]
+    repeated, first = decode(again["frames"][-1]), decode(captured["frames"][-1])
+    assert first.header["perturbation"] == digest
+    assert repeated.header == {**first.header, "repeated": True}
+    assert repeated.body == first.body
+    assert equal(again["weights"][0], again["weights"][-1])
+
+
 @pytest.mark.full("the same hooks on one of two replicas")
 def test_a_replica_is_perturbed_for_some_steps(run_ranks: RunRanks) -> None:
     order = perturb(1, calculation("mlp2", GAUSSIAN, layers=[1]), replica=1, steps=2)

@@ -149,6 +149,7 @@ OTHER_FLAGS = {
     "--faults": "faults",
     "--scope-perturbations": "scope.perturbations",
     "--scope-probe-texts": "scope.training.probe_texts",
+    "--no-scope-capture-not-finite": "scope.training.capture_not_finite",
     "--fbd-forward-ranks-apart": "fbd.forward",
     "--fbd-forward-on-cpu": "fbd.forward.gpus_per_node",
 }
@@ -212,10 +213,16 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     if job.spec.mode == "serve" and job.spec.scope is not None and job.spec.scope.perturbations:
         recipes = [named.model_dump(mode="json", exclude_defaults=True) for named in job.spec.scope.perturbations]
         flags += ["--scope-perturbations", json.dumps(recipes, separators=(",", ":"))]
-    training = None if job.spec.scope is None else job.spec.scope.training
+    return [*flags, *_capture_flags(job.spec), *job.spec.args]
+
+
+def _capture_flags(spec: Spec) -> Iterator[str]:
+    training = None if spec.scope is None else spec.scope.training
+    if training is not None and not training.capture_not_finite:
+        yield "--no-scope-capture-not-finite"
     if training is not None and training.probe_texts:
-        flags += ["--scope-probe-texts", json.dumps(training.probe_texts, separators=(",", ":"))]
-    return [*flags, *job.spec.args]
+        yield "--scope-probe-texts"
+        yield json.dumps(training.probe_texts, separators=(",", ":"))
 
 
 def _value(spec: Spec, path: str) -> Value:

@@ -43,6 +43,8 @@ SITES = (*COMPUTED, GRADIENT, WEIGHT, UPDATE)
 
 PERTURBATION = "perturbation"
 """Field of a frame's header with the digest of the recipe that was in force in the step; absent: none was."""
+REPEATED = "repeated"
+"""Field of a frame's header: true if the step was computed before, and its loss or gradient norm was not finite."""
 _DIGEST = re.compile("[0-9a-f]{12}")
 
 Records = NDArray[Any]

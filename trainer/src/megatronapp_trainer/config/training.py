@@ -49,6 +49,10 @@ class ControlConfig:
     scope_capture_interval: int | None = option(
         None, "steps between two captures of the statistics of layers, for the job's hub", bounds="[1, inf)"
     )
+    scope_capture_not_finite: bool = turned_off_by(
+        "--no-scope-capture-not-finite",
+        "where steps are captured, do not compute a step again, captured, whose loss or gradient norm is not finite",
+    )
     scope_probe_texts: str | None = option(
         None, "JSON list of texts that are run through the weights after each captured step, for the job's hub"
     )

@@ -47,6 +47,30 @@ class DataIterators:
     test: Iterator[HostMicrobatch] | None
 
 
+class RepeatableBatches:
+    """Iterator of microbatches that stores those of a step on the host, so that they can be read again."""
+
+    def __init__(self, iterator: Iterator[HostMicrobatch]) -> None:
+        self._iterator = iterator
+        self._step: list[HostMicrobatch] = []
+
+    def __iter__(self) -> Iterator[HostMicrobatch]:
+        return self
+
+    def __next__(self) -> HostMicrobatch:
+        batch = next(self._iterator)
+        self._step.append(batch)
+        return batch
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._step.clear()
+
+    def again(self) -> Iterator[HostMicrobatch]:
+        """Return the microbatches of the step that were read."""
+        return iter(self._step)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
     """One microbatch of this rank's replica, on its device."""
@@ -152,11 +176,17 @@ class StepFeed:
         *,
         observer: StepObserver | None,
         is_captured: bool = False,
+        is_repeated: bool = False,
     ) -> None:
-        """Take the data of a step. `is_captured`: hooks make its passes longer, so that their times are no measure."""
+        """Take the data of a step.
+
+        `is_captured`: hooks make its passes longer, so that their times are no measure. `is_repeated`: the step has
+        been computed before.
+        """
         self._source = source
         self.iterator = iterator
         self.is_captured = is_captured
+        self.is_repeated = is_repeated
         self._num_microbatches = num_microbatches
         self._observer = observer
         self._pending: dict[int, tuple[Any, int]] = {}

@@ -123,7 +123,8 @@ class BackwardSchedule:
         with self._failing_at_once():
             self._mode = self._tuner.begin_step(num_microbatches)
             self._switch.set(self._mode)  # for what backward passes recompute
-            self._command(Order(Command.TRAIN, num_microbatches, ship=self._mode))
+            command = Command.REPEAT if feed.is_repeated else Command.TRAIN
+            self._command(Order(command, num_microbatches, ship=self._mode))
             for store in self._stores:
                 store.begin_step(num_microbatches)
             if self._orders.are_dynamic:

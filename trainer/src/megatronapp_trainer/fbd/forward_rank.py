@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.config.fbd import ShipMode
-from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
+from megatronapp_trainer.data.microbatches import (
+    DataIterators,
+    HostMicrobatch,
+    MicrobatchSource,
+    RepeatableBatches,
+    StepFeed,
+)
 from megatronapp_trainer.errors import TransferError, TransferTimeoutError, WeightVersionError
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order, Split
@@ -52,12 +58,26 @@ class Replica:
     partners: tuple[int, ...]
     """Backward ranks of the replica, which command and give credits: one, or a tensor group with a merged forward."""
     iterators: DataIterators
+    batches: RepeatableBatches = dataclasses.field(init=False)
+    """Microbatches of training."""
     states: dict[str, object]
     """Random states with which its next forward pass begins, or with `random` the next step."""
     versions: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Passes of the step by the version of the weights that they used."""
+    first_states: dict[str, object] = dataclasses.field(default_factory=dict)
+    """Random states with which the newest step began."""
     random: TaskRandom | None = None
     """Seeds each pass, so that masks do not depend on the order of passes; None without MegaDPP or dropout."""
+
+    def __post_init__(self) -> None:
+        self.batches = RepeatableBatches(self.iterators.train)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw random numbers of this replica inside the context."""
+        random_states.restore(self.states)
+        yield
+        self.states = random_states.capture()
 
 
 class ForwardRank:
@@ -131,12 +151,15 @@ class ForwardRank:
                 if order.sends_weights:
                     self._receive_weights()
                 self._refuse_other_weights()
-                if order.command is Command.TRAIN:
-                    self._senders = self._all_senders[order.ship]
-                    self._switch.set(order.ship)
-                    self._run_step(order.num_microbatches)
-                else:
+                if not order.trains:
                     self._evaluate(order)
+                    continue
+                self._senders = self._all_senders[order.ship]
+                self._switch.set(order.ship)
+                if order.command is Command.REPEAT:
+                    self._repeat_step(order.num_microbatches)
+                else:
+                    self._run_step(order.num_microbatches)
         except BaseException:
             self._channel.close(drain=False)  # so that ranks that wait for this one learn of the failure at once
             raise
@@ -194,12 +217,25 @@ class ForwardRank:
         if self._observer is not None:
             self._observer.step_begin(self._iteration)
         is_captured = self._capture is not None and self._capture.step_begin(self._iteration)
-        self._train(num_microbatches)
+        for replica in self._replicas:
+            replica.first_states = replica.states
+            replica.batches.begin_step()
+        self._train(num_microbatches, [replica.batches for replica in self._replicas])
         if self._capture is not None and is_captured:
             self._end_capture(self._capture)
         if self._observer is not None:
             self._observer.step_end(None)
         self._iteration += 1
+
+    def _repeat_step(self, num_microbatches: int) -> None:
+        """Run the passes of the newest step once more, captured. Raises TransferError on a rank without captures."""
+        if self._capture is None:
+            raise TransferError("this rank captures no steps; give all ranks --scope-capture-interval")
+        for replica in self._replicas:
+            replica.states = replica.first_states
+        self._capture.step_again(self._iteration - 1)
+        self._train(num_microbatches, [replica.batches.again() for replica in self._replicas])
+        self._end_capture(self._capture)
 
     def _end_capture(self, capture: TrainingCapture) -> None:
         if self._observer is not None:
@@ -209,16 +245,14 @@ class ForwardRank:
         if self._observer is not None:
             self._observer.end(RecordKind.CAPTURE)
 
-    def _train(self, num_microbatches: int) -> None:
+    def _train(self, num_microbatches: int, batches: Sequence[Iterator[HostMicrobatch]]) -> None:
+        """Run the forward passes of a step. `batches`: microbatches of each replica."""
         self._clock.begin_step({})
-        feeds = [
-            StepFeed(self._source, replica.iterators.train, num_microbatches, observer=self._observer)
-            for replica in self._replicas
-        ]
+        feeds = [StepFeed(self._source, own, num_microbatches, observer=self._observer) for own in batches]
         for replica in self._replicas:
             replica.versions.clear()
             if replica.random is not None:
-                with self._states_of(replica):
+                with replica.drawing():
                     replica.random.begin_step()
         partners = [replica.partners for replica in self._replicas]
         order = forward_order_of(
@@ -288,7 +322,7 @@ class ForwardRank:
         self._clock.begin(Task.forward(item, chunk))
         states: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if replica.random is None:
-            states = self._states_of(replica)
+            states = replica.drawing()
         else:
             replica.random.seed(Task.forward(microbatch, chunk))
         with states, sender.shipping(replica.partners, self._step, microbatch):
@@ -363,10 +397,3 @@ class ForwardRank:
                         "pass within --distributed-timeout-minutes"
                     )
                 time.sleep(POLL_S)
-
-    @contextlib.contextmanager
-    def _states_of(self, replica: Replica) -> Iterator[None]:
-        """Draw random numbers of a replica inside the context."""
-        random_states.restore(replica.states)
-        yield
-        replica.states = random_states.capture()

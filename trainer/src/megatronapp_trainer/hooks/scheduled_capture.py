@@ -7,9 +7,10 @@ from typing import Any, Protocol
 class ConnectedCapture(Protocol):
     """Captures single steps on one rank."""
 
-    def install(self, step: int, perturbation: str | None) -> None:
-        """Install the hooks of a step, counted from 1 over the whole job. `perturbation`: digest of the recipe that is
-        in force in it.
+    def install(self, step: int, perturbation: str | None, *, is_repeated: bool = False) -> None:
+        """Install the hooks of a step, counted from 1 over the whole job.
+
+        `perturbation`: digest of the recipe that is in force in it. `is_repeated`: it has been computed before.
         """
 
     def remove(self) -> None:
@@ -63,10 +64,12 @@ class ScheduledCapture:
         if not self._is_ordered and (not self.every or step % self.every):
             return False
         self._is_ordered = False
-        if self._capture is None:
-            self._capture = self._connect(self.every)
-        self._capture.install(step, perturbation)
+        self._connected().install(step, perturbation)
         return True
+
+    def step_again(self, iteration: int, perturbation: str | None = None) -> None:
+        """Install the hooks for the second computation of the step that follows after `iteration` steps."""
+        self._connected().install(iteration + 1, perturbation, is_repeated=True)
 
     def step_computed(self) -> None:
         """Remove the hooks of a captured step, and count weights and gradients."""
@@ -77,6 +80,11 @@ class ScheduledCapture:
         """Count the updates of a captured step, if `optimizer` has done some, and send its statistics."""
         assert self._capture is not None
         self._capture.send(optimizer)
+
+    def _connected(self) -> ConnectedCapture:
+        if self._capture is None:
+            self._capture = self._connect(self.every)
+        return self._capture
 
     def post(self, job: Any) -> None:  # noqa: ANN401 - FrameJob, not imported where nothing is captured
         """Send further frames of a captured step."""

@@ -22,6 +22,9 @@ class TrainingCapture(Protocol):
         `perturbation`: digest of the recipe that is in force in it. Returns whether it is captured, equal on all ranks.
         """
 
+    def step_again(self, iteration: int, perturbation: str | None = None) -> None:
+        """Capture the step that follows after `iteration` steps, which was not captured, in its second computation."""
+
     def step_computed(self) -> None:
         """All passes of a captured step have been launched and its gradients are reduced; no weight has changed yet."""
 

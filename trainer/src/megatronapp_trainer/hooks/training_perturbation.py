@@ -1,5 +1,6 @@
 """Perturbation of a training, as its control and its steps see it: a run without orders imports no more of it."""
 
+import contextlib
 from typing import Any, Protocol
 
 from megatronapp_common.control.orders import Order
@@ -33,6 +34,12 @@ class TrainingPerturbation(Protocol):
 
     def step_begin(self, iteration: int, consumed_samples: int) -> None:
         """Perturb the passes of the step that follows after `iteration` steps."""
+
+    def again(self) -> contextlib.AbstractContextManager[str | None]:
+        """Perturb passes inside the context as those of the newest step were, which is computed again.
+
+        Gives the digest of its recipe; None: it was not perturbed.
+        """
 
     def passes_done(self) -> None:
         """Compute as before again: the passes of the step have been launched, and the optimizer follows."""

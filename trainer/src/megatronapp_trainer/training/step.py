@@ -6,6 +6,7 @@ from typing import Any
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
+from megatronapp_trainer.errors import NotFiniteError
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.models.language_model_loss import (
@@ -16,6 +17,7 @@ from megatronapp_trainer.models.language_model_loss import (
 )
 from megatronapp_trainer.training.loop_context import LoopContext
 from megatronapp_trainer.training.monitor import StepOutcome
+from megatronapp_trainer.training.second_computation import SecondComputation
 
 
 class TrainingStep:
@@ -39,6 +41,14 @@ class TrainingStep:
         self._is_captured = False
         self._perturbation = perturbation
         self._perturbed_by: str | None = None
+        self._again: SecondComputation | None = None
+        if (
+            capture is not None
+            and self._config.training.check_for_nan
+            and self._config.control.scope_capture_not_finite
+        ):
+            self._again = SecondComputation(context, batches, capture, perturbation)
+            self._batches = self._again.batches
         self._pending: PendingLossReduction | None = None
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
@@ -50,7 +60,7 @@ class TrainingStep:
         self._monitor.step_begin()
         microbatches = self._run.batches.num_microbatches(self._state.consumed_samples)
         self._pending = pending = self._forward_backward(microbatches)
-        succeeded, norm = self._update()
+        succeeded, norm = self._update(microbatches)
         grad_norm = None if norm is None else float(norm)
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
@@ -67,12 +77,15 @@ class TrainingStep:
         self._monitor.step_end(outcome)
         return outcome
 
-    def _update(self) -> tuple[bool, Any]:
+    def _update(self, microbatches: int) -> tuple[bool, Any]:
         """Update the weights; returns whether they changed, and the norm of the gradients."""
         optimizer = self._state.optimizer
         succeeded = False
         try:
             succeeded, norm, _ = optimizer.step()  # computes the norm even where nothing is clipped
+        except NotFiniteError as error:
+            note = "" if self._again is None else self._again.run(microbatches)
+            raise NotFiniteError(f"{error}. {note}") if note else error from error
         finally:  # a step whose loss is not finite is sent, too
             if self._capture is not None and self._is_captured:
                 with self._monitor.span(RecordKind.CAPTURE):
@@ -87,6 +100,8 @@ class TrainingStep:
         self._is_captured = self._capture is not None and self._capture.step_begin(
             self._state.iteration, self._perturbed_by
         )
+        if self._again is not None:
+            self._again.step_begin(is_captured=self._is_captured)
         feed = StepFeed(
             self._context.source,
             self._batches,

@@ -11,6 +11,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.layer_statistics import (
     PERTURBATION,
     RECORD,
+    REPEATED,
     Records,
     SiteLayer,
     merge,
@@ -47,6 +48,8 @@ class CapturedStep:
     """One record of each row."""
     perturbation: str | None = None
     """Digest of the recipe that was in force in it; None: none was."""
+    is_repeated: bool = False
+    """True for a second computation, after one whose loss or gradient norm was not finite."""
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +86,9 @@ class CapturedStep:
         records = np.concatenate([np.zeros(0, RECORD), *self.rows.values()])
         header = {"step": self.step, "attempt": self.attempt, "ranks": self.ranks}
         missing = {"received": sorted(self.received), "dropped": sorted(self.dropped)} if self.is_partial else {}
-        perturbed = {} if self.perturbation is None else {PERTURBATION: self.perturbation}
+        perturbed: dict[str, Any] = {} if self.perturbation is None else {PERTURBATION: self.perturbation}
+        if self.is_repeated:
+            perturbed[REPEATED] = True
         return statistics_frame(
             FrameType.TRAINING_STATISTICS, header | missing | perturbed, list(self.rows), records.tobytes()
         )
@@ -139,6 +144,7 @@ class CaptureStore:
         if header.get("dropped"):
             found.dropped.add(rank)
         found.perturbation = found.perturbation or perturbation
+        found.is_repeated |= header.get(REPEATED) is True
         found.add(rows, records)
         return found if found.is_complete else None
 
@@ -153,6 +159,7 @@ class CaptureStore:
         found.received = set(header.get("received", range(ranks)))
         found.dropped = set(header.get("dropped", ()))
         found.perturbation = perturbation_of(header)
+        found.is_repeated = header.get(REPEATED) is True
         found.add(rows, records)
         self._steps[found.step] = found
         self._attempt = max(self._attempt, found.attempt)

@@ -26,6 +26,8 @@ class TrainingControl(ManifestModel):
     """Seconds without a controlling client after which a pause ends."""
     capture_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Steps between captures of layers; default: none."""
+    capture_not_finite: bool = True
+    """Compute a step again, captured, whose loss or gradient norm is not finite, where steps are captured."""
     probe_texts: Annotated[tuple[ProbeText, ...], Field(max_length=MAX_TEXTS)] = ()
     """Texts to run through the weights after each captured step; need a tokenizer."""
 

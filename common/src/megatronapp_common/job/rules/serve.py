@@ -101,6 +101,14 @@ SERVE_RULES = (
         args=("--scope-probe-texts",),
     ),
     Rule(
+        id="capture-not-finite-of-captures",
+        field=".scope.training.captureNotFinite",
+        rule="!has(self.scope) || !has(self.scope.training) || self.scope.training.captureNotFinite || "
+        "self.scope.training.enabled || has(self.scope.training.captureEvery)",
+        message="is false, and no step is captured; leave it out",
+        args=("--no-scope-capture-not-finite",),
+    ),
+    Rule(
         id="scope-perturbations-of-mode-serve",
         field=".scope.perturbations",
         rule=f"!({_TRAINS}) || !has(self.scope) || self.scope.perturbations.size() == 0",

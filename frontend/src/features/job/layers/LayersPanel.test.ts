@@ -14,13 +14,14 @@ const CAPTURES: Captures = {
   site: "residual",
   quantity: "rms",
   steps: [
-    { step: 50, attempt: 0, missing: [], firstNotFinite: null, perturbation: "00c0ffee0000" },
+    { step: 50, attempt: 0, missing: [], firstNotFinite: null, perturbation: "00c0ffee0000", repeated: false },
     {
       step: 100,
       attempt: 0,
       missing: [3],
       firstNotFinite: { site: "mlp1", layer: 1 },
       perturbation: null,
+      repeated: true,
     },
   ],
   layers: [0, 1],
@@ -35,7 +36,7 @@ const CAPTURES: Captures = {
 };
 const HISTOGRAM = Array.from({ length: 40 }, (_, bin) => (bin === 23 ? 4 : bin === 25 ? 1 : 0));
 const DETAILS: CapturedStepDetails = {
-  step: { step: 100, attempt: 0, missing: [], firstNotFinite: null, perturbation: null },
+  step: { step: 100, attempt: 0, missing: [], firstNotFinite: null, perturbation: null, repeated: false },
   firstExponent: -24,
   statistics: [
     {

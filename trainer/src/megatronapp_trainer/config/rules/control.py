@@ -21,6 +21,11 @@ def control_problems(config: TrainerConfig) -> Iterator[str]:
         "--scope-probe-texts are run after captured steps; add --scope-capture-interval or --training-control",
     )
     yield from require(
+        control.scope_capture_not_finite or control.enabled or control.scope_capture_interval is not None,
+        "--no-scope-capture-not-finite is about captured trainings; add --scope-capture-interval or "
+        "--training-control, or leave it out",
+    )
+    yield from require(
         control.scope_capture_interval is None or not config.logging.skip_train,
         "--scope-capture-interval captures training steps, and --skip-train runs none; leave one of them out",
     )

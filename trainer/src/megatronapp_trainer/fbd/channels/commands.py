@@ -20,6 +20,8 @@ class Command(enum.IntEnum):
 
     BOUNDARY = 4
     """All ranks of the job obey orders, as a pause, before the next step."""
+    REPEAT = 5
+    """The passes of the newest TRAIN once more, captured, with the same microbatches, weights and random states."""
 
 
 class Split(enum.IntEnum):
@@ -60,6 +62,11 @@ class Order(NamedTuple):
     def ended(self) -> tuple[int, int]:
         """Return microbatch and chunk of the pass that a credit is for."""
         return self.num_microbatches, self.version
+
+    @property
+    def trains(self) -> bool:
+        """Return whether backward passes follow the forward passes."""
+        return self.command in {Command.TRAIN, Command.REPEAT}
 
     def pack(self) -> int:
         """Return the order as a number of 64 bits."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.errors import TransferError
-from megatronapp_trainer.fbd.channels.commands import Command, Order
+from megatronapp_trainer.fbd.channels.commands import Order
 from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKind, Traffic
 from megatronapp_trainer.fbd.channels.plan import NUMBER_BYTES, SUMMARY_BYTES
 from megatronapp_trainer.fbd.stage import Stage
@@ -56,7 +56,7 @@ def expected_traffic(manifest: TrafficManifest, order: Order) -> ExpectedTraffic
 def _between_roles(manifest: TrafficManifest, order: Order) -> TrafficByKind:
     """Return the traffic with each partner, in both directions."""
     placement, microbatches = manifest.stage.placement, order.num_microbatches
-    trains = order.command is Command.TRAIN
+    trains = order.trains
     chunks = range(placement.chunks)
     found: TrafficByKind = {}
     for partner in manifest.partners:
@@ -89,7 +89,7 @@ def _between_stages(manifest: TrafficManifest, order: Order) -> tuple[TrafficByK
         kind, target, source, ends, begins = MessageKind.ACTIVATION, stage.following, stage.previous, last, first
     else:
         kind, target, source, ends, begins = MessageKind.GRADIENT, stage.previous, stage.following, first, last
-        passes *= order.command is Command.TRAIN
+        passes *= order.trains
     each = Traffic(1, manifest.activation_bytes)
     sent = {(target, kind): each.times(passes * (len(chunks) - ends))}
     received = {(source, kind): each.times(passes * (len(chunks) - begins))}

@@ -73,6 +73,8 @@ class TrainedPerturbation:
         self._models = [model_of(chunk) for chunk in state.chunks]
         self._prepared: _OrderedPerturbation | None = None
         self._current: _OrderedPerturbation | None = None
+        self._newest: _OrderedPerturbation | None = None
+        """Perturbation of the newest step, with its parameters, until the next one begins."""
 
     @property
     def active(self) -> str | None:
@@ -134,10 +136,12 @@ class TrainedPerturbation:
 
     def step_begin(self, iteration: int, consumed_samples: int) -> None:
         """Perturb the passes of the step that follows after `iteration` steps."""
-        current = self._current
+        self._newest = current = self._current
         if current is None:
             return
-        if current.steps_done == 0 and current.changes_model:
+        if current.steps_done > 0:
+            current.model = None
+        elif current.changes_model:
             self._stop_gathers()
             if current.model is not None:
                 current.model.swap_contents()
@@ -155,16 +159,35 @@ class TrainedPerturbation:
         if current.steps_done == 0 and current.changes_model:
             if current.model is not None:
                 current.model.swap_contents()
-                current.model = None
             self._resume_gathers()
         current.steps_done += 1
         is_over = current.steps_done == current.steps_left
         if is_over or not current.has_activations:
             self._current = None
 
+    @contextlib.contextmanager
+    def again(self) -> Iterator[str | None]:
+        """Perturb passes inside the context as those of the newest step were; no gather of parameters overlaps them."""
+        newest = self._newest
+        if newest is None:
+            yield None
+            return
+        if newest.model is not None:
+            newest.model.swap_contents()
+        if newest.activations is not None:
+            newest.activations.install(self._state.iteration, self._state.consumed_samples)
+        try:
+            yield newest.entry.digest
+        finally:
+            if newest.activations is not None:
+                newest.activations.remove()
+            if newest.model is not None:
+                newest.model.swap_contents()
+
     def _drawn(self, order: Order, iteration: int) -> _OrderedPerturbation:
         if self._current is not None:
             raise OrderError(f"perturbation {self.active} is in force", "undo it first")
+        self._newest = None
         if order.recipe is None:
             raise OrderError("the recipe is missing, or larger than an order holds", "choose fewer perturbations")
         recipe = Recipe.model_validate_json(order.recipe)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.layer_statistics import PERTURBATION, SiteLayer, statistics_frame
+from megatronapp_common.scope.layer_statistics import PERTURBATION, REPEATED, SiteLayer, statistics_frame
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 from megatronapp_trainer.scope.statistics.parameters import LayerParameters
 from megatronapp_trainer.scope.statistics.site_hooks import SiteHooks
@@ -74,11 +74,16 @@ class LayerCapture:
         self._step_header: dict[str, Any] = {}
         self._statistics: StatisticsAccumulator | None = None
 
-    def install(self, step: int, perturbation: str | None) -> None:
-        """Install the hooks of a step. `perturbation`: digest of the recipe that is in force in it."""
+    def install(self, step: int, perturbation: str | None, *, is_repeated: bool = False) -> None:
+        """Install the hooks of a step.
+
+        `perturbation`: digest of the recipe that is in force in it. `is_repeated`: it has been computed before.
+        """
         self._step_header = {**self._header, "step": step}
         if perturbation is not None:
             self._step_header[PERTURBATION] = perturbation
+        if is_repeated:
+            self._step_header[REPEATED] = True
         rows = [] if self._sites is None else self._sites.rows
         rows += [] if self._parameters is None else self._parameters.rows
         self._statistics = StatisticsAccumulator(rows, self._device)

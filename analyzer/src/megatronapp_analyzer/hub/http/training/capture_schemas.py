@@ -29,6 +29,10 @@ class CapturedStepView(ApiModel):
     perturbation: Annotated[
         str | None, Field(description="Digest of the recipe that was in force in the step; null: none was.")
     ]
+    repeated: Annotated[
+        bool,
+        Field(description="Captured in a second computation, as its loss or gradient norm was not finite."),
+    ]
 
 
 class Captures(ApiModel):

@@ -84,6 +84,7 @@ def step_view(step: CapturedStep) -> schemas.CapturedStepView:
         missing=step.missing,
         first_not_finite=None if first is None else schemas.SiteOfLayer(site=first.site, layer=first.layer),
         perturbation=step.perturbation,
+        repeated=step.is_repeated,
     )
 
 
