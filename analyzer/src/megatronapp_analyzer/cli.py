@@ -1,4 +1,4 @@
-"""`megatronapp trace ...`, `scope ...` and `whatif ...`, under the entry points "megatronapp.commands".
+"""`megatronapp trace`, `scope`, `whatif`, `scan` and `aggregate`, under the entry points "megatronapp.commands".
 
 Heavy modules are imported when a command runs.
 """
@@ -6,12 +6,13 @@ Heavy modules are imported when a command runs.
 import argparse
 import pathlib
 
+from megatronapp_analyzer import offline_commands
 from megatronapp_common.state import raise_state_errors
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `trace` and `scope` with their subcommands, and `whatif`."""
-    trace = subparsers.add_parser("trace", help="export the trace of a job", description="Traces of a job.")
+    """Add `trace`, `scope` and `scan` with their subcommands, `whatif` and `aggregate`."""
+    trace = subparsers.add_parser("trace", help="export or import a trace", description="Traces of jobs.")
     commands = trace.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
     export = commands.add_parser(
         "export",
@@ -34,8 +35,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--verdict", metavar="ID", help="only about 1 MB around the evidence of this verdict, and no --from or --to"
     )
     export.set_defaults(func=run_export)
+    offline_commands.register_import(commands)
     register_scope(subparsers)
     register_whatif(subparsers)
+    offline_commands.register_scan(subparsers)
+    offline_commands.register_aggregate(subparsers)
 
 
 def register_whatif(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

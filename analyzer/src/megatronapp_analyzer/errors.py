@@ -8,6 +8,7 @@ AnalyzerError
 ├── GraphError        a step whose operations depend on each other in a circle
 ├── ExportError       a trace export that cannot be made
 ├── WhatIfError       a recording that cannot be analysed
+├── ImportTraceError  a trace of another tool that cannot be read
 ├── SessionError      a recorded session that cannot be read or replayed
 └── HubError          the hub answered a request with an error, or did not answer
 
@@ -58,3 +59,7 @@ class SessionError(AnalyzerError):
 
 class HubError(AnalyzerError):
     """A request that the hub answered with an error, or did not answer."""
+
+
+class ImportTraceError(AnalyzerError):
+    """A trace of another tool that cannot be read."""

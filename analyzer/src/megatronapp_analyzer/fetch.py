@@ -11,15 +11,12 @@ from megatronapp_analyzer.hub.export.around import steps_around
 from megatronapp_analyzer.hub.export.formats import TraceFormat, spans_of_a_slice, trace_file
 from megatronapp_analyzer.hub.export.tracks import source_of
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
-from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
-from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
-from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.offline.stored import stored_traces
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 NEWEST_STEPS = 50
-STORED_BYTES = 2 << 30
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 
@@ -102,16 +99,6 @@ def from_disk(folder: pathlib.Path, request: TraceRequest) -> bytes:
     if not chosen:
         raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, request.first, request.last)}")
     return trace_file(source_of(ingest, folder.name, chosen), request.format_)
-
-
-def stored_traces(folder: pathlib.Path) -> TraceIngest:
-    """Read all records that a hub has stored."""
-    ingest = TraceIngest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
-    spooled = SpooledIngest(ingest, folder, SpoolLimits(), writable=False)
-    spooled.restore(newest_segments=None)
-    for attempt in sorted(ingest.attempts):
-        spooled.end_attempt(attempt)
-    return ingest
 
 
 def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) -> str:

@@ -62,7 +62,9 @@ PARTS = {
     "data": Distribution("data", "megatronapp-trainer", ("data",)),
     "checkpoint": Distribution("checkpoints", "megatronapp-trainer", ("checkpoint",)),
     "transport": Distribution("transfers between ranks", "megatronapp-trainer", ("transport",)),
-    "trace": Distribution("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope", "whatif")),
+    "trace": Distribution(
+        "traces and MegaScope", "megatronapp-analyzer", ("trace", "scope", "whatif", "scan", "aggregate")
+    ),
 }
 
 

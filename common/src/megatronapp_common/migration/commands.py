@@ -243,10 +243,9 @@ COMMANDS: Final = (
         "python aggregate.py --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-pp\n"
         "bash test_scripts/aggregate_trace.sh",
         r"aggregate(_benchmarks)?(\.py)?|aggregate_trace\.sh",
-        ("megatronapp trace export JOB -o {--output=benchmark.json}", "megatronapp describe JOB"),
-        "a job's hub collects and aligns the spans of all ranks; the first command writes them, the "
-        "second names slow ranks, "
-        "which are detected while the job runs",
+        ("megatronapp aggregate {args}",),
+        "the files of MegatronApp's ranks are read, and the options understood; of a job here, megatronapp trace "
+        "export JOB writes the spans of all ranks, and megatronapp describe JOB names slow ranks while it runs",
     ),
     LegacyCommand(
         "bash profiling/profile_all.sh\npython profiling/process_peak_memory.py\npython profiling/process_send.py\n"
@@ -322,9 +321,15 @@ COMMANDS: Final = (
         "the options of tools/preprocess_data.py are understood",
     ),
     LegacyCommand(
-        "megatronapp aggregate\nmegatronapp trace aggregate",
-        r"megatronapp (trace )?aggregate\b.*",
-        ("megatronapp trace export JOB -o {--output=benchmark.json}",),
-        "the spans of all ranks in one file; slow ranks are named while a job runs: megatronapp describe JOB",
+        "megatronapp aggregate",
+        r"megatronapp aggregate\b.*",
+        ("{same}",),
+        "runs as it is: the spans of all ranks in one file, and with -d what is slow",
+    ),
+    LegacyCommand(
+        "megatronapp trace aggregate",
+        r"megatronapp trace aggregate\b.*",
+        ("megatronapp aggregate -o {--output=benchmark.json}",),
+        "the spans of all ranks in one file, and with -d what is slow; -b FOLDER has the files of the ranks",
     ),
 )

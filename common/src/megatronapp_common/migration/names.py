@@ -86,10 +86,12 @@ VARIABLES: Final[dict[str, str]] = {
 }
 
 FILES: Final[dict[str, str]] = {
-    "benchmark-data-{}-pipeline-{}-tensor-{}.json": "spans of all ranks: megatronapp trace export JOB -o FILE",
+    "benchmark-data-{}-pipeline-{}-tensor-{}.json": "read by megatronapp aggregate, trace import and scan analyze; "
+    "of a job here, spans of all ranks: megatronapp trace export JOB -o FILE",
     "trace_output": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
     "benchmark/": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
-    "abnormal.txt": "megatronapp describe JOB names slow ranks, links and hosts with their cause",
+    "abnormal.txt": "megatronapp scan analyze and, while a job runs, megatronapp describe JOB name slow ranks, links "
+    "and hosts with their cause",
     "latest_checkpointed_iteration.txt": f"{SAME}, in spec.checkpoint.save",
     "iter_0000020": "the same name; of Megatron-LM's own, megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "mp_rank_00_000/model_optim_rng.pt": "megatronapp checkpoint convert --load-dir DIR --save-dir NEW",

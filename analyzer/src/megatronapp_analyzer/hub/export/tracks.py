@@ -6,6 +6,7 @@ their way to it. Times are nanoseconds after the first span.
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -21,9 +22,12 @@ from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peer
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.state.ranks import kind_name
+from megatronapp_analyzer.model import Communicator
+from megatronapp_common.text.ranges import format_ranges
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import (
     BYTES_UNIT,
+    COLLECTIVE_KINDS,
     DURATION_UNIT_NS,
     NO_MICROBATCH,
     PASS_KINDS,
@@ -244,7 +248,17 @@ def _arguments(step: StoredStep, record: np.void, peer: int) -> dict[str, Argume
         arguments["injected"] = True
     if peer >= 0:
         arguments |= {"peer": peer, "ordinal": int(record["ordinal"])}
+    elif int(record["kind"]) in COLLECTIVE_KINDS:
+        group = step.view.comms.get(int(record["rank"]), {}).get(int(record["comm"]))
+        if group is not None:
+            arguments |= {"group": group_name(group), "ordinal": int(record["ordinal"])}
     return arguments
+
+
+@functools.cache
+def group_name(group: Communicator) -> str:
+    """Return kind and members of a communicator, such as `dp 0-3,8`."""
+    return f"{group.kind} {format_ranges(sorted(group.members))}"
 
 
 def _curves(source: TraceSource, origin: int) -> Iterator[CounterTrack]:

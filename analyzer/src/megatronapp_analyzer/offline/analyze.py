@@ -1,0 +1,99 @@
+"""The detector over recorded steps, as a hub runs it while a job trains."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.hub.ingest.ingest import AttemptState, TraceIngest
+from megatronapp_analyzer.hub.ingest.ring_metadata import build_layout
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.model import JobLayout, VerdictState
+from megatronapp_analyzer.offline.read import read_traces
+from megatronapp_analyzer.offline.stored import ingest_of, stored_traces, traces_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """Verdicts of recorded steps."""
+
+    source: str
+    ranks: int
+    steps: int
+    verdicts: Sequence[dict[str, Any]]
+    """Newest first, in the form of the contract, without mere suspicions."""
+    notes: Sequence[str]
+
+    def document(self) -> dict[str, Any]:
+        """Return the analysis as a JSON object."""
+        return {
+            "source": self.source,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "verdicts": list(self.verdicts),
+            "notes": list(self.notes),
+        }
+
+
+def analyze_path(path: pathlib.Path) -> Analysis:
+    """Analyse the traces at a path: those that a hub stored, or those of another tool. Raises ImportTraceError."""
+    folder = traces_folder(path)
+    if folder is not None:
+        return analyze(stored_traces(folder), source=str(path), notes=[])
+    job = read_traces([path])
+    return analyze(ingest_of(job), source=str(path), notes=job.notes)
+
+
+def analyze(ingest: TraceIngest, *, source: str, notes: Sequence[str]) -> Analysis:
+    """Judge all stored steps in order. Raises ImportTraceError if there are none, or their ranks are not known."""
+    steps = sorted(ingest.store.select(0, None, newest=0), key=lambda step: step.key)
+    if not steps:
+        raise ImportTraceError(f"{source} has no steps; record some, or give another folder")
+    verdicts = VerdictStore(None)
+    detector: Detector | None = None
+    layout: JobLayout | None = None
+    for step in steps:
+        of_step = _layout(ingest.attempts[step.view.attempt], source)
+        if detector is None or of_step != layout:
+            if detector is not None:
+                verdicts.clear_all(step.view.real_time_s)
+            detector, layout = Detector(of_step), of_step
+        verdicts.update(detector.observe(step.view))
+    assert layout is not None
+    return Analysis(
+        source=source,
+        ranks=layout.world,
+        steps=len(steps),
+        verdicts=[verdict for verdict in verdicts.all() if verdict["state"] != VerdictState.SUSPECT],
+        notes=notes,
+    )
+
+
+def _layout(attempt: AttemptState, source: str) -> JobLayout:
+    layout = attempt.layout or build_layout(attempt.rings, partial=True)
+    if layout is None:
+        raise ImportTraceError(
+            f"{source}: {len(attempt.rings)} of {attempt.world} ranks are recorded, in an order that does not give the "
+            "places of the others; give the traces of all ranks"
+        )
+    return layout
+
+
+def text_lines(analysis: Analysis) -> Iterator[str]:
+    """Yield the analysis in lines."""
+    yield f"{analysis.source}: {analysis.steps} steps of {analysis.ranks} ranks"
+    for note in analysis.notes:
+        yield f"  note: {note}"
+    if not analysis.verdicts:
+        yield "nothing is slow, as far as these steps show"
+    for verdict in reversed(analysis.verdicts):
+        since, until = verdict["since"]["step"], verdict["until"]
+        yield ""
+        yield verdict["sentence"]
+        cost_ms = 1000 * verdict["effect"]["secondsPerStep"]
+        period = f"since step {since}" if until is None else f"steps {since} to {until['step']}"
+        yield f"  cause {verdict['cause']}, {period}, {cost_ms:.1f} ms a step, confidence {verdict['confidence']:.2f}"
+        for text in verdict["evidence"]["text"]:
+            yield f"  - {text}"

@@ -1,0 +1,61 @@
+"""Reading recorded traces of any known tool from files and folders."""
+
+import gzip
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.offline import megatronapp_files
+from megatronapp_analyzer.offline.exported_files import read_exported
+from megatronapp_analyzer.offline.job import RecordedJob
+
+_READABLE = (
+    "files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its aggregator, or Chrome "
+    "JSON of megatronapp trace export"
+)
+
+
+def read_traces(paths: Sequence[pathlib.Path]) -> RecordedJob:
+    """Read the traces of one job, each path a file or a folder with files. Raises ImportTraceError."""
+    files = [file for path in paths for file in _files(path)]
+    of_ranks = [file for file in files if megatronapp_files.NAME.fullmatch(file.name)]
+    if of_ranks:  # the aggregator writes its own file into their folder
+        return megatronapp_files.read_rank_files({str(file): _load(file) for file in of_ranks})
+    documents = {str(file): _load(file) for file in files}
+    if len(documents) != 1:
+        raise ImportTraceError(f"{files[0]} and {len(documents) - 1} more files are not of one job; give {_READABLE}")
+    ((name, document),) = documents.items()
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise ImportTraceError(f"{name} is no trace: it has no list of events; give {_READABLE}")
+    try:
+        if isinstance(document, dict) and "originRealTimeNs" in document.get("metadata", {}):
+            return read_exported(document, name)
+        if any(isinstance(event, dict) and "g_rk" in (event.get("args") or {}) for event in events):
+            return megatronapp_files.read_aggregated(events, name)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ImportTraceError(
+            f"{name}: an event lacks something or has it in another form: {type(error).__name__}: {error}"
+        ) from error
+    raise ImportTraceError(f"{name}: its events are of no tool that is known; give {_READABLE}")
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern))
+    if not found:
+        raise ImportTraceError(f"{path} has no *.json and no *.json.gz; give {_READABLE}")
+    return found
+
+
+def _load(path: pathlib.Path) -> Any:  # noqa: ANN401 - JSON
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return json.loads(content)
+    except OSError as error:  # also of gzip
+        raise ImportTraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError, RecursionError) as error:
+        raise ImportTraceError(f"{path} is no JSON: {error}; give {_READABLE}") from error

@@ -1,0 +1,234 @@
+"""Import of other tools' traces, and the detector over recorded steps, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatronapp_traces import MS, MegatronAppJob
+from perfetto_rule import dropped, read_chrome
+
+from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.graph.matching import match_messages
+from megatronapp_analyzer.hub.export.chrome import chrome_trace
+from megatronapp_analyzer.hub.export.tracks import source_of, tracks_of
+from megatronapp_analyzer.offline.job import RecordedJob
+from megatronapp_analyzer.offline.read import read_traces
+from megatronapp_analyzer.offline.stored import ingest_of
+from megatronapp_common.cli import main
+from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
+
+SLOW_RANK = 4
+"""Replica 0 of the second stage, with four replicas."""
+
+
+def slow_later(replica: int, stage: int, iteration: int) -> float:
+    return 1.5 if (replica, stage) == (0, 1) and iteration >= 25 else 1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of a small healthy job."""
+    found = tmp_path / "trace_output"
+    found.mkdir()
+    MegatronAppJob().write(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a job of eight ranks, of which one becomes slow."""
+    found = tmp_path_factory.mktemp("slow")
+    MegatronAppJob(replicas=4, iterations=50, slowness=slow_later).write(found)
+    return found
+
+
+def spans(job: RecordedJob, rank: int, kind: RecordKind, step: int) -> list[tuple[int, int]]:
+    records = next(found.records for found in job.ranks if found.rank == rank)
+    rows = np.sort(records[(records["kind"] == kind) & (records["step"] == step)], order="start_ns")
+    lengths = rows["duration"].astype(np.int64) * DURATION_UNIT_NS
+    return list(zip(rows["start_ns"].tolist(), (rows["start_ns"].astype(np.int64) + lengths).tolist(), strict=True))
+
+
+def test_scopes_of_megatronapp_are_passes_messages_and_collectives(folder: Path) -> None:
+    job = read_traces([folder])
+    marks = json.loads((folder / "benchmark-data-1-pipeline-0-tensor-0.json").read_text())
+    ends = [mark["rel_ts"] for mark in marks if (mark["name"], mark["ph"]) == ("iteration", "E")]
+    begin_ns = max_wall(folder, 0) + 50 * MS
+    assert job.layout == {"tensor": 1, "pipeline": 2, "data": 2, "virtualPipeline": 1}
+    ((start, end),) = spans(job, 1, RecordKind.STEP, 1)
+    assert start == begin_ns
+    assert 0 <= begin_ns + ends[1] - end < DURATION_UNIT_NS
+    forwards = [mark["rel_ts"] for mark in marks if mark["name"].startswith("forward") and mark["ph"] == "B"]
+    assert [span[0] - begin_ns for span in spans(job, 1, RecordKind.FORWARD, 1)] == forwards[3:6]
+    assert len(spans(job, 1, RecordKind.BACKWARD, 1)) == 3
+    steps = ingest_of(job).store.newest(9)
+    assert [step.view.step for step in steps] == [0, 1, 2]
+    messages = match_messages(steps[1].view.records, steps[1].view.comms)
+    assert len(messages) == 12, "three each way in both replicas"
+    assert messages.matched.all()
+    assert job.notes == ["60 spans inside passes are skipped (60 transformer_layer)"]
+
+
+def max_wall(folder: Path, iteration: int) -> int:
+    """Return how long an iteration lasted on the slowest rank."""
+    found: list[int] = []
+    for path in folder.glob("*.json"):
+        marks = json.loads(path.read_text())
+        ends = [mark["duration_wall"] for mark in marks if (mark["name"], mark["ph"]) == ("iteration", "E")]
+        found.append(ends[iteration])
+    return max(found)
+
+
+def test_a_loss_inside_a_pass_is_apart_from_it_and_repeated_iterations_are_left_out(folder: Path) -> None:
+    path = folder / "benchmark-data-0-pipeline-1-tensor-0.json"
+    marks = json.loads(path.read_text())
+    at = next(place for place, mark in enumerate(marks) if (mark["name"], mark["ph"]) == ("forward", "E"))
+    ends_ns = marks[at]["rel_ts"]
+    marks[at:at] = [
+        marks[at] | {"name": "loss", "ph": phase, "rel_ts": at_ns}
+        for phase, at_ns in (("B", ends_ns - MS), ("E", ends_ns))
+    ]
+    path.write_text(json.dumps(marks))
+    for other in folder.glob("*.json"):
+        whole = json.loads(other.read_text())
+        size = next(place for place, mark in enumerate(whole) if (mark["name"], mark["ph"]) == ("iteration", "E")) + 1
+        other.write_text(json.dumps(whole[:size] + whole))
+    job = read_traces([folder])
+    rank = MegatronAppJob().rank(0, 1)
+    ((start, end),) = spans(job, rank, RecordKind.LOSS_REDUCE, 0)
+    assert end - start == MS
+    assert spans(job, rank, RecordKind.FORWARD, 0)[0][1] == start
+    assert len(ingest_of(job).store.newest(9)) == 3
+    assert "4 iterations that the files hold twice are skipped" in job.notes
+
+
+def test_aggregate_finds_the_slow_rank_and_perfetto_shows_all(
+    slow_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.json"
+    for spelled in (("-b", "-o", "-d"), ("--benchmark_dir", "--output", "--detect")):
+        assert main(["aggregate", spelled[0], str(slow_folder), spelled[1], str(out), spelled[2]]) == 0
+        printed = capsys.readouterr().out
+        assert f"{out}: " in printed
+        assert "cause compute, since step 2" in printed
+    shown = read_chrome(json.loads(out.read_text()))
+    assert dropped(shown) == []
+    assert len({span.track for span in shown}) == 8
+
+
+@pytest.mark.parametrize("spelling", ["-b", "--b", "--benchmark", "--bench-dir", "--benchmark_dir"])
+def test_aggregate_takes_all_spellings_of_the_pages(
+    spelling: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["aggregate", spelling, str(folder)]) == 0
+    assert "benchmark.json: 252 spans, 36 arrows" in capsys.readouterr().out
+
+
+def verdicts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(["scan", "analyze", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_all_ways_to_recorded_steps_give_the_same_verdict(
+    slow_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Analysed are the files of ranks, what is imported of them, the aggregated file, and the exported trace."""
+    assert main(["trace", "import", str(slow_folder), "-o", str(tmp_path / "job" / "hub" / "traces")]) == 0
+    (tmp_path / "aggregated.json").write_text(json.dumps(aggregated(slow_folder)))
+    ingest = ingest_of(read_traces([slow_folder]))
+    exported = chrome_trace(tracks_of(source_of(ingest, "demo", ingest.store.select(0, None, newest=0))))
+    (tmp_path / "exported.json").write_text(json.dumps(exported))
+    assert "scan analyze reads them" in capsys.readouterr().out
+    for path in (slow_folder, tmp_path / "job", tmp_path / "aggregated.json", tmp_path / "exported.json"):
+        found = verdicts([str(path)], capsys)
+        assert (found["ranks"], found["steps"]) == (8, 50)
+        assert len(found["verdicts"]) == 1, path
+        (verdict,) = found["verdicts"]
+        assert verdict["subject"]["ranks"] == [SLOW_RANK], path
+        assert (verdict["cause"], verdict["state"]) == ("compute", "confirmed")
+        assert 24 <= verdict["since"]["step"] <= 27
+        # each of the three microbatches takes 15 ms longer on the slow rank, and the next waits for it
+        assert verdict["effect"]["secondsPerStep"] == pytest.approx(0.045, rel=0.2)
+
+
+def aggregated(folder: Path) -> list[dict[str, Any]]:
+    """Return what MegatronApp's aggregator makes of files: complete events in microseconds, without iterations."""
+    events: list[dict[str, Any]] = []
+    walls = [max_wall(folder, number) for number in range(50)]
+    for path in sorted(folder.glob("*.json")):
+        timeline, iteration = 0, -1
+        open_events: list[dict[str, Any]] = []
+        for mark in json.loads(path.read_text()):
+            if mark["name"] == "iteration":
+                if mark["ph"] == "B":
+                    iteration += 1
+                    timeline = sum(walls[:iteration]) + 50 * MS * iteration
+                continue
+            at = int((mark["rel_ts"] + timeline) / 1000)
+            if mark["ph"] == "B":
+                open_events.append({"name": mark["name"], "ph": "X", "ts": at, "pid": mark["g_rk"], "tid": 0})
+                continue
+            event = open_events.pop()
+            arguments = {key: value for key, value in mark.items() if key not in {"name", "ph", "rel_ts"}}
+            events.append(event | {"dur": at - event["ts"], "args": arguments | {"iteration": iteration}})
+    return events
+
+
+def test_a_healthy_job_has_no_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", "analyze", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 steps of 4 ranks" in printed
+    assert "nothing is slow" in printed
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("a.json", "{", "a.json is no JSON"),
+    ("a.json", {"traceEvents": 7}, "is no trace: it has no list of events; give files of MegatronApp's ranks"),
+    ("a.json", [{"ph": "X", "name": "x"}], "its events are of no tool that is known"),
+    ("a.json", [{"ph": "X", "args": {"g_rk": 0}}], "event 0 has no dp_rk, pp_rk, tp_rk and iteration in its args"),
+    ("benchmark-data-0-pipeline-0-tensor-0.json", {}, "holds no list of marks"),
+    ("benchmark-data-0-pipeline-0-tensor-0.json", [7], "mark 0 has no name and ph"),
+    ("benchmark-data-0-pipeline-0-tensor-0.json", [], "no mark has g_rk"),
+    ("benchmark-data-0-pipeline-0-tensor-0.json", [{"name": "a", "ph": "B", "g_rk": 0}], "has 0 iterations"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), BAD)
+def test_what_is_no_trace_is_explained(
+    name: str, content: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert main(["scan", "analyze", str(tmp_path / name)]) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_broken_files_of_ranks_are_explained(folder: Path, tmp_path: Path) -> None:
+    path = folder / "benchmark-data-0-pipeline-0-tensor-0.json"
+    marks = json.loads(path.read_text())
+
+    def problem(changed: list[dict[str, Any]]) -> str:
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ImportTraceError) as caught:
+            read_traces([folder])
+        return str(caught.value)
+
+    assert "iteration 0: 'forward-warmup' has no end" in problem(
+        [marks[0], *marks[1:2], *marks[-1:], *marks[len(marks) // 3 :]]
+    )
+    swapped = [marks[0], marks[1], marks[2] | {"name": "loss"}, *marks[3:]]
+    assert "'loss' ends while 'forward-warmup' is open; scopes must be nested" in problem(swapped)
+    wrong = [marks[0], marks[1] | {"rel_ts": "x"}, *marks[2:]]
+    assert "rel_ts of 'forward-warmup' is 'x'; it must be a number" in problem(wrong)
+    assert "has 1 iterations, others up to 3" in problem(marks[: len(marks) // 3])
+    with pytest.raises(ImportTraceError, match=r"has no \*\.json and no \*\.json\.gz"):
+        read_traces([tmp_path])
+    with pytest.raises(ImportTraceError, match=r"absent\.json cannot be read: No such file"):
+        read_traces([tmp_path / "absent.json"])
+
+
+def test_import_writes_into_an_empty_folder_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "import", str(folder), "-o", str(folder)]) == 1
+    assert "is not empty; choose another -o FOLDER" in capsys.readouterr().err
