@@ -104,3 +104,9 @@ def test_pauses_and_captures_of_a_training_are_metrics(hub: Hub) -> None:
         "megascope_captured_not_finite_values residual": 3,
         "megascope_captured_not_finite_values mlp1": 0,
     }
+
+
+def test_a_training_that_is_paused_before_its_first_step_is_running(hub: Hub) -> None:
+    assert views.phase(hub) == "Starting"
+    hub.ranks.progress = Progress.model_validate({"state": "paused"})
+    assert views.phase(hub) == "Running"

@@ -41,7 +41,8 @@ def phase(hub: HubReader) -> str:
     if all(state == RankState.ENDED for state in states.values()):
         done = hub.ranks.progress is not None and hub.ranks.progress.state == "done"
         return "Succeeded" if done else "Ended"
-    return "Running" if hub.ingest.store.recent(1) else "Starting"
+    pauses = hub.ranks.progress is not None and hub.ranks.progress.state == "paused"
+    return "Running" if pauses or hub.ingest.store.recent(1) else "Starting"
 
 
 def job_entry(hub: HubReader) -> schemas.JobEntry:

@@ -86,7 +86,9 @@ describe("the panel of layers over steps", () => {
     const asked: string[] = [];
     const panel = panelOf(() => Response.json(CAPTURES), asked);
     await flushPromises();
-    const [broken, perturbed, partial] = panel.findAll("[data-testid=layers-warning]").map((line) => line.text());
+    const [broken, perturbed, partial] = panel
+      .findAll("[data-testid=layers-warning]")
+      .map((line) => line.text());
     expect(broken).toBe("NaN or Inf since step 100, first in MLP, first layer, layer 1.");
     expect(perturbed).toBe("1 of 2 steps were perturbed, the newest is step 50 (00c0ffee0000).");
     expect(partial).toContain("1 of 2 steps are incomplete; in step 100 ranks 3 are missing");

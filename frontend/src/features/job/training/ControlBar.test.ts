@@ -24,6 +24,20 @@ const TRAINING: TrainingView = {
   lease: null,
   orders: [],
 };
+const ORDER: TrainingView["orders"][number] = {
+  id: "2",
+  attempt: 0,
+  kind: "perturb",
+  steps: 0,
+  every: null,
+  digest: "0123456789ab",
+  target: "model",
+  replica: null,
+  who: "ann",
+  at: NOW_S,
+  fromStep: null,
+  refusal: null,
+};
 const LEASE = { who: "ann", client: "page", expiresAt: NOW_S + 25 };
 
 function barOf(training: Partial<TrainingView>, connected = true) {
@@ -41,6 +55,11 @@ function button(bar: VueWrapper, name: string) {
   if (!found) throw new Error(`no button ${name}`);
   return found;
 }
+/** Forms that are loaded when they are needed. */
+async function loaded(): Promise<void> {
+  await vi.dynamicImportSettled();
+  await flushPromises();
+}
 const disabled = (bar: VueWrapper, name: string): boolean =>
   button(bar, name).attributes("disabled") !== undefined;
 
@@ -53,7 +72,7 @@ describe("the control bar of a training", () => {
   it("perturbs by a recipe, and undoes what is in force", async () => {
     const span = { digest: "0123456789ab", parameters: null, replica: null, firstStep: 3, lastStep: 5 };
     const { bar, client } = barOf({ perturbation: span.digest, perturbed: [span] });
-    await vi.waitFor(() => expect(bar.find('form[aria-label="Perturb the training"]').exists()).toBe(true));
+    await loaded();
     const form = bar.find('form[aria-label="Perturb the training"]');
     expect(form.text()).toContain("step 3 to 5: recipe 0123456789ab");
     await form.find("textarea").setValue("[1]");
@@ -71,9 +90,22 @@ describe("the control bar of a training", () => {
     ]);
   });
 
+  it("says what perturbs the training, and why the ranks refused the newest order", async () => {
+    const order = { ...ORDER, refusal: "there is no layer 9; write 0 to 3" };
+    const { bar } = barOf({ perturbation: "0123456789ab", orders: [order, { ...ORDER, id: "1" }] });
+    expect(bar.find('[data-testid="training-perturbed"]').text()).toBe("perturbed by 0123456789ab");
+    expect(bar.find('[role="alert"]').text()).toBe(
+      "The order perturb was refused: there is no layer 9; write 0 to 3",
+    );
+    await bar.setProps({ training: { ...TRAINING, orders: [{ ...ORDER, id: "3" }, order] } });
+    expect(bar.find('[role="alert"]').exists()).toBe(false);
+    expect(bar.find('[data-testid="training-perturbed"]').exists()).toBe(false);
+  });
+
   it("orders captures of the next step, of every n-th step, and their end", async () => {
     const { bar, client } = barOf({ captureEvery: 20 });
-    await vi.waitFor(() => expect(bar.text()).toContain("layers are captured every 20 steps"));
+    await loaded();
+    expect(bar.text()).toContain("layers are captured every 20 steps");
     await button(bar, "Capture next step").trigger("click");
     await flushPromises();
     await bar.find('form[aria-label="Capture layers"]').trigger("submit");

@@ -68,6 +68,12 @@ export const CAPTURING: ReadonlySet<TrainingView["state"]> = new Set([
 export const captureText = ({ captureEvery }: TrainingView): string =>
   captureEvery === null ? "layers are not captured" : `layers are captured every ${steps(captureEvery)}`;
 
+/** Why the newest order has no effect; null: it has one, or is not decided yet. */
+export function refusalText({ orders }: TrainingView): string | null {
+  const [newest] = orders;
+  return newest?.refusal ? `The order ${newest.kind} was refused: ${newest.refusal}` : null;
+}
+
 /** What a stop does. Before the first step there is nothing to save. */
 export function stopText(training: TrainingView): string {
   if (training.step === 0 && training.state === "paused")
