@@ -7,7 +7,7 @@ import argparse
 import pathlib
 
 _READ = """Read are the files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its
-aggregator, and Chrome JSON of `megatronapp trace export`."""
+aggregator, traces of PyTorch's profiler (a file of each rank), and Chrome JSON of `megatronapp trace export`."""
 
 
 def register_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -10,10 +10,11 @@ from megatronapp_analyzer.errors import ImportTraceError
 from megatronapp_analyzer.offline import megatronapp_files
 from megatronapp_analyzer.offline.exported_files import read_exported
 from megatronapp_analyzer.offline.job import RecordedJob
+from megatronapp_analyzer.offline.kineto_files import is_kineto, read_kineto
 
 _READABLE = (
-    "files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its aggregator, or Chrome "
-    "JSON of megatronapp trace export"
+    "files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its aggregator, a "
+    "trace of PyTorch's profiler of each rank, or Chrome JSON of megatronapp trace export"
 )
 
 
@@ -24,6 +25,8 @@ def read_traces(paths: Sequence[pathlib.Path]) -> RecordedJob:
     if of_ranks:  # the aggregator writes its own file into their folder
         return megatronapp_files.read_rank_files({str(file): _load(file) for file in of_ranks})
     documents = {str(file): _load(file) for file in files}
+    if all(map(is_kineto, documents.values())):
+        return read_kineto(documents)
     if len(documents) != 1:
         raise ImportTraceError(f"{files[0]} and {len(documents) - 1} more files are not of one job; give {_READABLE}")
     ((name, document),) = documents.items()
