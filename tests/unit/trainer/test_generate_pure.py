@@ -16,7 +16,13 @@ from megatronapp_trainer.inference import patch_sources
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
-from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, launch, noise_keys
+from megatronapp_trainer.inference.model.sampling import (
+    OutputLauncher,
+    _sampling_mask,
+    choose,
+    gumbel_noise,
+    noise_keys,
+)
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.patch_sources import PatchSource, SourceCache
 from megatronapp_trainer.inference.perturbed_steps import RecipeRotation
@@ -116,7 +122,7 @@ def test_readings_of_mixed_outputs() -> None:
         OutputRequest(row=1, target=3, logits=True),
         OutputRequest(row=2, sampling=sampling, candidates=1),
     )
-    greedy, target, sampled = launch(logits, outputs, StatisticsLauncher(rows=3)).read(IdleWindow())
+    greedy, target, sampled = OutputLauncher(rows=3).launch(logits, outputs).read(IdleWindow())
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])

@@ -1,6 +1,7 @@
 """Deferred work of steps is done in its order, at most one step late."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,18 @@ def test_work_of_prompts_waits_for_an_idle_window_of_the_next_step() -> None:
     deferred.before_step(decode=True)
     with idle_window:
         assert done == ["prompts"]
+
+
+def test_work_of_steps_ahead_waits_for_the_window_of_the_next_step() -> None:
+    deferred, done, windows = DeferredWork(), list[int](), list[Callable[[], None]]()
+    deferred.set_scheduler(windows.append)
+    for number in range(4):
+        deferred.before_step(decode=True)
+        deferred.submit(functools.partial(done.append, number), of_prompts=False, is_ahead=True)
+        (due,) = windows  # however many steps there were
+        windows.clear()
+        due()
+        assert done == list(range(number))
 
 
 def test_after_a_failure_nothing_more_is_launched() -> None:

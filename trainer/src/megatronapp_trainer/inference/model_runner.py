@@ -118,6 +118,8 @@ class ModelRunner:
         self._fuse = device.is_cuda and options.fuse and can_compile()
         _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
+        self._advance: tuple[tuple[int, tuple[int, ...]], torch.Tensor, torch.Tensor] | None = None
+        """Slots and those in use of steps ahead, what their inputs move by, and the places of their tokens."""
         self._transfer = StageTransfer(
             layout, hidden=model.config.hidden_size, dtype=self._shape.dtype, device=device.torch_device
         )
@@ -196,7 +198,10 @@ class ModelRunner:
         slots = _bucket(used, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
-        self._fill_inputs(plan, slots, token_N)
+        if token_N is None:
+            self._fill_inputs(plan, slots)
+        else:
+            self._advance_inputs(plan, slots, token_N)
         self.perturbation.begin_decode(plan, self._inputs[slots][1])
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
         captured = self._begin(plan, self._inputs[slots])
@@ -316,7 +321,7 @@ class ModelRunner:
         rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
         return torch.tensor([list(tokens), [position for _, position in places], rows])
 
-    def _fill_inputs(self, plan: StepPlan, slots: int, token_N: torch.Tensor | None) -> None:
+    def _fill_inputs(self, plan: StepPlan, slots: int) -> None:
         """Write the step into the buffer that the graph of this size reads. Rows of idle slots are never read."""
         used = {segment.slot: segment for segment in plan.segments}
         tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
@@ -327,10 +332,18 @@ class ModelRunner:
             self._inputs[slots] = torch.zeros(3, slots, dtype=torch.int64, device=self._device.torch_device)
         source = inputs_3B.pin_memory() if self._device.is_cuda else inputs_3B
         self._inputs[slots].copy_(source, non_blocking=True)
-        if token_N is not None:
-            order = self._selected([segment.slot for segment in plan.segments], slots)
-            tokens_B = self._inputs[slots][0]
-            _ = tokens_B.copy_(token_N) if order is None else tokens_B.index_copy_(0, order, token_N)
+
+    def _advance_inputs(self, plan: StepPlan, slots: int, token_N: torch.Tensor) -> None:
+        """Move the step in the buffer to the next position of each sequence, with the tokens that it chose."""
+        used = tuple(segment.slot for segment in plan.segments)
+        if self._advance is None or self._advance[0] != (slots, used):
+            moved_3B = torch.zeros(3, slots, dtype=torch.int64)
+            moved_3B[1:, list(used)] = 1
+            places_N = torch.tensor(used, dtype=torch.int64)
+            self._advance = (slots, used), self._device.to_device(moved_3B), self._device.to_device(places_N)
+        _, moved_3B, places_N = self._advance
+        self._inputs[slots].add_(moved_3B)
+        self._inputs[slots][0].index_copy_(0, places_N, token_N)
 
     def _selected(self, rows: list[int], count: int) -> torch.Tensor | None:
         """Return the rows on the device, or None if they are all rows in order."""

@@ -12,8 +12,7 @@ from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.hooks.forward_observer import DISCARD
 from megatronapp_trainer.hooks.prompt_reader import PromptReader
 from megatronapp_trainer.inference.errors import EngineLostError
-from megatronapp_trainer.inference.model.sampling import PendingOutputs, SampledOutput, launch, tokens_of
-from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
+from megatronapp_trainer.inference.model.sampling import OutputLauncher, PendingOutputs, SampledOutput
 from megatronapp_trainer.inference.model_runner import ModelRunner
 from megatronapp_trainer.inference.perturbed_steps import TOPIC
 from megatronapp_trainer.inference.rank_channel import ControlMessage, EngineCommand, RankChannel
@@ -34,7 +33,7 @@ class WorkerGroup:
         if self._channel.group is not None:
             stage.perturbation.compare_memory(self._channel.group)
         self._broadcast_at = time.monotonic()
-        self._measurer = StatisticsLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
+        self._outputs = OutputLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
         self.idle_window = IdleWindow()
         """Window of the time in which this rank's thread waits."""
         self.prompt_reader: PromptReader | None = None
@@ -145,13 +144,12 @@ class WorkerGroup:
             reader.end()
         if logits is None or not plan.outputs:
             return None
-        if self._layout.rank == self._channel.leader:
-            launched = launch(logits, plan.outputs, self._measurer)
-            self._token_R = launched.token_R
-            return launched
-        if plan.decode and self.schedules_ahead:  # tensor ranks have the same logits, and choose the same tokens
-            self._token_R = tokens_of(logits.float(), plan.outputs)
-        return None
+        is_leader = self._layout.rank == self._channel.leader
+        if not is_leader and not (plan.decode and self.schedules_ahead):
+            return None
+        launched = self._outputs.launch(logits, plan.outputs)  # tensor ranks have the same logits, and choose the same
+        self._token_R = launched.token_R
+        return launched if is_leader else None
 
     def _broadcast(self, message: object) -> None:
         self._channel.broadcast(message)

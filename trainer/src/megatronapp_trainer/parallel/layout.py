@@ -1,6 +1,7 @@
 """This rank's place in the parallel layout; the arithmetic is that of `megatronapp_common.topology`."""
 
 import dataclasses
+import functools
 import os
 
 from megatronapp_common.names import Env
@@ -9,7 +10,7 @@ from megatronapp_trainer.config import FbdConfig
 from megatronapp_trainer.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the groups and the coordinates of this rank in them.
 
@@ -35,7 +36,7 @@ class Layout:
     fbd: FbdWorld | None = None
     """The ranks of both roles with MegaFBD."""
 
-    @property
+    @functools.cached_property
     def topology(self) -> Topology:
         """Return the layout of all ranks. Raises TopologyError if its groups do not divide the world."""
         return Topology.of_world(
@@ -65,7 +66,7 @@ class Layout:
         """Return the number of model replicas in the batch; a forward rank of MegaFBD may serve several of them."""
         return self.data_size if self.fbd is None else self.fbd.trained.data
 
-    @property
+    @functools.cached_property
     def _place(self) -> Coordinates:
         return self.topology.coordinates(self.rank)
 

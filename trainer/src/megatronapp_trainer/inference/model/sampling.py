@@ -12,9 +12,10 @@ import hashlib
 
 import torch
 
+from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.model.token_statistics import PendingStatistics, StatisticsLauncher
+from megatronapp_trainer.inference.model.token_statistics import PendingStatistics, StatisticsLauncher, power
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams
 
 _MASK = 0xFFFFFFFF
@@ -119,24 +120,80 @@ class PendingOutputs:
         )
 
 
-def launch(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher) -> PendingOutputs:
-    """Launch the answers for these positions; waits for nothing. The logits may be overwritten afterwards."""
-    measured_RV, logits_RV = logits_RV, logits_RV.float()
-    token_R = tokens_of(logits_RV, outputs)
+class OutputLauncher:
+    """Launcher of the answers of steps, of up to `rows` outputs as CUDA graphs if `graphs`.
+
+    They take dozens of small kernels, each of which takes the host longer to launch than the device to run.
+    """
+
+    def __init__(self, *, rows: int, graphs: bool = False) -> None:
+        self._rows = rows
+        self._graphs = GraphCache(enabled=graphs)
+        self._measurer = StatisticsLauncher(rows=rows, graphs=graphs)
+        self._logits: torch.Tensor | None = None
+        """Logits that the graphs read."""
+        self._table: torch.Tensor | None = None
+        """Sampling parameters that the graphs read."""
+
+    def launch(self, logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> PendingOutputs:
+        """Launch the answers for these positions; waits for nothing. The logits may be overwritten afterwards.
+
+        The next launch overwrites the tokens on the device.
+        """
+        token_R, columns = self._chosen(logits_RV, outputs)
+        table = HostCopy(columns, is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
+        needs_logits = any(output.logits for output in outputs)
+        return PendingOutputs(
+            outputs=outputs,
+            token_R=token_R,
+            table=table,
+            logits=HostCopy(logits_RV.float().clone(), is_cuda=logits_RV.is_cuda) if needs_logits else None,
+            measures=self._measurer.launch(logits_RV, [output.measures for output in outputs]),
+        )
+
+    def _chosen(self, logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens, int64 [R], and what is reported of them, fp64 [R, columns]."""
+        most = max(output.candidates for output in outputs)
+        most = min(power(most), logits_RV.size(1)) if most else 0
+        if len(outputs) > self._rows or any(output.target is not None for output in outputs):
+            logits_RV = logits_RV.float()
+            token_R = _tokens(logits_RV, outputs)
+            return token_R, _columns(logits_RV, token_R, most)
+        samplings = [output.sampling for output in outputs]
+        is_drawn, filters = _is_drawn(samplings), _has_filters(samplings, logits_RV.size(1))
+        count, read_PV = len(outputs), self._copied(logits_RV)
+        table_P5 = self._copied_table(samplings, read_PV) if is_drawn else None
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            token_P = read_PV.argmax(1) if table_P5 is None else _drawn(read_PV, table_P5, filters=filters)
+            return token_P, _columns(read_PV, token_P, most)
+
+        token_P, columns = self._graphs.run(None, (read_PV.size(0), is_drawn, filters, most), compute)
+        return token_P[:count], columns[:count]
+
+    def _copied(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Copy to fp32, as the first rows of a power of two of them: so that few graphs are needed."""
+        count, vocabulary = logits_RV.shape
+        if self._logits is None:
+            self._logits = torch.zeros((power(self._rows), vocabulary), device=logits_RV.device)
+        self._logits[:count].copy_(logits_RV)
+        return self._logits[: power(count)]
+
+    def _copied_table(self, samplings: list[SamplingParams | None], read_PV: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            self._table = torch.zeros((power(self._rows), _PARAMETERS), dtype=torch.float64, device=read_PV.device)
+        self._table[: len(samplings)].copy_(sent_to(read_PV.device, _parameters(samplings)))
+        return self._table[: read_PV.size(0)]
+
+
+def _columns(logits_RV: torch.Tensor, token_R: torch.Tensor, most: int) -> torch.Tensor:
+    """Return fp64, which holds tokens exactly: [R, token and log-probability, then `most` of both]."""
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
-    if most := max(output.candidates for output in outputs):
+    if most:
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
-    table = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
-    wants_logits = any(output.logits for output in outputs)
-    return PendingOutputs(
-        outputs=outputs,
-        token_R=token_R,
-        table=table,
-        logits=HostCopy(logits_RV.clone(), is_cuda=logits_RV.is_cuda) if wants_logits else None,
-        measures=measurer.launch(measured_RV, [output.measures for output in outputs]),
-    )
+    return torch.cat(columns, 1)
 
 
 def _reading(
@@ -154,38 +211,53 @@ def _reading(
     )
 
 
-def tokens_of(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
+def _tokens(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
     """Return int64 [R] of fp32 logits: the target if the request has one, otherwise the chosen token."""
     free = [row for row, output in enumerate(outputs) if output.target is None]
     if len(free) == len(outputs):
-        return _chosen(logits_RV, [output.sampling for output in outputs])
+        return _free_tokens(logits_RV, [output.sampling for output in outputs])
     token_R = sent_to(logits_RV.device, torch.tensor([output.target or 0 for output in outputs]))
     if free:  # of a prompt that is scored this is one row of many, and noise for all of them takes gigabytes
         rows_F = sent_to(logits_RV.device, torch.tensor(free))
-        token_R[rows_F] = _chosen(logits_RV.index_select(0, rows_F), [outputs[row].sampling for row in free])
+        token_R[rows_F] = _free_tokens(logits_RV.index_select(0, rows_F), [outputs[row].sampling for row in free])
     return token_R
 
 
-def _chosen(logits_RV: torch.Tensor, samplings: list[SamplingParams | None]) -> torch.Tensor:
+def _free_tokens(logits_RV: torch.Tensor, samplings: list[SamplingParams | None]) -> torch.Tensor:
     """Return int64 [R]: a token for each row."""
-    if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
-        return _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
-    return logits_RV.argmax(1)
+    if not _is_drawn(samplings):
+        return logits_RV.argmax(1)
+    table_R5 = sent_to(logits_RV.device, _parameters(samplings))
+    return _drawn(logits_RV, table_R5, filters=_has_filters(samplings, logits_RV.size(1)))
+
+
+def _is_drawn(samplings: list[SamplingParams | None]) -> bool:
+    return any(sampling is not None and sampling.temperature > 0 for sampling in samplings)
+
+
+def _has_filters(samplings: list[SamplingParams | None], vocab_size: int) -> bool:
+    return any(
+        sampling is not None and (0 < sampling.top_k < vocab_size or sampling.top_p < 1) for sampling in samplings
+    )
 
 
 _LIKELIEST = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
+_PARAMETERS = 5
 
 
-def _drawn(logits_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Tensor:
-    device, vocab_size = logits_RV.device, logits_RV.size(1)
-    # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
-    rows = [(settings.temperature, settings.top_k, settings.top_p, *settings.noise) for settings in samplings]
-    table = sent_to(device, torch.tensor(rows, dtype=torch.float64))
+def _parameters(samplings: list[SamplingParams | None]) -> torch.Tensor:
+    """Return fp64 [R, 5], which holds a key of 32 bits exactly: all parameters cross to the device in one copy."""
+    chosen = [sampling or _LIKELIEST for sampling in samplings]
+    rows = [(settings.temperature, settings.top_k, settings.top_p, *settings.noise) for settings in chosen]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _drawn(logits_RV: torch.Tensor, table_R5: torch.Tensor, *, filters: bool) -> torch.Tensor:
     return choose(
         logits_RV,
-        table[:, 0].float(),
-        table[:, 1].long(),
-        table[:, 2].float(),
-        table[:, 3:].long(),
-        filters=any(0 < settings.top_k < vocab_size or settings.top_p < 1 for settings in samplings),
+        table_R5[:, 0].float(),
+        table_R5[:, 1].long(),
+        table_R5[:, 2].float(),
+        table_R5[:, 3:].long(),
+        filters=filters,
     )

@@ -76,7 +76,7 @@ class StatisticsLauncher:
             return [None] * len(candidates)
         if len(rows) < len(candidates):
             logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
-        most = min(_power(max(candidates)), logits_RV.size(1))
+        most = min(power(max(candidates)), logits_RV.size(1))
         tables = [self._table(block, most) for block in torch.split(logits_RV, self._rows)]
         places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
         return [
@@ -106,12 +106,12 @@ class StatisticsLauncher:
         """Copy to fp32, as the first rows of a power of two of them: so that few graphs are needed."""
         count, vocabulary = logits_RV.shape
         if self._logits is None:
-            self._logits = torch.zeros((_power(self._rows), vocabulary), device=logits_RV.device)
+            self._logits = torch.zeros((power(self._rows), vocabulary), device=logits_RV.device)
         self._logits[:count].copy_(logits_RV)
-        return self._logits[: _power(count)]
+        return self._logits[: power(count)]
 
 
-def _power(count: int) -> int:
+def power(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 

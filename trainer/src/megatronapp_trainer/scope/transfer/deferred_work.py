@@ -17,6 +17,8 @@ class DeferredWork:
         """Each with the first step whose idle window may run it."""
         self._step = 0
         self._defer: Defer | None = None
+        self._is_scheduled = False
+        """An idle window will run what is due."""
 
     def set_scheduler(self, defer: Defer | None) -> None:
         """Defer work to idle windows from now on; before, and after None, work runs at once."""
@@ -35,7 +37,7 @@ class DeferredWork:
         """
         self._left.append((self._step + (of_prompts or is_ahead), work))
         if self._defer is not None:
-            self._defer(self._due)
+            self._schedule(self._defer)
         elif not is_ahead:
             self.flush()
 
@@ -53,9 +55,15 @@ class DeferredWork:
 
     def _due(self) -> None:
         """Run what is due in this idle window."""
+        self._is_scheduled = False
         self._do(self._step)
         if self._left and self._defer is not None:
-            self._defer(self._due)
+            self._schedule(self._defer)
+
+    def _schedule(self, defer: Defer) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            defer(self._due)
 
     def _do(self, last: int) -> None:
         """Run the work that is due up to this step."""
