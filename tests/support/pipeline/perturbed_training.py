@@ -72,7 +72,7 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.control import setup, training_control
     from megatronapp_trainer.control.order_page import OrderPage
-    from megatronapp_trainer.errors import NotFiniteError
+    from megatronapp_trainer.errors import TrainerError
     from megatronapp_trainer.training import loop, progress
 
     training_control.PAUSE_ROUND_S = 0.01
@@ -105,10 +105,10 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
     loop.Trainer.__init__, training_control.TrainingControl.at_boundary = observed, recorded  # type: ignore[method-assign]
     try:
         code = pretrain.pretrain(parse(f"{model} {flags}".split()))
-    except NotFiniteError as error:
+    except TrainerError as error:
         code = error.exit_code
     if "state" not in seen:
-        return {"code": code, "losses": [], "obeyed": seen["obeyed"]}
+        return {"code": code, "losses": [], "obeyed": seen["obeyed"], "frames": frames_of(jobs)}
     state = seen["state"]
     return {
         "code": code,

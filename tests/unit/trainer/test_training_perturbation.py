@@ -156,20 +156,66 @@ def with_captures(folder: pathlib.Path) -> str:
     return f'--scope-capture-interval 1 --tokenizer-file {path} --vocab-size 280 --scope-probe-texts ["sea"]'
 
 
-def test_a_perturbed_step_is_computed_again_as_it_was(run_ranks: RunRanks) -> None:
+FBD = "--forward-backward-disaggregating"
+
+
+@pytest.mark.full("the same on separate forward ranks", but=("plain",))
+@pytest.mark.parametrize(("world", "flags"), [(1, ""), (2, FBD)], ids=["plain", "pair"])
+def test_a_perturbed_step_is_computed_again_with_equal_numbers(run_ranks: RunRanks, world: int, flags: str) -> None:
     """Parameters that overflow: the capture of the second computation is that of the first one."""
-    places = storage(FC1, {"type": "bitFlip", "rate": 0.5, "bits": "exponent"}), calculation("head_output", GAUSSIAN)
+    places = [storage(FC1, {"type": "bitFlip", "rate": 0.5, "bits": "exponent"})]
+    if world == 1:
+        places.append(calculation("head_output", GAUSSIAN))
     script = [(0, perturb(1, *places))]
-    (again,), (captured,) = (
-        ranks_of(run_ranks, 1, f"--attention-dropout 0.1 --scope-capture-interval {every}", script) for every in (9, 1)
-    )
-    assert again["code"] == captured["code"] == 66
-    ((digest, *_),) = again["perturbed"]
-    repeated, first = decode(again["frames"][-1]), decode(captured["frames"][-1])
-    assert first.header["perturbation"] == digest
-    assert repeated.header == {**first.header, "repeated": True}
-    assert repeated.body == first.body
-    assert equal(again["weights"][0], again["weights"][-1])
+    common = f"{flags} --attention-dropout 0.1 --scope-capture-interval"
+    ranks, captured = (ranks_of(run_ranks, world, f"{common} {every}", script) for every in (9, 1))
+    assert ranks[0]["code"] == captured[0]["code"] == 66
+    ((digest, *_),) = ranks[0]["perturbed"]
+    for again, rank in zip(ranks, captured, strict=True):
+        repeated, first = decode(again["frames"][-1]), decode(rank["frames"][-1])
+        assert first.header["perturbation"] == digest
+        assert repeated.header == {**first.header, "repeated": True}
+        assert repeated.body == first.body
+    assert equal(ranks[0]["weights"][0], ranks[0]["weights"][-1])
+
+
+FBD_LAYOUTS = {
+    "pair": (2, FBD, 1, ""),
+    "shared": (3, f"{FBD} --fbd-backward-per-forward 2", 2, ""),
+    "full-PP2": (
+        4,
+        f"{FBD} --fbd-ship full --pipeline-model-parallel-size 2",
+        2,
+        f"--pipeline-model-parallel-size 2 {RECOMPUTE}",
+    ),
+}
+
+
+@pytest.mark.full("the same commands with other graphs and partners", but=("pair",))
+@pytest.mark.parametrize("layout", FBD_LAYOUTS)
+def test_parameters_on_separate_forward_ranks_are_perturbed_as_without_them(run_ranks: RunRanks, layout: str) -> None:
+    """Evaluations bring forward ranks the weights before a step that perturbs them."""
+    world, flags, plain_world, plain_flags = FBD_LAYOUTS[layout]
+    noise = storage(FC1, GAUSSIAN), storage(EMBEDDING, {"type": "uniform", "coefficient": 0.5})
+    script = [
+        (0, perturb(1, *noise, target="master")),
+        (0, {"number": 2, "kind": "undo"}),
+        (0, perturb(3, *noise, target="master", seed=2)),
+        (1, perturb(4, *noise)),
+        (2, {"number": 5, "kind": "undo"}),
+    ]
+    common = "--attention-dropout 0.1 --eval-interval 1 --eval-iters 1 --scope-capture-interval 1"
+    ranks = ranks_of(run_ranks, world, f"{flags} {common}", script)
+    plain = ranks_of(run_ranks, plain_world, f"{plain_flags} {common}", script)
+    assert reported(ranks, "losses") == reported(plain, "losses")
+    assert reported(ranks, "norms") == reported(plain, "norms")
+    digests = reported(plain, "perturbed")
+    marked = {1: digests[0][0], 2: None, 3: digests[1][0], 4: None}
+    for rank in ranks:
+        assert [rank["obeyed"][number] for number in (1, 2, 3, 4)] == [(0, None)] * 3 + [(2, None)]
+        assert rank["obeyed"][5][0] == 3 and rank["obeyed"][5][1] is not None
+        frames = [decode(data) for data in rank["frames"]]
+        assert {(frame.header["step"], frame.header.get("perturbation")) for frame in frames} == set(marked.items())
 
 
 @pytest.mark.full("the same hooks on one of two replicas")
@@ -235,11 +281,15 @@ def test_a_stop_undoes_what_no_step_has_used(run_ranks: RunRanks, tmp_path: path
             ["with --use-dpp passes run in no fixed order", None],
         ),
         (
-            2, "--forward-backward-disaggregating", [(0, perturb(1, storage(FC1, NONE)))],
-            ["with MegaFBD the parameters are on ranks of both roles"],
+            3, "--forward-backward-disaggregating --fbd-backward-per-forward 2",
+            [(0, perturb(1, calculation("mlp2", NONE))), (0, perturb(2, storage(FC1, NONE), replica=1))],
+            [
+                "with MegaFBD backward passes run by graphs that are built at the start",
+                "a forward rank runs the passes of several replicas with the same weights",
+            ],
         ),
     ],
-    ids=["plain", "dynamic", "pair"],
+    ids=["plain", "dynamic", "shared-forward-rank"],
 )  # fmt: skip
 def test_what_cannot_be_perturbed_is_refused_on_all_ranks(
     run_ranks: RunRanks, world: int, flags: str, orders: Any, message: list[str | None]

@@ -108,7 +108,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         saves_to = checkpoints if config.checkpoint.save is not None else None
         iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
         capture = prepare_capture(run)
-        perturbation = prepare_perturbation(run)
+        perturbation = prepare_perturbation(run, schedule)
         control = open_control(
             run,
             observer,
@@ -171,19 +171,24 @@ def _data_and_schedule(
 
 def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
     """Run a forward rank of MegaFBD until its backward ranks end the training."""
+    from megatronapp_trainer.fbd.commanded_perturbation import CommandedPerturbation
     from megatronapp_trainer.fbd.setup import build_forward_rank
     from megatronapp_trainer.training.build import build_run, vocab_size_of
 
     config = config.of_role(layout.role)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config), drawn=False)
     capture = prepare_capture(run)
+    perturbation = CommandedPerturbation()
     forward = build_forward_rank(
         run,
         open_observer,
         stop_requested=lambda: stop_request.requested,
-        open_control=lambda observer: open_control(run, observer, stop_request, capture=capture),
+        open_control=lambda observer: open_control(
+            run, observer, stop_request, capture=capture, perturbation=perturbation
+        ),
         capture=capture,
         probes=prepare_texts(run, capture),
+        perturbation=perturbation,
     )
     with contextlib.closing(forward):
         return forward.serve()
@@ -245,15 +250,28 @@ def open_control(
     )
 
 
-def prepare_perturbation(run: "TrainingRun") -> "TrainingPerturbation | None":
-    """Prepare to perturb steps with ``--training-control``; None without, and with MegaFBD."""
+def prepare_perturbation(run: "TrainingRun", schedule: "PipelineSchedule") -> "TrainingPerturbation | None":
+    """Prepare to perturb steps with ``--training-control``; None without. `schedule`: runs the passes."""
     config, layout = run.config, run.layout
-    if not config.control.enabled or config.fbd.enabled:
+    if not config.control.enabled:
         return None
     from megatronapp_trainer.perturbation.training.setup import open_perturbation
     from megatronapp_trainer.training.build import vocab_size_of
 
-    return open_perturbation(config, layout, run.state, vocabulary=vocab_size_of(config))
+    weights_changed: Callable[[], None] = lambda: None  # noqa: E731 - the default
+    if config.fbd.enabled:
+        from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
+
+        assert isinstance(schedule, BackwardSchedule)
+        weights_changed = schedule.resend_weights
+
+    return open_perturbation(
+        config,
+        layout,
+        run.state,
+        vocabulary=vocab_size_of(config),
+        weights_changed=weights_changed,
+    )
 
 
 def prepare_capture(run: "TrainingRun") -> "ScheduledCapture | None":

@@ -248,10 +248,7 @@ class TrainingControl:
         """Perturb, or undo. All ranks do it or none: one that lacks memory refuses for all."""
         perturbation = self._perturbation
         if perturbation is None:
-            raise OrderError(
-                "with MegaFBD the parameters are on ranks of both roles, which perturbations do not change alike",
-                "train without --forward-backward-disaggregating",
-            )
+            raise OrderError("this training cannot be perturbed", "start it by megatronapp run")
         if order.kind is OrderKind.UNDO:
             perturbation.undo()
             return

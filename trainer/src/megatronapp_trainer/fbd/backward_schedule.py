@@ -27,6 +27,7 @@ from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.tuning.ship_tuner import ShipTuner
 from megatronapp_trainer.fbd.weights import send_weights
+from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
@@ -172,6 +173,10 @@ class BackwardSchedule:
             self._step += 1
             self._channel.append(Order(Command.BOUNDARY).pack())
 
+    def resend_weights(self) -> None:
+        """Send the weights with the next command, as they have changed without a step of the optimizer."""
+        self._sent_version = None
+
     def _command(self, order: Order) -> None:
         """Command the forward rank, and start to send it the weights if the optimizer has changed them.
 
@@ -245,7 +250,7 @@ class BackwardSchedule:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
         microbatch, chunk = own
         with (
-            self._span(RecordKind.BACKWARD, own, early=early),
+            _span(self._observer, RecordKind.BACKWARD, own, early=early),
             self._tuner.timing(Task.backward(microbatch, chunk)),
             self._stores[chunk].backward(microbatch, split=self._split),
         ):
@@ -305,18 +310,9 @@ class BackwardSchedule:
 
     def _run_weight(self, weight_pass: Pass) -> None:
         timing = self._tuner.timing(Task.weight(weight_pass.microbatch, weight_pass.chunk))
-        with self._span(RecordKind.WEIGHT, weight_pass), timing:
+        with _span(self._observer, RecordKind.WEIGHT, weight_pass), timing:
             self._stores[weight_pass.chunk].run(weight_pass.microbatch)
         self._credit(weight_pass)
-
-    @contextlib.contextmanager
-    def _span(self, kind: RecordKind, own: Pass, *, early: bool = False) -> Iterator[None]:
-        """Announce a pass to the observer; `early`: before its turn in the static order."""
-        if self._observer is not None:
-            self._observer.begin(kind, own.chunk, own.microbatch, early=early)
-        yield
-        if self._observer is not None:
-            self._observer.end(kind)
 
     def _end_of_forward(self) -> float:
         """Compare messages and weights with those of the step, and take over the forward rank's random states.
@@ -364,6 +360,16 @@ class BackwardSchedule:
                 tokens += report[1].to(torch.int)
         self._core_config.finalize_model_grads_func(self._chunks, tokens, pg_collection=self._groups)
         return reports
+
+
+@contextlib.contextmanager
+def _span(observer: StepObserver | None, kind: RecordKind, own: Pass, *, early: bool = False) -> Iterator[None]:
+    """Announce a pass to the observer; `early`: before its turn in the static order."""
+    if observer is not None:
+        observer.begin(kind, own.chunk, own.microbatch, early=early)
+    yield
+    if observer is not None:
+        observer.end(kind)
 
 
 def _report_message(forward_rank: int, step: int, microbatch: int, last_chunk: int) -> AwaitedMessage:

@@ -26,6 +26,7 @@ from megatronapp_trainer.fbd.channels.commands import VERSIONS, Command, Order, 
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest, expected_traffic, refuse_other_traffic
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
+from megatronapp_trainer.fbd.commanded_perturbation import CommandedPerturbation
 from megatronapp_trainer.fbd.forward_order import ForwardRankStep, NextForward, forward_order_of, receive_input
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
 from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
@@ -99,6 +100,7 @@ class ForwardRank:
         control: BoundaryControl | None = None,
         capture: TrainingCapture | None = None,
         probes: ProbeTexts | None = None,
+        perturbation: CommandedPerturbation | None = None,
     ) -> None:
         """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks.
 
@@ -120,6 +122,7 @@ class ForwardRank:
         self._stop_requested = stop_requested
         self._control = control
         self._capture = capture
+        self._perturbation = perturbation or CommandedPerturbation()
         self._probes = None if probes is None else CommandedTexts(probes, len(replicas))
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
@@ -216,11 +219,13 @@ class ForwardRank:
     def _run_step(self, num_microbatches: int) -> None:
         if self._observer is not None:
             self._observer.step_begin(self._iteration)
-        is_captured = self._capture is not None and self._capture.step_begin(self._iteration)
+        self._perturbation.step_begin(self._iteration, 0)
+        is_captured = self._capture is not None and self._capture.step_begin(self._iteration, self._perturbation.active)
         for replica in self._replicas:
             replica.first_states = replica.states
             replica.batches.begin_step()
         self._train(num_microbatches, [replica.batches for replica in self._replicas])
+        self._perturbation.passes_done()
         if self._capture is not None and is_captured:
             self._end_capture(self._capture)
         if self._observer is not None:
@@ -233,7 +238,7 @@ class ForwardRank:
             raise TransferError("this rank captures no steps; give all ranks --scope-capture-interval")
         for replica in self._replicas:
             replica.states = replica.first_states
-        self._capture.step_again(self._iteration - 1)
+        self._capture.step_again(self._iteration - 1, self._perturbation.newest)
         self._train(num_microbatches, [replica.batches.again() for replica in self._replicas])
         self._end_capture(self._capture)
 
@@ -340,7 +345,7 @@ class ForwardRank:
         if order.split is Split.PROBES:
             if self._probes is None:
                 raise TransferError("this rank has no probe texts; give all ranks --scope-probe-texts")
-            with self._probes.round(self._iteration) as iterators:
+            with self._probes.round(self._iteration, self._perturbation.newest) as iterators:
                 self._run_evaluation(order, iterators)
             return
         splits = [

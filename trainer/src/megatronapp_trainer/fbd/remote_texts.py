@@ -40,11 +40,15 @@ class CommandedTexts:
         self._iterators: list[Iterator[Any]] = []
 
     @contextlib.contextmanager
-    def round(self, step: int) -> Iterator[list[Iterator[Any]]]:
-        """Read the next round inside the context; yields an iterator of microbatches for each replica."""
+    def round(self, step: int, perturbation: str | None) -> Iterator[list[Iterator[Any]]]:
+        """Read the next round inside the context; yields an iterator of microbatches for each replica.
+
+        `perturbation`: digest of the recipe that was in force in the newest step.
+        """
         if not self._left:
             self._left = self._probes.rounds
-            self._reading.enter_context(self._probes.reading(step, replicas=self._replicas))
+            reading = self._probes.reading(step, perturbation=perturbation, replicas=self._replicas)
+            self._reading.enter_context(reading)
             self._iterators = [self._probes.iterator() for _ in range(self._replicas)]
         yield self._iterators
         self._left -= 1

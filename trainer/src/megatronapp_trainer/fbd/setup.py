@@ -23,6 +23,7 @@ from megatronapp_trainer.fbd.channels.commands import Split
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest
 from megatronapp_trainer.fbd.channels.plan import channel_plan
 from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.fbd.commanded_perturbation import CommandedPerturbation
 from megatronapp_trainer.fbd.example_passes import ExamplePasses
 from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
@@ -172,20 +173,19 @@ def build_forward_rank(
     open_control: Callable[[StepObserver | None], BoundaryControl | None] = lambda _: None,
     capture: TrainingCapture | None = None,
     probes: ProbeTexts | None = None,
+    perturbation: CommandedPerturbation | None = None,
 ) -> ForwardRank:
     """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
 
-    `open_observer` opens the observer of the run once it is known where the training begins, `open_control` the control
-    of the training, if it obeys orders, `capture` captures its steps, if there are captures, `probes` reads
-    probe texts after them.
+    `open_observer` opens the observer of the run once it is known where the training begins, `open_control` its
+    control, if it obeys orders; `capture` captures steps, `probes` reads texts, `perturbation` knows of perturbations.
 
     Raises:
         UsageError: a backward rank has another kind of device, and no flag says so.
         TransferError: the graphs of backward ranks need other tensors than passes here save.
         PeerLostError: a rank did not connect.
     """
-    config, layout = run.config, run.layout
-    stage, exchange = stage_of(layout), _exchange(layout)
+    config, layout, stage, exchange = run.config, run.layout, stage_of(run.layout), _exchange(run.layout)
     if config.fbd.fbd_forward_on_cpu:
         recompute_final_norms(run.state.chunks)
     learned = ExamplePasses(run, stage).saved_tensors()
@@ -223,6 +223,7 @@ def build_forward_rank(
         control=open_control(observer),
         capture=capture,
         probes=probes,
+        perturbation=perturbation,
     )
 
 

@@ -2,20 +2,21 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megatronapp_common.control.orders import Order, PerturbationTarget
 from megatronapp_common.errors import OrderError
-from megatronapp_common.scope.perturbation.recipe import Perturbation, Recipe, RecipeError
+from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
 from megatronapp_trainer.checkpoint.train_state import PerturbedSteps, TrainState
 from megatronapp_trainer.perturbation.check import check_recipe
 from megatronapp_trainer.perturbation.model_shard import ModelShard
 from megatronapp_trainer.perturbation.storage import PerturbedParameters
 from megatronapp_trainer.perturbation.training.master_parameters import MasterParameters
 from megatronapp_trainer.perturbation.training.trained_activations import SamplePlan, TrainingActivations
+from megatronapp_trainer.perturbation.training.training_limits import TrainingLimits, check_order
 
 MAX_REPORTED = 8
 """Perturbed spans of steps in the progress document, the newest."""
@@ -50,9 +51,9 @@ class TrainedPerturbation:
         shard: ModelShard,
         plan: SamplePlan,
         *,
-        replicas: int,
-        runs_in_order: bool,
+        limits: TrainingLimits,
         overlaps_gathers: bool,
+        weights_changed: Callable[[], None],
     ) -> None:
         """Take the state that is trained.
 
@@ -60,15 +61,15 @@ class TrainedPerturbation:
             state: of the training; its record of perturbed steps is kept up to date.
             shard: sizes of the model.
             plan: which samples this rank's microbatches have.
-            replicas: number of data-parallel replicas.
-            runs_in_order: the passes of each chunk run in the order of microbatches.
+            limits: what orders may ask for.
             overlaps_gathers: parameters are gathered while forward passes run.
+            weights_changed: called on all replicas when parameters have changed without a step of the optimizer.
         """
         self._state = state
         self._shard = shard
         self._plan = plan
-        self._replicas = replicas
-        self._runs_in_order = runs_in_order
+        self._limits = limits
+        self._weights_changed = weights_changed
         self._overlaps_gathers = overlaps_gathers
         self._models = [model_of(chunk) for chunk in state.chunks]
         self._prepared: _OrderedPerturbation | None = None
@@ -109,8 +110,7 @@ class TrainedPerturbation:
         self._current, self._prepared = self._prepared, None
         assert self._current is not None
         if self._current.master is not None:
-            with self._gathered():
-                self._current.master.swap()
+            self._swap_master(self._current.master)
         self._state.perturbed.append(self._current.entry)
 
     def discard(self) -> None:
@@ -124,8 +124,7 @@ class TrainedPerturbation:
             raise self._nothing_to_undo()
         if current.steps_done == 0:
             if current.master is not None:
-                with self._gathered():
-                    current.master.swap()
+                self._swap_master(current.master)
             self._state.perturbed.remove(current.entry)
         self._current = None
 
@@ -143,8 +142,7 @@ class TrainedPerturbation:
             current.model = None
         elif current.changes_model:
             self._stop_gathers()
-            if current.model is not None:
-                current.model.swap_contents()
+            self._swap(current.model)
         if current.activations is not None:
             current.activations.install(iteration, consumed_samples)
         current.entry.last_step = iteration + 1
@@ -157,8 +155,7 @@ class TrainedPerturbation:
         if current.activations is not None:
             current.activations.remove()
         if current.steps_done == 0 and current.changes_model:
-            if current.model is not None:
-                current.model.swap_contents()
+            self._swap(current.model)
             self._resume_gathers()
         current.steps_done += 1
         is_over = current.steps_done == current.steps_left
@@ -172,8 +169,9 @@ class TrainedPerturbation:
         if newest is None:
             yield None
             return
-        if newest.model is not None:
-            newest.model.swap_contents()
+        repeats_parameters = newest.changes_model and newest.steps_done == 1
+        if repeats_parameters:
+            self._swap(newest.model)
         if newest.activations is not None:
             newest.activations.install(self._state.iteration, self._state.consumed_samples)
         try:
@@ -181,8 +179,8 @@ class TrainedPerturbation:
         finally:
             if newest.activations is not None:
                 newest.activations.remove()
-            if newest.model is not None:
-                newest.model.swap_contents()
+            if repeats_parameters:
+                self._swap(newest.model)
 
     def _drawn(self, order: Order, iteration: int) -> _OrderedPerturbation:
         if self._current is not None:
@@ -191,7 +189,9 @@ class TrainedPerturbation:
         if order.recipe is None:
             raise OrderError("the recipe is missing, or larger than an order holds", "choose fewer perturbations")
         recipe = Recipe.model_validate_json(order.recipe)
-        self._check(order, recipe)
+        for model in self._models:
+            check_recipe(recipe, model, self._shard)
+        check_order(order, recipe, self._limits)
         stored = any(entry.kind == "storage" for entry in recipe.perturbations)
         is_mine = order.replica in {None, self._plan.data_rank}
         found = _OrderedPerturbation(
@@ -217,34 +217,6 @@ class TrainedPerturbation:
                     found.model = PerturbedParameters(recipe, self._models, self._shard)
         return found
 
-    def _check(self, order: Order, recipe: Recipe) -> None:
-        """Raise OrderError or RecipeError for what this training cannot do."""
-        for model in self._models:
-            check_recipe(recipe, model, self._shard)
-        for place, entry in enumerate(recipe.perturbations):
-            if (problem := _problem_in_training(entry)) is not None:
-                raise RecipeError(f"perturbations.{place}.{problem}")
-        stored = any(entry.kind == "storage" for entry in recipe.perturbations)
-        activations = any(entry.kind != "storage" for entry in recipe.perturbations)
-        if activations and not self._runs_in_order:
-            raise OrderError(
-                "with --use-dpp passes run in no fixed order, on which noise of activations depends",
-                "perturb parameters, or train without --use-dpp",
-            )
-        if order.steps and not activations:
-            raise OrderError("steps means nothing for a recipe without activations", "leave it out")
-        if order.target is PerturbationTarget.MASTER and not stored:
-            raise OrderError("master means nothing for a recipe without parameters", "leave it out")
-        if order.target is PerturbationTarget.MASTER and activations:
-            raise OrderError(
-                "master parameters are perturbed for good, and activations until undo",
-                "give an order with the parameters, and after its step one with the activations",
-            )
-        if order.replica is not None and order.target is PerturbationTarget.MASTER:
-            raise OrderError("replicas have equal master parameters", "name no replica, or perturb model")
-        if order.replica is not None and order.replica >= self._replicas:
-            raise OrderError(f"there is no replica {order.replica}", f"give 0 to {self._replicas - 1}")
-
     def _nothing_to_undo(self) -> OrderError:
         newest = self._state.perturbed[-1] if self._state.perturbed else None
         if newest is None or newest.parameters != PerturbationTarget.MASTER.value:
@@ -253,6 +225,17 @@ class TrainedPerturbation:
             f"step {newest.first_step} has used the perturbed parameters, so that they cannot be undone",
             f"load a checkpoint from before step {newest.first_step}",
         )
+
+    def _swap(self, model: PerturbedParameters | None) -> None:
+        """Exchange perturbed parameters of the model; None: this replica has none, and others may."""
+        if model is not None:
+            model.swap_contents()
+        self._weights_changed()
+
+    def _swap_master(self, master: MasterParameters) -> None:
+        with self._gathered():
+            master.swap()
+        self._weights_changed()
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -279,19 +262,6 @@ def _problem_and_advice(error: RecipeError) -> tuple[str, str]:
     """Return the halves of a text such as `perturbations.0.heads: q has no head 9; write 0 to 3`."""
     problem, _, advice = str(error).rpartition("; ")
     return (problem, advice) if problem else (advice, "change the recipe")
-
-
-def _problem_in_training(entry: Perturbation) -> str | None:
-    """Return what a perturbation of generation has that training lacks."""
-    if entry.action.type == "patch":
-        return "action.type: a training has no other prompt to patch from; write gaussian, uniform, zero or mean"
-    if entry.steps is not None:
-        return "steps: are steps of generation; leave them out, and give steps with the order"
-    if any(place.origin == "promptEnd" for place in entry.positions or ()):
-        return "positions: samples of a training have no prompt; write origin: start"
-    if entry.action.over is not None:
-        return "action.over: samples of a training have no prompt; write value or values"
-    return None
 
 
 def model_of(chunk: Any) -> Any:  # noqa: ANN401 - megatron-core's wrappers
