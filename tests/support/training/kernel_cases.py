@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from megatronapp_common.scope.layer_statistics import BINS, SiteLayer
+from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.inference.model.token_statistics import _entropy
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 from megatronapp_trainer.scope.capture.reductions import MEASURES, codes
@@ -59,6 +61,20 @@ def check_statistics(kernels: Any, dtype: torch.dtype, device: torch.device) -> 
     torch.testing.assert_close(moments.cpu(), plain._moments, rtol=1e-6, atol=0)
 
 
+def check_distributions(kernels: Any, device: torch.device) -> None:
+    """Compare sums over rows of logits, some of them far apart, with those of plain torch in fp64."""
+    inverse_T = torch.tensor([1 / temperature for temperature in TEMPERATURES], device=device)
+    source = torch.Generator().manual_seed(0)
+    for vocabulary in (1, 1000, 2500):
+        logits_RV = torch.randn(3, vocabulary, generator=source) * torch.tensor([[0.1], [3.0], [40.0]])
+        found = kernels.sums(logits_RV.to(device), inverse_T).double().cpu()
+        logits_RV = logits_RV.double()
+        total_R1 = logits_RV.logsumexp(1, keepdim=True)
+        sums = [(logits_RV / temperature).logsumexp(1, keepdim=True) for temperature in TEMPERATURES]
+        expected = torch.cat([total_R1, _entropy(logits_RV, total_R1), *sums], 1)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def let_the_interpreter_loop() -> None:
     """NumPy takes an array of one number no more for an index, which the interpreter of Triton 3.6 counts on."""
     from triton.runtime import interpreter
@@ -77,10 +93,13 @@ def main() -> None:
     if not has_gpu:
         assert os.environ["TRITON_INTERPRET"] == "1"
         let_the_interpreter_loop()
+    from megatronapp_trainer.inference.model import distribution_kernels
     from megatronapp_trainer.scope.capture import attention_kernels as kernels
     from megatronapp_trainer.scope.statistics import statistics_kernels
 
     device = torch.device("cuda" if has_gpu else "cpu")
+    check_distributions(distribution_kernels, device)
+    print("distributions agree:", flush=True)
     for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
         check_statistics(statistics_kernels, dtype, device)
         print("statistics agree:", dtype, flush=True)

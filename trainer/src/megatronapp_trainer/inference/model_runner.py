@@ -5,7 +5,7 @@ Shapes: N tokens of the step, packed; B slots of a decode step; H here the hidde
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from megatronapp_trainer.inference.model.cached_attention import (
 )
 from megatronapp_trainer.inference.model.kv_cache import KvCache, KvCacheShape
 from megatronapp_trainer.inference.model.stage_transfer import StageTransfer
+from megatronapp_trainer.inference.model.step_inputs import StepInputs
 from megatronapp_trainer.inference.model.step_perturbation import StepPerturbation
 from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
 from megatronapp_trainer.inference.step_plan import StepPlan
@@ -117,9 +118,7 @@ class ModelRunner:
         self._cos_TD, self._sin_TD = _rotary_tables(model, self._shape)
         self._fuse = device.is_cuda and options.fuse and can_compile()
         _fuse_swiglu(model, fuse=self._fuse)
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._advance: tuple[tuple[int, tuple[int, ...]], torch.Tensor, torch.Tensor] | None = None
-        """Slots and those in use of steps ahead, what their inputs move by, and the places of their tokens."""
+        self._inputs = StepInputs(self._shape, device)
         self._transfer = StageTransfer(
             layout, hidden=model.config.hidden_size, dtype=self._shape.dtype, device=device.torch_device
         )
@@ -178,15 +177,11 @@ class ModelRunner:
         self._graphs.clear()
 
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
-        tokens = [token for segment in plan.segments for token in segment.tokens]
-        places = [
-            (segment.slot, position) for segment in plan.segments for position in range(segment.start, segment.end)
-        ]
-        inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
+        inputs_3N = self._inputs.of_prompts(plan)
         captured = self._begin(plan, inputs_3N)
-        hidden = self._transfer.receive(len(tokens))
+        hidden = self._transfer.receive(inputs_3N.size(1))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
-        rows = self._selected([output.row for output in plan.outputs], len(tokens))
+        rows = self._selected([output.row for output in plan.outputs], inputs_3N.size(1))
         self.perturbation.begin_prefill(plan, inputs_3N[1], rows)
         result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), captured is not None)
         self._finish(found, result, captured is not None)
@@ -199,19 +194,20 @@ class ModelRunner:
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         if token_N is None:
-            self._fill_inputs(plan, slots)
+            self._inputs.fill(plan, slots)
         else:
-            self._advance_inputs(plan, slots, token_N)
-        self.perturbation.begin_decode(plan, self._inputs[slots][1])
+            self._inputs.advance(plan, slots, token_N)
+        inputs_3B = self._inputs.of_slots(slots)
+        self.perturbation.begin_decode(plan, inputs_3B[1])
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
-        captured = self._begin(plan, self._inputs[slots])
+        captured = self._begin(plan, inputs_3B)
         # Two sets of buffers alternate while a step is observed: one is read while the step fills the other.
         self._buffer_set ^= captured is not None
         hidden = self._transfer.receive_decode(slots, None if captured is None else self._buffer_set)
 
         def forward() -> torch.Tensor:
-            attend = self._decode_attention(slots, attended)
-            return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
+            attend = self._decode_attention(inputs_3B[1], attended)
+            return self._forward(inputs_3B, hidden, attend, None, fused=self._fuse)
 
         def seen() -> tuple[torch.Tensor, Any]:
             return self._seen(forward, captured is not None)
@@ -301,12 +297,11 @@ class ModelRunner:
         logits_N1V, _ = model.output_layer(hidden_N1H, weight=weight, runtime_gather_output=True)
         return logits_N1V.squeeze(1)[:, : self.vocab_size]  # type: ignore[no-any-return] # untyped library
 
-    def _decode_attention(self, slots: int, attended: int) -> Attend:
-        positions_B = self._inputs[slots][1]
+    def _decode_attention(self, positions_B: torch.Tensor, attended: int) -> Attend:
         if not self._flash:
             mask_B11T = decode_mask(positions_B, attended, self._window, self._shape.dtype)
             return MaskedDecode(mask_B11T=mask_B11T, scale=self._scale)
-        count_B1 = torch.arange(slots + 1, dtype=torch.int32, device=positions_B.device)
+        count_B1 = torch.arange(positions_B.size(0) + 1, dtype=torch.int32, device=positions_B.device)
         return FlashDecode(
             lengths_B=(positions_B + 1).int(),
             query_starts_B1=count_B1,
@@ -315,35 +310,6 @@ class ModelRunner:
             scale=self._scale,
             window=self._window,
         )
-
-    def _inputs_of(self, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Return int64 [3, N] on the host: tokens, positions, rows of the cache."""
-        rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
-        return torch.tensor([list(tokens), [position for _, position in places], rows])
-
-    def _fill_inputs(self, plan: StepPlan, slots: int) -> None:
-        """Write the step into the buffer that the graph of this size reads. Rows of idle slots are never read."""
-        used = {segment.slot: segment for segment in plan.segments}
-        tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
-        places = [(slot, used[slot].start if slot in used else self._shape.capacity) for slot in range(slots)]
-        inputs_3B = self._inputs_of(tokens, places)
-        inputs_3B[1].masked_fill_(inputs_3B[1] == self._shape.capacity, 0)
-        if slots not in self._inputs:
-            self._inputs[slots] = torch.zeros(3, slots, dtype=torch.int64, device=self._device.torch_device)
-        source = inputs_3B.pin_memory() if self._device.is_cuda else inputs_3B
-        self._inputs[slots].copy_(source, non_blocking=True)
-
-    def _advance_inputs(self, plan: StepPlan, slots: int, token_N: torch.Tensor) -> None:
-        """Move the step in the buffer to the next position of each sequence, with the tokens that it chose."""
-        used = tuple(segment.slot for segment in plan.segments)
-        if self._advance is None or self._advance[0] != (slots, used):
-            moved_3B = torch.zeros(3, slots, dtype=torch.int64)
-            moved_3B[1:, list(used)] = 1
-            places_N = torch.tensor(used, dtype=torch.int64)
-            self._advance = (slots, used), self._device.to_device(moved_3B), self._device.to_device(places_N)
-        _, moved_3B, places_N = self._advance
-        self._inputs[slots].add_(moved_3B)
-        self._inputs[slots][0].index_copy_(0, places_N, token_N)
 
     def _selected(self, rows: list[int], count: int) -> torch.Tensor | None:
         """Return the rows on the device, or None if they are all rows in order."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.device.compiling import can_compile
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.device.place import HostCopy, sent_to
 
@@ -68,6 +69,8 @@ class StatisticsLauncher:
         self._logits: torch.Tensor | None = None
         """Logits that the graphs read."""
         self._stream: torch.cuda.Stream | None = None
+        self._inverse_T: torch.Tensor | None = None
+        """1 / `TEMPERATURES` on the device, for the kernel that reads them."""
 
     def launch(self, logits_RV: torch.Tensor, candidates: Sequence[int]) -> list[PendingStatistics | None]:
         """Launch statistics of each row with that many likeliest tokens; None where it is 0. Waits for nothing."""
@@ -94,12 +97,15 @@ class StatisticsLauncher:
         """Launch the measures of a copy of the logits, because the next step writes over them."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
+            if can_compile():
+                self._inverse_T = torch.tensor([1 / each for each in TEMPERATURES], device=logits_RV.device)
         torch.cuda.current_stream().wait_stream(self._stream)  # this stream may still read the copy of the last step
         count = logits_RV.size(0)
         copy_RV = self._copy(logits_RV)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            columns = self._graphs.run(None, (copy_RV.size(0), most), lambda: _columns(copy_RV, most))[:count]
+            key = copy_RV.size(0), most
+            columns = self._graphs.run(None, key, lambda: _columns(copy_RV, most, self._inverse_T))[:count]
             return _StatisticsTable(HostCopy(columns, is_cuda=True), most)
 
     def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
@@ -148,12 +154,21 @@ class _StatisticsRow:
         return self.table.measures(self.row, self.count)
 
 
-def _columns(logits_RV: torch.Tensor, most: int) -> torch.Tensor:
-    """Return fp64, which holds tokens exactly: [R, tokens, their log-probabilities, entropy, partition sums]."""
-    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+def _columns(logits_RV: torch.Tensor, most: int, inverse_T: torch.Tensor | None = None) -> torch.Tensor:
+    """Return fp64, which holds tokens exactly: [R, tokens, their log-probabilities, entropy, partition sums].
+
+    `inverse_T`: 1 / `TEMPERATURES` on the device, where a kernel computes the sums.
+    """
     best_RK, token_RK = logits_RV.topk(most, dim=1)
-    parts = (token_RK, best_RK - total_R1, _entropy(logits_RV, total_R1), _partition(logits_RV))
-    return torch.cat([part.double() for part in parts], 1)
+    if inverse_T is None:
+        total_R1 = logits_RV.logsumexp(1, keepdim=True)
+        rest = (_entropy(logits_RV, total_R1), _partition(logits_RV))
+    else:
+        from megatronapp_trainer.inference.model import distribution_kernels
+
+        sums = distribution_kernels.sums(logits_RV, inverse_T)
+        total_R1, rest = sums[:, :1], (sums[:, 1:2], sums[:, 2:])
+    return torch.cat([part.double() for part in (token_RK, best_RK - total_R1, *rest)], 1)
 
 
 def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
