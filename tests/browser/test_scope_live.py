@@ -240,11 +240,15 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     page.get_by_label("What is done").select_option("Set to zero")
     page.get_by_role("button", name="Add to the recipe").click()
     pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: zero")
+    page.get_by_label("B reads").select_option("its own tokens")
     page.get_by_role("button", name="Compare with the model as it is").click()
-    pw.expect(page.get_by_test_id("comparison-state")).to_contain_text(
-        "done: 4 of at most 4 tokens", timeout=PATIENCE_MS
-    )
-    (summary,) = branches(job, "comparisons")
+    pw.expect(page.get_by_role("button", name=re.compile(", free, "))).to_be_visible()
+    page.get_by_label("B reads").select_option("A's tokens")
+    page.get_by_role("button", name="Compare with the model as it is").click()
+    ended = page.get_by_role("button", name=re.compile(", teacher-forced, done"))
+    pw.expect(ended).to_be_visible(timeout=PATIENCE_MS)
+    pw.expect(page.get_by_test_id("comparison-state")).to_contain_text("done: 4 of at most 4 tokens")
+    summary, _ = branches(job, "comparisons")
     numbers = branches(job, f"comparisons/{summary['comparison']}")
     rows = page.get_by_test_id("compared-tokens").locator("tbody tr")
     shown = [float(text) for text in rows.locator("td:nth-child(4)").all_inner_texts()]

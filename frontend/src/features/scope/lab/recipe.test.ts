@@ -96,6 +96,7 @@ describe("a change", () => {
       expect(actionsOf(spot(id)).map(({ value }) => value)).toContain(action);
     }
     expect(axesOf(changeOf({ ...DRAFT, spot: spot("final_norm") }))).toEqual([]);
+    expect(axesOf(null)).toEqual([]);
     expect(actionsOf(spot("logits")).map(({ value }) => value)).not.toContain("patch");
   });
 });

@@ -164,8 +164,9 @@ export function readRecipe(text: string): Recipe {
 
 export type Axis = "strengths" | "positions";
 
-/** What a sweep over layers can vary besides; none of a change that has no layers. */
-export function axesOf(change: Change): Axis[] {
+/** What a sweep over layers can vary besides; none of a change that has no layers, and of no change. */
+export function axesOf(change: Change | null): Axis[] {
+  if (!change) return [];
   const action = (change["action"] ?? {}) as Change;
   const named = change["site"] ?? change["parameter"];
   if ([...BEFORE, ...AFTER].some(({ id }) => id === named)) return [];

@@ -1,16 +1,22 @@
 /** Comparisons or sweeps of the hub: starts, lists, follows and cancels them. */
 import { onBeforeUnmount, ref, shallowRef } from "vue";
-import { asApiError, errorText, isAbort } from "../../../api/client";
+import { ApiError, asApiError, errorText, isAbort } from "../../../api/client";
+import type { Schemas } from "../../../api/types";
 import { useScope } from "../useScope";
 
 /** How often one that runs is requested. */
 const EVERY_MS = 400;
+/** After an error: the hub may be restarted. */
+const AGAIN_MS = 2000;
 const JSON_BODY = { "Content-Type": "application/json" };
 
 interface Branch {
   readonly state: string;
 }
 
+/** Why one failed. */
+export const failureText = ({ message, hint }: Schemas["RunError"]): string =>
+  errorText(new ApiError(0, message, hint));
 export const isOpen = ({ state }: Branch): boolean => state === "queued" || state === "running";
 
 /** `id` is the name of the field that identifies one; `query` is added when one is read. */
@@ -22,8 +28,7 @@ export function useBranches<S extends Branch, T extends S>(path: string, id: key
   let timer: ReturnType<typeof setTimeout> | undefined;
   const stopped = new AbortController();
   const at = (name: string): string => `${api.root}scope/${path}/${encodeURIComponent(name)}`;
-  const request = (address: string, init: RequestInit = {}): Promise<Response> =>
-    api.send(address, { signal: stopped.signal, ...init });
+  const request = (address: string, init = {}) => api.send(address, { signal: stopped.signal, ...init });
   const read = async <R>(address: string, init?: RequestInit): Promise<R> =>
     (await (await request(address, init)).json()) as R;
 
@@ -47,6 +52,8 @@ export function useBranches<S extends Branch, T extends S>(path: string, id: key
       if (isOpen(found)) timer = setTimeout(() => void follow(name), EVERY_MS);
       else await refresh();
     });
+    if (problem.value !== null && chosen === name && shown.value && isOpen(shown.value))
+      timer = setTimeout(() => void follow(name), AGAIN_MS);
   }
   async function start(body: unknown): Promise<void> {
     busy.value = true;
