@@ -14,7 +14,14 @@ const CAPTURES: Captures = {
   site: "residual",
   quantity: "rms",
   steps: [
-    { step: 50, attempt: 0, missing: [], firstNotFinite: null, perturbation: "00c0ffee0000", repeated: false },
+    {
+      step: 50,
+      attempt: 0,
+      missing: [],
+      firstNotFinite: null,
+      perturbation: "00c0ffee0000",
+      repeated: false,
+    },
     {
       step: 100,
       attempt: 0,
