@@ -7,6 +7,7 @@ from typing import Any
 import playwright.sync_api as pw
 import pytest
 from axe import CONTRAST, RULES, violations
+from perfetto_rule import read_perfetto
 
 pytestmark = pytest.mark.browser
 VERDICT_MS = 60_000
@@ -50,6 +51,14 @@ def test_names_the_slow_rank_and_its_cost(page: pw.Page, verdict: pw.Locator) ->
     pw.expect(verdict).to_contain_text(re.compile(r"\+[\d.]+ ms\s*on every step"))
     pw.expect(page.get_by_role("button", name=re.compile("^Rank 2 .*named by a verdict"))).to_be_visible()
     pw.expect(page.get_by_role("button", name=re.compile("named by a verdict"))).to_have_count(1)
+
+
+def test_a_trace_around_the_evidence_is_downloaded(page: pw.Page, verdict: pw.Locator) -> None:
+    with page.expect_download() as waiting:
+        verdict.get_by_role("link", name="Trace").click()
+    assert waiting.value.suggested_filename == "tiny-gpt-verdict.pftrace"
+    ranks = {span.track.partition(" (")[0] for span in read_perfetto(waiting.value.path().read_bytes()).spans}
+    assert "rank 2" in ranks
 
 
 def test_heat_map_paints_the_slow_rank_as_slow_and_its_peers_not(page: pw.Page, verdict: pw.Locator) -> None:

@@ -28,7 +28,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_argument(
         "--format",
         choices=("chrome", "perfetto"),
-        help="Chrome JSON, or Perfetto's protobuf, which is a third of the size (default: perfetto for FILE.pftrace, "
+        help="Chrome JSON, or Perfetto's protobuf, which is half of the size (default: perfetto for FILE.pftrace, "
         "else chrome)",
     )
     export.add_argument(

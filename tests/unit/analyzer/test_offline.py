@@ -1,13 +1,17 @@
 """Import of other tools' traces, and the detector over recorded steps, from the command line."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatronapp_traces import MS, MegatronAppJob
 from perfetto_rule import dropped, read_chrome
+from profiled_job import ProfiledJob
 
 from megatronapp_analyzer.errors import ImportTraceError
 from megatronapp_analyzer.graph.matching import match_messages
@@ -137,6 +141,7 @@ def test_all_ways_to_recorded_steps_give_the_same_verdict(
 ) -> None:
     """Analysed are the files of ranks, what is imported of them, the aggregated file, and the exported trace."""
     assert main(["trace", "import", str(slow_folder), "-o", str(tmp_path / "job" / "hub" / "traces")]) == 0
+    (tmp_path / "job" / "attempt-0").mkdir()  # of the logs
     (tmp_path / "aggregated.json").write_text(json.dumps(aggregated(slow_folder)))
     ingest = ingest_of(read_traces([slow_folder]))
     exported = chrome_trace(tracks_of(source_of(ingest, "demo", ingest.store.select(0, None, newest=0))))
@@ -227,6 +232,56 @@ def test_broken_files_of_ranks_are_explained(folder: Path, tmp_path: Path) -> No
         read_traces([tmp_path])
     with pytest.raises(ImportTraceError, match=r"absent\.json cannot be read: No such file"):
         read_traces([tmp_path / "absent.json"])
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the keys that lead to each value in a document."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(*above, key) for key, _ in inside] + [way for key, item in inside for way in places(item, (*above, key))]
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, dict[str, Any]]:
+    """Files of each kind by their name."""
+    files = MegatronAppJob(iterations=1, microbatches=1, replicas=1).files()
+    profiles = ProfiledJob(replicas=2, steps=1).documents()
+    scopes = ("forward", "backward", "allreduce", "optimizer")
+    places = {"dp_rk": 0, "pp_rk": 0, "tp_rk": 0, "g_rk": 0, "iteration": 0, "dev": 0}
+    events = [{"name": name, "ph": "X", "ts": 9 * at, "dur": 5, "args": places} for at, name in enumerate(scopes)]
+    return {"ranks": files, "profiles": profiles, "aggregated": {"aggregated.json": events}}
+
+
+@pytest.mark.parametrize("kind", ["ranks", "profiles", "aggregated", "exported"])
+@settings(max_examples=40)
+@given(draw=st.data())
+def test_a_damaged_file_is_read_or_refused(
+    kind: str, draw: st.DataObject, documents: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if kind == "exported":
+        folder = written(documents["ranks"], tmp_path_factory)
+        ingest = ingest_of(read_traces([folder]))
+        files: dict[str, Any] = {"a.json": chrome_trace(tracks_of(source_of(ingest, "demo", ingest.store.newest(9))))}
+    else:
+        files = documents[kind]
+    files = json.loads(json.dumps(files))
+    first = next(iter(files))
+    *way, key = draw.draw(st.sampled_from(places(files[first])))
+    damaged = files[first]
+    for step in way:
+        damaged = damaged[step]
+    bad: list[Any] = [None, -1, 2.5, math.nan, math.inf, 1e300, 1 << 63, 1 << 40, "x", "", [], {}, True]
+    damaged[key] = draw.draw(st.sampled_from(bad))
+    try:
+        ingest_of(read_traces([written(files, tmp_path_factory)]))
+    except ImportTraceError as error:
+        assert ".json" in str(error) or "rank" in str(error)
+
+
+def written(files: dict[str, Any], factory: pytest.TempPathFactory) -> Path:
+    folder = factory.mktemp("files")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
 
 
 def test_import_writes_into_an_empty_folder_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

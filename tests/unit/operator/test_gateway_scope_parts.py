@@ -42,6 +42,8 @@ SEGMENTS = st.from_regex(re.compile(f"{PathSegment}", re.ASCII), fullmatch=True)
         ("scope/sweeps/0123456789ab", "", {JSON}, None),
         (f"{RUN}/values/q/session", "format=npy", {JSON}, None),
         (f"faults/{RUN}/session", "", {JSON}, None),
+        ("trace", "verdict=v1&format=perfetto", {JSON, BYTES}, "trace.pftrace"),
+        ("trace", "format=chrome", {JSON}, None),
     ],
 )
 def test_the_path_decides_which_answers_may_return(path: str, query: str, types: set[str], file: str | None) -> None:

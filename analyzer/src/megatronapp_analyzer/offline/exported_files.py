@@ -95,7 +95,7 @@ def _job(ranks: Sequence[RecordedRank], document: Mapping[str, Any], name: str) 
     }
     world = max(sizes["tensor"] * sizes["pipeline"] * sizes["data"], *(rank.rank + 1 for rank in ranks))
     chunks = max(int(rank.records["chunk"].max(initial=0)) for rank in ranks) + 1
-    notes = check_world(ranks, world, name)
+    notes = check_world([rank.rank for rank in ranks], world, name)
     return RecordedJob(
         source=name,
         layout=sizes | {"virtualPipeline": chunks},

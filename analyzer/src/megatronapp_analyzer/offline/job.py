@@ -23,6 +23,9 @@ from megatronapp_common.trace import (
 )
 
 _SEND, _RECEIVE = (RecordKind.SEND_POST, RecordKind.SEND_WAIT), (RecordKind.RECV_POST, RecordKind.RECV_WAIT)
+_MOST_PER_FILE = 16
+"""Ranks of a job for each that is recorded."""
+_MOST_NS, _MOST_STEPS = 1 << 61, 1 << 31
 Row = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 
@@ -122,6 +125,8 @@ class RankRecords:
         return self._ordinals[slot, kind, step] - 1
 
     def _append(self, kind: int, step: int, times_ns: tuple[int, int], key: tuple[int, int], details: Details) -> None:
+        if not 0 <= times_ns[0] <= _MOST_NS or not 0 <= step <= _MOST_STEPS:
+            raise ValueError(f"a span begins at {times_ns[0]} ns in step {step}")
         units = max(0, times_ns[1] - times_ns[0]) // DURATION_UNIT_NS
         aux, flags = details.aux
         flags |= Flag.DEVICE_CLOCK if details.on_device else Flag(0)
@@ -200,11 +205,16 @@ class RecordedJob:
                     yield header, part
 
 
-def check_world(ranks: Iterable[RecordedRank], world: int, source: str) -> list[str]:
-    """Return a note about ranks that are missing. Raises ImportTraceError for two of one number."""
-    numbers = Counter(rank.rank for rank in ranks)
+def check_world(ranks: Iterable[int], world: int, source: str) -> list[str]:
+    """Return a note about ranks that are missing. Raises ImportTraceError if most are, and for two of one number."""
+    numbers = Counter(ranks)
     twice = [number for number, count in numbers.items() if count > 1]
     if twice:
         raise ImportTraceError(f"{source}: {numbers[twice[0]]} files are of rank {twice[0]}; give one of each rank")
+    if world > _MOST_PER_FILE * len(numbers):
+        raise ImportTraceError(
+            f"{source}: {len(numbers)} of {world} ranks have a file; give those of all ranks, or of one in "
+            f"{_MOST_PER_FILE} at least"
+        )
     missing = [number for number in range(world) if number not in numbers]
     return [f"ranks {', '.join(map(str, missing[:8]))}{' ...' * (len(missing) > 8)} have no file"] if missing else []

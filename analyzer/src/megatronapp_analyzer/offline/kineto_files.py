@@ -37,6 +37,7 @@ _GROUPS = {
 }
 """Descriptions of process groups, of Megatron-core and of device meshes."""
 _SHORT_NAMES = {"tensor": "tp", "data": "dp", "pipeline": "pp"}
+_SOURCE = "traces of PyTorch's profiler"
 Event = Mapping[str, Any]
 
 
@@ -174,34 +175,26 @@ def is_kineto(document: Any) -> bool:  # noqa: ANN401 - JSON
 
 def read_kineto(files: Mapping[str, Mapping[str, Any]]) -> RecordedJob:
     """Read files of ranks: their content by name. Raises ImportTraceError."""
-    name = ""
-    try:
-        profiles = []
-        for name, document in files.items():
-            profiles.append(_Profile(name, document, only=len(files) == 1))
-        work = {profile.rank: profile.work() for profile in profiles}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ImportTraceError(
-            f"{name}: an event lacks something or has it in another form: {type(error).__name__}: {error}"
-        ) from error
+    profiles = [_Profile(name, document, only=len(files) == 1) for name, document in files.items()]
+    world = max(*(profile.world for profile in profiles), *(profile.rank + 1 for profile in profiles))
+    missing = check_world([profile.rank for profile in profiles], world, _SOURCE)
+    work = {profile.rank: profile.work() for profile in profiles}
     if not any(work.values()):
         raise ImportTraceError(
-            f"{name} has no kernel and no operator inside a step; profile with activities, and call step() of the "
-            "profiler after each step"
+            f"{profiles[0].name} has no kernel and no operator inside a step; profile with activities, and call step() "
+            "of the profiler after each step"
         )
     origin_ns = min(found[0].start_ns for found in work.values() if found)
-    world = max(*(profile.world for profile in profiles), *(profile.rank + 1 for profile in profiles))
     sizes = _sizes(profiles, world)
     ranks = [_ranks_records(profile, work[profile.rank], origin_ns, sizes) for profile in profiles]
-    notes = [*check_world(ranks, world, "traces of PyTorch's profiler"), *_notes(profiles)]
     layout = {"tensor": sizes[0], "pipeline": sizes[1], "data": sizes[2]}
     return RecordedJob(
-        source="traces of PyTorch's profiler",
+        source=_SOURCE,
         layout=layout | {"virtualPipeline": 1},
         world=world,
         ranks=sorted(ranks, key=lambda rank: rank.rank),
         real_offset_ns=origin_ns,
-        notes=notes,
+        notes=[*missing, *_notes(profiles)],
     )
 
 

@@ -250,7 +250,7 @@ def _job(
                 records=records.array(),
             )
         )
-    notes += check_world(ranks, world, source)
+    notes += check_world([rank.rank for rank in ranks], world, source)
     if skipped:
         some = ", ".join(f"{count} {name}" for name, count in skipped.most_common(6))
         notes.append(f"{sum(skipped.values())} spans inside passes are skipped ({some})")

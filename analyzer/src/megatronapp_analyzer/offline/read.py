@@ -3,10 +3,11 @@
 import gzip
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.errors import ImportTraceError, ProtocolError
+from megatronapp_analyzer.hub.ingest.ring_metadata import parse_ring
 from megatronapp_analyzer.offline import megatronapp_files
 from megatronapp_analyzer.offline.exported_files import read_exported
 from megatronapp_analyzer.offline.job import RecordedJob
@@ -22,26 +23,37 @@ def read_traces(paths: Sequence[pathlib.Path]) -> RecordedJob:
     """Read the traces of one job, each path a file or a folder with files. Raises ImportTraceError."""
     files = [file for path in paths for file in _files(path)]
     of_ranks = [file for file in files if megatronapp_files.NAME.fullmatch(file.name)]
-    if of_ranks:  # the aggregator writes its own file into their folder
-        return megatronapp_files.read_rank_files({str(file): _load(file) for file in of_ranks})
-    documents = {str(file): _load(file) for file in files}
+    chosen = of_ranks or files  # the aggregator writes its own file into the folder of those of the ranks
+    documents = {str(file): _load(file) for file in chosen}
+    try:
+        job = megatronapp_files.read_rank_files(documents) if of_ranks else _read_documents(documents)
+        for rank in job.ranks:
+            ring = parse_ring(0, job.ring_header(rank))
+            members = [member for group in ring.comms.values() for member in group.members]
+            if members and not 0 <= min(members) <= max(members) < job.world:
+                raise ValueError(f"rank {rank.rank} communicates with rank {max(members)}, of {job.world}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ProtocolError) as error:
+        more = f" or {len(chosen) - 1} more files" if len(chosen) > 1 else ""
+        raise ImportTraceError(
+            f"{chosen[0]}{more}: an event lacks something or has it in another form: {type(error).__name__}: {error}"
+        ) from error
+    return job
+
+
+def _read_documents(documents: Mapping[str, Any]) -> RecordedJob:
+    """Read files that are no files of MegatronApp's ranks: their content by name. Raises ImportTraceError."""
     if all(map(is_kineto, documents.values())):
         return read_kineto(documents)
-    if len(documents) != 1:
-        raise ImportTraceError(f"{files[0]} and {len(documents) - 1} more files are not of one job; give {_READABLE}")
-    ((name, document),) = documents.items()
+    (name, document), *others = documents.items()
+    if others:
+        raise ImportTraceError(f"{name} and {len(others)} more files are not of one job; give {_READABLE}")
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise ImportTraceError(f"{name} is no trace: it has no list of events; give {_READABLE}")
-    try:
-        if isinstance(document, dict) and "originRealTimeNs" in document.get("metadata", {}):
-            return read_exported(document, name)
-        if any(isinstance(event, dict) and "g_rk" in (event.get("args") or {}) for event in events):
-            return megatronapp_files.read_aggregated(events, name)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ImportTraceError(
-            f"{name}: an event lacks something or has it in another form: {type(error).__name__}: {error}"
-        ) from error
+    if isinstance(document, dict) and "originRealTimeNs" in document.get("metadata", {}):
+        return read_exported(document, name)
+    if any(isinstance(event, dict) and "g_rk" in (event.get("args") or {}) for event in events):
+        return megatronapp_files.read_aggregated(events, name)
     raise ImportTraceError(f"{name}: its events are of no tool that is known; give {_READABLE}")
 
 

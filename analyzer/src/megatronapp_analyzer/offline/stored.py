@@ -57,6 +57,6 @@ def stored_traces(folder: pathlib.Path) -> TraceIngest:
 def traces_folder(path: pathlib.Path) -> pathlib.Path | None:
     """Return the folder of stored traces at a path: this one, or that of a hub or job below it; None if none is."""
     for below in (path, path / "traces", path / "hub" / "traces"):
-        if below.is_dir() and any(below.glob("attempt-*")):
+        if any(below.glob("attempt-*/rings.frames")):
             return below
     return None

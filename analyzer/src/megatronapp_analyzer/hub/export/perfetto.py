@@ -1,4 +1,4 @@
-"""Perfetto's protobuf trace: TrackEvent packets with interned strings, a third of the size of the JSON.
+"""Perfetto's protobuf trace: TrackEvent packets with interned strings, half of the size of the JSON.
 
 Numbers of fields are those of `perfetto_trace.proto`; each line that writes one has its name.
 """

@@ -197,9 +197,11 @@ def _placed(
     )
     tracks: list[Track] = []
     spans: list[Span] = []
-    for key in np.unique(ranks.astype(np.int64) * len(TrackRole) + roles).tolist():
-        rank, role = key // len(TrackRole), list(TrackRole)[key % len(TrackRole)]
-        chosen = np.flatnonzero((ranks == rank) & (roles == key % len(TrackRole)))
+    keys = ranks.astype(np.int64) * len(TrackRole) + roles
+    order = np.argsort(keys, kind="stable")
+    for chosen in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        rank, place = divmod(int(keys[chosen[0]]), len(TrackRole))
+        role = list(TrackRole)[place]
         known = newest.get(rank)
         rows: dict[int, int] = {}
         for index, row, start, end in place_spans(starts[chosen], (starts + lengths)[chosen]):
