@@ -85,6 +85,10 @@ class RecordKind(enum.IntEnum):
     """Statistics of weights and gradients of a captured step. Passes of such a step are longer, on some ranks more than
     on others, so that a step with this span is no measure of anything.
     """
+    PERTURB = 27
+    """Begin of a perturbed step. Noise makes passes longer, on some ranks more than on others, so that a step with this
+    span is no measure of anything.
+    """
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33

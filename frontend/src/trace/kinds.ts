@@ -28,6 +28,7 @@ export const Kind = {
   COPY: 24,
   PAUSE: 25,
   CAPTURE: 26,
+  PERTURB: 27,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -121,6 +122,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.CHECKPOINT]: { label: "Checkpoint", short: "Checkpoint", group: "other" },
   [Kind.PAUSE]: { label: "Paused by an order", short: "Paused", group: "other" },
   [Kind.CAPTURE]: { label: "Statistics of layers", short: "Capture", group: "other" },
+  [Kind.PERTURB]: { label: "Perturbed step", short: "Perturbed", group: "other" },
   [Kind.TP_REDUCE]: { label: "Tensor reduction", short: "TP reduce", group: "collective" },
   [Kind.TP_GATHER]: { label: "Tensor gather", short: "TP gather", group: "collective" },
   [Kind.LAYER_FORWARD]: { label: "Layer forward", short: "L", group: "forward" },

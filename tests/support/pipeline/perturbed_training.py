@@ -63,8 +63,10 @@ class PassReader:
         return read
 
 
-def train(flags: str, script: Script, site: str | None = None, model: str = SMALL) -> dict[str, Any]:
-    """Train on this rank under scripted orders, as `pretrain` does it; what it has seen."""
+def train(
+    flags: str, script: Script, site: str | None = None, model: str = SMALL, free: int | None = None
+) -> dict[str, Any]:
+    """Train on this rank under scripted orders, as `pretrain` does it; what it has seen. `free`: bytes for recipes."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -76,6 +78,8 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
     from megatronapp_trainer.training import loop, progress
 
     training_control.PAUSE_ROUND_S = 0.01
+    if free is not None:
+        limit_memory(free)
     jobs = jobs_instead_of_frames() if "--scope-capture-interval" in flags else []
     page, recorder = ScriptedOrders(script), EvaluationRecorder()
     reports: list[dict[str, Any]] = []
@@ -109,18 +113,27 @@ def train(flags: str, script: Script, site: str | None = None, model: str = SMAL
         code = error.exit_code
     if "state" not in seen:
         return {"code": code, "losses": [], "obeyed": seen["obeyed"], "frames": frames_of(jobs)}
+    return results_of(seen, recorder) | {"code": code, "reports": reports, "frames": frames_of(jobs)}
+
+
+def limit_memory(free: int) -> None:
+    """Limit the free bytes that this rank finds for perturbations."""
+    from megatronapp_trainer.perturbation.training import setup
+
+    setup.free_bytes = lambda device: free  # type: ignore[attr-defined]
+
+
+def results_of(seen: dict[str, Any], recorder: EvaluationRecorder) -> dict[str, Any]:
+    """Return what a rank with an optimizer has seen."""
     state = seen["state"]
     return {
-        "code": code,
         "losses": recorder.losses,
         "norms": recorder.grad_norms,
-        "reports": reports,
         "obeyed": seen["obeyed"],
         "weights": [*seen["weights"], global_weights(state.chunks)],
         "optimizer": optimizer_numbers(state.optimizer),
-        "values": seen["reader"].values if site is not None else {},
+        "values": seen["reader"].values if "reader" in seen else {},
         "place": seen["place"],
-        "frames": frames_of(jobs),
         "perturbed": [(entry.digest, entry.first_step, entry.last_step) for entry in state.perturbed],
     }
 

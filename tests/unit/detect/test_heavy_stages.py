@@ -26,13 +26,16 @@ def test_the_stage_with_the_vocabulary_is_no_finding(watch: Watch, is_vee: bool,
     assert run.subjects == ({("stage", (heavy,), "undetermined")} if is_found else set())
 
 
-def test_a_rank_that_is_slow_in_captured_steps_alone_is_not_named(sim: ModuleType, judge: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [RecordKind.CAPTURE, RecordKind.PERTURB])
+def test_a_rank_that_is_slow_in_captured_or_perturbed_steps_alone_is_not_named(
+    sim: ModuleType, judge: Callable[..., Any], kind: RecordKind
+) -> None:
     layout = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
     fault = sim.Fault(rank=0, kind="compute", factor=3.0, from_step=25)
     views = list(sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=(fault,)), 1).steps(0, 45))
     assert judge(layout, views).subjects == {("rank", (0,), "compute")}
     for place, view in enumerate(views):
         span = view.records[view.records["kind"] == RecordKind.STEP][: view.step >= 25].copy()
-        span["kind"] = RecordKind.CAPTURE
+        span["kind"] = kind
         views[place] = dataclasses.replace(view, records=np.concatenate((view.records, span)))
     assert judge(layout, views).verdicts == []

@@ -63,7 +63,7 @@ def test_the_check_of_the_cache_asks_for_it(
     import torch
 
     from megatronapp_trainer.device import Device
-    from megatronapp_trainer.inference.model.kv_cache import free_bytes
+    from megatronapp_trainer.device.free_memory import free_bytes
 
     group(tmp_path / "groups", str(1 << 20), 0)
     monkeypatch.setattr(host_memory, "_OWN_GROUP", own)

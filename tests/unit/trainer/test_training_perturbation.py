@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from perturbed_training import perturb, train
+from perturbation_memory import added_and_estimated
+from perturbed_training import SMALL, perturb, train
 from perturbing_ranks import GAUSSIAN, calculation, noise_alone, storage
 
 from megatronapp_common.frames import FrameType, decode
@@ -248,6 +249,24 @@ def test_a_stop_undoes_what_no_step_has_used(run_ranks: RunRanks, tmp_path: path
     assert [rank["obeyed"][number] for number in (1, 2)] == [(0, None)] * 2
     assert rank["perturbed"] == []
     assert [report["perturbation"] for report in rank["reports"]][-1] is None
+
+
+def test_memory_is_estimated_before_anything_is_drawn(run_ranks: RunRanks) -> None:
+    noise = {"type": "uniform", "coefficient": 0.1}
+    sites = [calculation(site, noise) for site in ("mlp1", "mlp2", "attention_output", "logits")]
+    heads = calculation("head_output", noise, heads=[1])
+    (found,) = run_ranks(1, added_and_estimated, "--hidden-dropout 0 --attention-dropout 0", [*sites, heads])
+    added, estimate = found
+    assert added <= estimate <= 2 * added
+    script = [
+        (0, perturb(1, calculation("mlp2", noise), replica=1)),
+        (0, perturb(2, storage(FC1, NONE), target="master")),
+        (0, perturb(3, calculation("mlp2", {"type": "zero"}), replica=0)),
+    ]
+    for rank in ranks_of(run_ranks, 2, "", script, None, SMALL, 100 << 20):
+        refusal = rank["obeyed"][1][1]
+        assert refusal.startswith("a rank has 100MiB of free memory, and the perturbation takes about 128MiB there")
+        assert rank["obeyed"][2][1] is not None and rank["obeyed"][3] == (0, None)
 
 
 @pytest.mark.full("other schedules", but=("plain",))

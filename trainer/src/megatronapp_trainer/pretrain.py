@@ -256,7 +256,14 @@ def prepare_perturbation(run: "TrainingRun", schedule: "PipelineSchedule") -> "T
     if not config.control.enabled:
         return None
     from megatronapp_trainer.perturbation.training.setup import open_perturbation
+    from megatronapp_trainer.pipeline.planning.orders import interleaved, peak_in_flight
+    from megatronapp_trainer.pipeline.planning.tasks import Placement
     from megatronapp_trainer.training.build import vocab_size_of
+
+    def peak(weights: Sequence[int]) -> int:
+        microbatches = config.most_microbatches(layout.trained_data_size)
+        placement = Placement(layout.pipeline_size, layout.virtual_size)
+        return peak_in_flight(interleaved(placement, microbatches, layout.pipeline_rank), tuple(weights))
 
     weights_changed: Callable[[], None] = lambda: None  # noqa: E731 - the default
     if config.fbd.enabled:
@@ -270,6 +277,8 @@ def prepare_perturbation(run: "TrainingRun", schedule: "PipelineSchedule") -> "T
         layout,
         run.state,
         vocabulary=vocab_size_of(config),
+        device=run.device,
+        peak=peak,
         weights_changed=weights_changed,
     )
 

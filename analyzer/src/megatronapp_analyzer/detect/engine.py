@@ -25,6 +25,9 @@ from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness, StepRecords, SubjectType, Verdict
 from megatronapp_common.trace import RecordKind
 
+UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
+"""Spans of steps that are no measure: hooks make ranks slow in them, some more than others."""
+
 
 class Detector:
     """Detector for a job of one layout. Not thread-safe; layout and settings bound its memory, however long the run."""
@@ -46,7 +49,7 @@ class Detector:
         """Judge one finished step; return the verdicts that are new or changed.
 
         Steps are given in order; one of a lower attempt than the newest is ignored, a higher attempt starts afresh. A
-        step may lack ranks or records. A captured step is not judged.
+        step may lack ranks or records. A captured or perturbed step is not judged.
         """
         if self._attempt is not None and view.attempt < self._attempt:
             return []
@@ -55,7 +58,7 @@ class Detector:
             return ended
         clocks = self._aligner.observe(view)
         aligned = clocks.apply(view)
-        if (view.records["kind"] == RecordKind.CAPTURE).any():  # its hooks make ranks slow, some more than others
+        if np.isin(view.records["kind"], UNJUDGED_KINDS).any():
             return ended
         features = _without_doubtful_links(extract(aligned, self._layout), clocks)
         self._steps_seen += 1

@@ -45,7 +45,8 @@ class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
 
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
     delimit DATA, FORWARD, BACKWARD, WEIGHT, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
-    EVALUATE, CHECKPOINT, PAUSE, CAPTURE and GC; STEP is the observer's own, from ``step_begin`` to ``step_end``.
+    EVALUATE, CHECKPOINT, PAUSE, CAPTURE, PERTURB and GC; STEP is the observer's own, from ``step_begin`` to
+    ``step_end``.
     DATA lies before FORWARD, never inside. Transfers are recorded by the transport that ``wrap_transport`` returns, and
     those of tasks by ``transfers``.
     """

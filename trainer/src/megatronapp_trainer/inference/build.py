@@ -17,8 +17,9 @@ from megatronapp_trainer.checkpoint.directory import (
 from megatronapp_trainer.checkpoint.storage import read, verify
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.free_memory import free_bytes
 from megatronapp_trainer.errors import CheckpointError, UsageError
-from megatronapp_trainer.inference.model.kv_cache import check_memory, free_bytes
+from megatronapp_trainer.inference.model.kv_cache import check_memory
 from megatronapp_trainer.inference.model_runner import ModelRunner, RunnerOptions, cache_shape
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.models.registry import model_family

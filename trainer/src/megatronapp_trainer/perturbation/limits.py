@@ -17,7 +17,7 @@ MAX_STEP_NUMBERS = 1 << 30
 """Most random numbers that the recipe of a step draws on a rank; about a second of an H100."""
 MAX_PARAMETER_NUMBERS = 1 << 33
 """Most random numbers that the parameters of a recipe draw on a rank."""
-_RANDOM = frozenset({"gaussian", "uniform", "bitFlip"})
+RANDOM_ACTIONS = frozenset({"gaussian", "uniform", "bitFlip"})
 _MEAN_BYTES = 8
 """Bytes of a sum over a prompt, in float64."""
 
@@ -50,7 +50,7 @@ def needed_bytes(recipe: Recipe, model: Any, shard: ModelShard, *, slots: int, t
     copies = max(
         sum({name: size for name, _, size in found}.values()) for found in _stored_of_stages(recipe, model, shard)
     )
-    draws = any(entry.action.type in _RANDOM for entry in recipe.perturbations)
+    draws = any(entry.action.type in RANDOM_ACTIONS for entry in recipe.perturbations)
     return copies + means + chunk + (DRAWING_BYTES if draws else 0)
 
 
@@ -66,7 +66,7 @@ def recorded_bytes(
     for place, length in source_lengths.items():
         entry = recipe.perturbations[place]
         site = site_of(entry.site or "")
-        numbers = len(recorded_positions(entry, length)) * _width(site, shard)
+        numbers = len(recorded_positions(entry, length)) * width_of(site, shard)
         for stage, span in enumerate(shard.stages):
             sums[stage] += numbers * len(_layers_within(entry, span, site)) * itemsize
     return max(sums)
@@ -90,14 +90,14 @@ def _layers_within(entry: Perturbation, span: tuple[int, int], site: Site) -> li
 
 
 def _numbers_of_token(entry: Perturbation, shard: ModelShard) -> int:
-    return _width(site_of(entry.site or ""), shard) if entry.action.type in _RANDOM else 0
+    return width_of(site_of(entry.site or ""), shard) if entry.action.type in RANDOM_ACTIONS else 0
 
 
 def _width_of_mean(entry: Perturbation, shard: ModelShard) -> int:
-    return _width(site_of(entry.site or ""), shard) if entry.action.over is not None else 0
+    return width_of(site_of(entry.site or ""), shard) if entry.action.over is not None else 0
 
 
-def _width(site: Site, shard: ModelShard) -> int:
+def width_of(site: Site, shard: ModelShard) -> int:
     """Return the numbers of a token that a rank has of a site; of a site of a plugin, which are unknown, the widest."""
     inner = shard.ffn * (2 if shard.gated else 1) // shard.tensor_size
     heads = {
@@ -119,7 +119,7 @@ def _stored_of_stages(recipe: Recipe, model: Any, shard: ModelShard) -> list[lis
     for entry in recipe.perturbations:
         if entry.kind == "storage":
             for stage, name, tensor in _parameters(entry, model, shard):
-                drawn = tensor.numel() if entry.action.type in _RANDOM else 0
+                drawn = tensor.numel() if entry.action.type in RANDOM_ACTIONS else 0
                 found[stage].append((name, drawn, tensor.nbytes))
     return found
 

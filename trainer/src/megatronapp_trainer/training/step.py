@@ -1,5 +1,6 @@
 """One optimizer step: forward and backward passes, the loss over all ranks, the update."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,10 +108,10 @@ class TrainingStep:
             self._batches,
             microbatches,
             observer=self._monitor.observer,
-            is_captured=self._is_captured,
+            is_captured=self._is_captured or self._perturbed_by is not None,
         )
         if self._perturbation is not None:
-            self._perturbation.step_begin(self._state.iteration, self._state.consumed_samples)
+            self._begin_perturbed(self._perturbation)
         reports = self._context.schedule.train(feed, microbatches)
         if self._perturbation is not None:
             self._perturbation.passes_done()
@@ -125,6 +126,12 @@ class TrainingStep:
                 stop=self._context.stop_request.requested,
                 time_is_up=self._time_is_up(),
             )
+
+    def _begin_perturbed(self, perturbation: TrainingPerturbation) -> None:
+        """Perturb the passes of the step; the span lets detectors and tuners leave a perturbed step out."""
+        span = self._monitor.span(RecordKind.PERTURB) if self._perturbed_by else contextlib.nullcontext()
+        with span:
+            perturbation.step_begin(self._state.iteration, self._state.consumed_samples)
 
     def _refusing_not_finite(self, gradient_norm: Callable[[], float]) -> Callable[[], float]:
         """Return the norm, which the optimizer requests before it changes a weight; refuses a step that is not finite.

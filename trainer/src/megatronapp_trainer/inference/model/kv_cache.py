@@ -8,8 +8,6 @@ import math
 
 import torch
 
-from megatronapp_trainer.device import Device
-from megatronapp_trainer.device.host_memory import free_host_bytes
 from megatronapp_trainer.inference.errors import CacheTooLargeError
 
 _MEMORY_FRACTION = 0.9
@@ -67,15 +65,6 @@ def check_memory(shape: KvCacheShape, *, free_bytes: int, place: str) -> None:
         f"{_gib(shape.num_bytes)}, and {_gib(available_bytes)} of {place} may be used for it (90 % of what is free); "
         + (f"what fits: {', or '.join(fits)}" if fits else "no slot fits; use more ranks or a larger device")
     )
-
-
-def free_bytes(device: Device) -> int:
-    """Return the free memory of the device, torch's unused blocks included; of a host this rank's part of it."""
-    if not device.is_cuda:
-        return free_host_bytes()
-    free, _ = torch.cuda.mem_get_info(device.torch_device)
-    unused = torch.cuda.memory_reserved(device.torch_device) - torch.cuda.memory_allocated(device.torch_device)
-    return int(free + unused)
 
 
 def _gib(count: int) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device import Device
-from megatronapp_trainer.inference.model.kv_cache import free_bytes
+from megatronapp_trainer.device.free_memory import free_bytes
 from megatronapp_trainer.inference.patch_sources import (
     Encode,
     SourceCache,

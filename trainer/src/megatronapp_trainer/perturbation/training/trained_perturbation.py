@@ -17,6 +17,7 @@ from megatronapp_trainer.perturbation.storage import PerturbedParameters
 from megatronapp_trainer.perturbation.training.master_parameters import MasterParameters
 from megatronapp_trainer.perturbation.training.trained_activations import SamplePlan, TrainingActivations
 from megatronapp_trainer.perturbation.training.training_limits import TrainingLimits, check_order
+from megatronapp_trainer.perturbation.training.training_memory import TrainingMemory
 
 MAX_REPORTED = 8
 """Perturbed spans of steps in the progress document, the newest."""
@@ -52,6 +53,7 @@ class TrainedPerturbation:
         plan: SamplePlan,
         *,
         limits: TrainingLimits,
+        memory: TrainingMemory,
         overlaps_gathers: bool,
         weights_changed: Callable[[], None],
     ) -> None:
@@ -62,6 +64,7 @@ class TrainedPerturbation:
             shard: sizes of the model.
             plan: which samples this rank's microbatches have.
             limits: what orders may ask for.
+            memory: estimates what they take.
             overlaps_gathers: parameters are gathered while forward passes run.
             weights_changed: called on all replicas when parameters have changed without a step of the optimizer.
         """
@@ -69,6 +72,7 @@ class TrainedPerturbation:
         self._shard = shard
         self._plan = plan
         self._limits = limits
+        self._memory = memory
         self._weights_changed = weights_changed
         self._overlaps_gathers = overlaps_gathers
         self._models = [model_of(chunk) for chunk in state.chunks]
@@ -194,6 +198,7 @@ class TrainedPerturbation:
         check_order(order, recipe, self._limits)
         stored = any(entry.kind == "storage" for entry in recipe.perturbations)
         is_mine = order.replica in {None, self._plan.data_rank}
+        self._memory.check(recipe, self._models, order.target, perturbs=is_mine)
         found = _OrderedPerturbation(
             entry=PerturbedSteps(
                 digest=recipe.digest,
