@@ -58,7 +58,8 @@ function panelOf(answer: (address: string) => unknown, asked: string[] = []): Vu
     const address = String(input);
     if (!address.includes("probes")) return new Promise(() => undefined);
     asked.push(address);
-    return Promise.resolve(Response.json(answer(address)));
+    const found = answer(address);
+    return found === undefined ? new Promise(() => undefined) : Promise.resolve(Response.json(found));
   });
   return mount(
     defineComponent(() => {
@@ -73,6 +74,12 @@ beforeEach(() => vi.stubGlobal("WebSocket", SilentSocket));
 afterEach(() => vi.unstubAllGlobals());
 
 describe("the panel of probe texts", () => {
+  it("says that the results of a step are being loaded", async () => {
+    const panel = panelOf((address) => (address === "api/v1/training/probes" ? PROBES : undefined));
+    await flushPromises();
+    expect(panel.get("[data-state=loading]").text()).toContain("Loading the results of this step");
+  });
+
   it("shows the newest step, and another one as the slider says", async () => {
     const asked: string[] = [];
     const panel = panelOf(answerTo, asked);
