@@ -62,6 +62,9 @@ class PcaService:
         self._core = probe_client.core
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving: asyncio.Task[Any] | None = None
+        self.given_version = 0
+        """Version of the basis that rank 0 has accepted last: runs that begin from then on are projected on it. Pages
+        get a basis before the ranks do."""
         self._fitting = asyncio.Lock()
         """Fits run one after another: each is rotated onto the one before, and published with its own version."""
         self._completed: set[Completion] = set()
@@ -205,13 +208,15 @@ class PcaService:
 
     async def _give(self) -> None:
         for tries in range(TRIES):
+            version = self.version
             try:
-                await self._probe_client.serving.basis(basis_frame(self.version, self.bases))
+                await self._probe_client.serving.basis(basis_frame(version, self.bases))
             except HttpError as error:
                 if error.status != 503 or tries == TRIES - 1:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self.given_version = version
                 return
 
     # ---- runs
