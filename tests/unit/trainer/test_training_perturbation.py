@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from perturbation_memory import added_and_estimated
-from perturbed_training import SMALL, perturb, train
+from perturbed_training import SMALL, added_and_estimated, perturb, train
 from perturbing_ranks import GAUSSIAN, calculation, noise_alone, storage
 
 from megatronapp_common.frames import FrameType, decode
