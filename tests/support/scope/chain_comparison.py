@@ -72,6 +72,9 @@ async def check_sweep(page: Any) -> None:
     assert (await page.get(f"{SWEEPS}/{found['sweep']}?format=csv")).text.splitlines()[
         0
     ] == "layer,strength_0.0,strength_0.5"
+    short = {"kind": "calculation", "site": "mlp2", "action": {"type": "patch", "source": {"tokens": [1]}}}
+    answer = await page.post(SWEEPS, body | {"template": short, "axes": {"layers": [0], "positions": [0, 1]}})
+    assert answer.status_code == 422 and "token 1 of the prompt" in answer.text
     answer = await page.post(SWEEPS, sweep | {"axes": {"layers": [0, 1], "strengths": [0.1] * 256}})
     name = answer.json()["sweep"]
     await page.delete(f"{SWEEPS}/{name}")

@@ -74,10 +74,10 @@ class ComparisonService:
         """Return the shard of rank 0, for the sizes of the model."""
         return self._comparer.shard
 
-    def check(self, recipe: Recipe | None) -> None:
-        """Raise RecipeError where the model lacks what a recipe names."""
+    def check(self, recipe: Recipe | None, prompt_length: int) -> None:
+        """Raise RecipeError where the model lacks what a recipe names, or the source of a patch is too short."""
         if recipe is not None:
-            self._comparer.check(recipe)
+            self._comparer.check(recipe, prompt_length)
 
     def begin(self, settings: BeginComparison, sink: Sink) -> None:
         """Let all ranks compare the branches of a name from the next step on."""

@@ -23,6 +23,7 @@ from megatronapp_trainer.hooks.forward_observer import ComparedRow, ForwardResul
 from megatronapp_trainer.hooks.hook_collector import HookCollector
 from megatronapp_trainer.hooks.observers import ObserverPair
 from megatronapp_trainer.hooks.sites import Site, site_of
+from megatronapp_trainer.inference.patch_sources import check_lengths, lengths_of
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import Span, rank_shard_of
 from megatronapp_trainer.scope.comparison.commands import TOPIC, BeginComparison, CollectRows, ComparisonCommand
@@ -97,9 +98,13 @@ class RankComparer:
         observer = self._runner.observer
         self._runner.observer = self if observer is None else ObserverPair(observer, self)
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError where the model lacks what a recipe names, or this rank the memory for it."""
-        self._runner.perturbation.check(recipe)
+    def check(self, recipe: Recipe, prompt_length: int) -> None:
+        """Raise RecipeError where the model lacks what a recipe names, this rank the memory for it, or the source of a
+        patch a position of the prompt.
+        """
+        perturbation = self._runner.perturbation
+        perturbation.check(recipe)
+        check_lengths(recipe, prompt_length, lengths_of(perturbation.sources(recipe)))
 
     @property
     def is_empty(self) -> bool:

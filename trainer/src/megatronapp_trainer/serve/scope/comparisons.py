@@ -74,12 +74,13 @@ class ComparisonStore:
     ) -> tuple[BranchText, list[Recipe | None], ComparisonRecord]:
         """Tokenize and check, in a thread: of large recipes it takes seconds. Raises HttpError, RequestError."""
         recipes = [model.perturbations.choose(chosen) for chosen in (body.baseline, body.perturbation)]
+        ids = model.ids_of(body.prompt)
         for field, recipe in zip(("baseline", "perturbation"), recipes, strict=True):
             with refused(field):
-                self._service.check(recipe)
+                self._service.check(recipe, len(ids))
         text = BranchText(
             name=secrets.token_hex(6),
-            ids=model.ids_of(body.prompt),
+            ids=ids,
             tokens=body.tokens,
             sampling=body.sampling,
             seed=new_seed(body.sampling.seed),

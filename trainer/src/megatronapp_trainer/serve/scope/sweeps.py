@@ -125,15 +125,16 @@ class SweepStore:
     def _prepare(self, body: SweepRequest, model: ServedModel) -> tuple[SweepRecord, GenerationRequest]:
         """Tokenize and check, in a thread; return the record and the request of A. Raises HttpError, RequestError."""
         baseline = model.perturbations.choose(body.baseline)
+        ids = model.ids_of(body.prompt)
         with refused("baseline"):
-            self._service.check(baseline)
+            self._service.check(baseline, len(ids))
         with refused("template"):
             cells = SweepCells(body)
             for number in cells.edges:
-                self._service.check(cells.recipe(number))
+                self._service.check(cells.recipe(number), len(ids))
         text = BranchText(
             name=secrets.token_hex(6),
-            ids=model.ids_of(body.prompt),
+            ids=ids,
             tokens=body.tokens,
             sampling=body.sampling,
             seed=new_seed(body.sampling.seed),
