@@ -105,13 +105,6 @@ class Page:
         assert end.header["state"] == "done", end.header["error"]
         return run
 
-    async def until_ranks_project(self) -> None:
-        """Wait until the ranks have the basis: pages get it first, and a run may begin in between."""
-        pca = self.hub.hub.scope.pca
-        async with asyncio.timeout(DEADLINE_S):
-            while pca.given_version < pca.version:
-                await asyncio.sleep(0.01)
-
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return await self._client.post(path, json=body)
 
@@ -477,7 +470,7 @@ async def test_every_number(
     async with chain(case, serve=serve, worker=worker, run_ranks=run_ranks, folder=folder, place=tmp_path) as page:
         await page.generate(scope_chain.request_of(1))
         await page.until(lambda frame: frame.type == FrameType.SCOPE_PCA)
-        await page.until_ranks_project()
+        await asyncio.wait_for(scope_chain.until_ranks_project(page.hub.hub.scope.pca), DEADLINE_S)
         run = await page.generate(scope_chain.request_of())
         detail = (await page.get(f"{RUNS}/{run}")).json()
         texts = tuple(

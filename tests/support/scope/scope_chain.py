@@ -3,6 +3,7 @@
 All functions here but `request_of` run in ranks, where torch is imported.
 """
 
+import asyncio
 import dataclasses
 import os
 import pathlib
@@ -86,3 +87,9 @@ def plain_sites(folder: str, variant: str, texts: list[list[int]]) -> list[dict[
     found = [seen.sites(ids) for ids in texts]
     destroy_groups()
     return found
+
+
+async def until_ranks_project(pca: Any) -> None:
+    """Wait until the ranks have the newest basis: pages get it first, and a run may begin in between."""
+    while pca.given_version < pca.version:
+        await asyncio.sleep(0.01)
