@@ -104,8 +104,9 @@ def read_perfetto(content: bytes) -> ViewedTrace:
                 for value in event.debug_annotations
             }
             arguments.append(values | {"category": interned["event_categories"][event.category_iids[0]]})
-            for flow in (*event.flow_ids, *event.terminating_flow_ids):
-                flows.setdefault(flow, []).append(f"{name} on {track}")
+            for place, numbers in enumerate((event.flow_ids, event.terminating_flow_ids)):
+                for flow in numbers:
+                    flows.setdefault(flow, ["", ""])[place] = f"{name} on {track}"
     assert not any(open_spans.values()), "spans without an end"
     tracks = {name: names.get(parents[uuid], "") for uuid, name in names.items()}
     return ViewedTrace(tracks, spans, arguments, flows, counters)

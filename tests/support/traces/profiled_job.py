@@ -43,9 +43,11 @@ class ProfiledJob:
         slowness = 1.5 if rank == self.slow_rank and step >= self.slow_from else 1.0
         kernels: list[tuple[str, float, float, int]] = []
         for name, usual, thread in 2 * [("forward", 4000.0, MAIN), ("backward", 8000.0, AUTOGRAD)]:
-            for _ in range(3):
+            for number in range(3):
                 at = _end(kernels) if kernels else begin
                 kernels.append((name, at, usual / 3 * slowness * draw.normal(1, 0.005), thread))
+                if (name, number) == ("backward", 1):
+                    kernels.append(("memset", _end(kernels), 20.0, MAIN))
         return kernels
 
     def _launched(self, name: str, at: float, length: float, thread: int, more: Event | None = None) -> list[Event]:

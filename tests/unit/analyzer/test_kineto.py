@@ -13,6 +13,7 @@ from megatronapp_analyzer.errors import ImportTraceError
 from megatronapp_analyzer.model import Communicator
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_analyzer.offline.read import read_traces
+from megatronapp_analyzer.offline.stored import ingest_of
 from megatronapp_common.cli import main
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, Flag, RecordKind
 
@@ -100,6 +101,22 @@ def test_the_slow_rank_of_a_profiled_job_is_named(tmp_path: Path, capsys: pytest
     assert (verdict["subject"]["ranks"], verdict["cause"], verdict["state"]) == ([2], "compute", "confirmed")
     assert 19 <= verdict["since"]["step"] <= 22
     assert verdict["effect"]["secondsPerStep"] == pytest.approx(0.012, rel=0.2)
+
+
+def test_clocks_of_hosts_are_aligned_by_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The clock of the second host is 80 ms ahead, several times as much as a step's wait."""
+    named = {}
+    for rank, document in enumerate(ProfiledJob().documents().values()):
+        events = [event | {"ts": event["ts"] + 80_000 * (rank > 1)} for event in document["traceEvents"]]
+        named[f"gpu-{rank // 2}_{rank + 70}.1790000000.pt.trace.json"] = document | {"traceEvents": events}
+    assert main(["scan", "analyze", str(written(named, tmp_path)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (verdict,) = found["verdicts"]
+    assert (verdict["subject"]["ranks"], verdict["subject"]["node"], verdict["cause"]) == ([2], "gpu-1", "compute")
+    assert verdict["effect"]["secondsPerStep"] == pytest.approx(0.012, rel=0.2)
+    assert found["notes"] == []
+    offsets_ns = ingest_of(read_traces([tmp_path])).store.newest(1)[0].offsets_ns
+    assert offsets_ns[2] - offsets_ns[0] == pytest.approx(-80 * MS, abs=MS)
 
 
 def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Traces that Perfetto shows whole: spans of a track are nested or disjoint, in JSON and in protobuf."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from megatronapp_traces import MegatronAppJob
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from perfetto_rule import ViewedSpan, dropped, read_chrome, read_perfetto
 
 from megatronapp_analyzer.errors import ExportError
+from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.hub.export import protobuf
 from megatronapp_analyzer.hub.export.around import SLICE_BYTES, steps_around
 from megatronapp_analyzer.hub.export.chrome import chrome_trace, microseconds
@@ -20,6 +23,9 @@ from megatronapp_analyzer.hub.export.perfetto import perfetto_trace
 from megatronapp_analyzer.hub.export.tracks import TrackedTrace, source_of, tracks_of
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.offline.megatronapp_files import read_rank_files
+from megatronapp_analyzer.offline.read import read_traces
+from megatronapp_analyzer.offline.stored import ingest_of
 from megatronapp_common.trace import Counter, Flag, RecordKind
 
 TIMES = st.integers(0, 3000) | st.integers(0, 10).map(lambda part: 5000 * part)
@@ -40,9 +46,26 @@ def test_spans_of_a_row_are_nested_or_disjoint_and_hardly_moved(spans: list[tupl
         assert {(row, start - starts[index], end - ends[index]) for index, row, start, end in placed} <= {(0, 0, 0)}
 
 
-@given(time_ns=st.integers(0, 1 << 55))
+@pytest.mark.parametrize(
+    ("second", "placed"),
+    [
+        ((4000, 10_020), [(0, 0, 10_000), (0, 4000, 10_000)]),  # a part that ends after the whole
+        ((9990, 15_000), [(0, 0, 10_000), (0, 10_000, 15_000)]),  # a neighbour that begins before the end
+        ((20, 15_000), [(0, 0, 15_000), (0, 0, 10_000)]),  # a whole that begins after its part
+        ((4000, 12_000), [(0, 0, 10_000), (1, 4000, 12_000)]),
+    ],
+)
+def test_rounded_times_are_moved_and_others_get_a_row(
+    second: tuple[int, int], placed: list[tuple[int, int, int]]
+) -> None:
+    starts, ends = np.array([0, second[0]]), np.array([10_000, second[1]])
+    assert [(row, start, end) for _, row, start, end in place_spans(starts, ends)] == placed
+
+
+@given(time_ns=st.integers(0, 1 << 50))
+@example(time_ns=4035)
 def test_microseconds_are_read_as_the_same_nanoseconds(time_ns: int) -> None:
-    assert int(json.loads(json.dumps(microseconds(time_ns))) * 1000) == time_ns or time_ns > 1 << 50
+    assert int(json.loads(json.dumps(microseconds(time_ns))) * 1000) == time_ns
 
 
 @given(
@@ -84,7 +107,8 @@ def device_steps(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
                 at | {"kind": RecordKind.COPY, "comm": 1 - rank, "start_ns": begun + 9_000_000, "duration": 90_000},
                 at | {"kind": RecordKind.COPY, "comm": 1 - rank, "start_ns": begun + 9_100_000, "duration": 90_000},
             ]
-            host[2]["flags"] = Flag.DEVICE_CLOCK
+            host[0] |= {"flags": Flag.AUX_RUN_QUEUE, "aux": 77}
+            host[2] |= {"flags": Flag.DEVICE_CLOCK | Flag.AUX_LEAD, "aux": 12}
             body = np.concatenate([rows(host), device])
             header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
             filled.add_records(0, header, body.tobytes())
@@ -135,14 +159,45 @@ def test_flows_lead_from_sends_to_receives(device_steps: TraceIngest) -> None:
     trace = tracked(device_steps)
     viewed = read_perfetto(perfetto_trace(trace))
     assert len(viewed.flows) == len(trace.arrows) > 0
-    for ends in viewed.flows.values():
-        sent, received = sorted(ends, key=lambda end: not end.startswith("send"))
+    for sent, received in viewed.flows.values():
         assert sent.startswith("send_post")
         assert received.startswith("recv_wait")
         assert sent.partition(" on ")[2] != received.partition(" on ")[2]
     steps = [values["step"] for values in viewed.arguments]
     assert set(steps) == {0, 1}
     assert {values["bytes"] for values in viewed.arguments if "bytes" in values} == {1024}
+
+
+def test_an_exported_trace_is_read_as_it_was_recorded(device_steps: TraceIngest, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(chrome_trace(tracked(device_steps))))
+    job = read_traces([tmp_path / "trace.json"])
+    again = ingest_of(job).store.newest(9)
+    for before, after in zip(device_steps.store.newest(9), again, strict=True):
+        assert after.digest.step == before.digest.step
+        found, expected = (np.sort(step.view.records, order=["rank", "kind", "start_ns"]) for step in (after, before))
+        for name in ("rank", "kind", "step", "microbatch", "chunk", "aux", "flags", "ordinal"):
+            assert found[name].tolist() == expected[name].tolist(), name
+        moved = (
+            found["start_ns"].astype(np.int64)
+            + after.offsets_ns[0]
+            - before.offsets_ns[0]
+            - expected["start_ns"].astype(np.int64)
+        )
+        assert np.abs(moved).max() <= SLACK_NS
+        assert len(match_messages(after.view.records, after.view.comms)) == len(
+            match_messages(before.view.records, before.view.comms)
+        )
+
+
+def test_ranks_that_communicate_with_the_verdicts_have_priority() -> None:
+    files = MegatronAppJob(replicas=4, iterations=1).files()
+    ingest = ingest_of(read_rank_files(files))
+    records = ingest.store.newest(1)[0].view.records
+    most = int(np.bincount(records["rank"])[[0, 4, 5]].sum())
+    (step,) = steps_around(ingest.store, verdict([4], [0]), most)
+    assert set(step.view.records["rank"].tolist()) == {0, 4, 5}, (
+        "the rank, its neighbour in the pipeline, and a replica"
+    )
 
 
 def verdict(ranks: list[int], steps: list[int], since: int = 0) -> dict[str, Any]:

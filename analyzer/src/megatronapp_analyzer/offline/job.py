@@ -151,11 +151,13 @@ class RecordedRank:
     communicators: Sequence[Communicator]
     """By slot."""
     records: NDArray[np.void]
+    clock: str = "imported"
+    """Name of the clock of its times; ranks with the same one need no alignment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedJob:
-    """Ranks of a job that another tool recorded. Times of all ranks are of one clock."""
+    """Ranks of a job that another tool recorded."""
 
     source: str
     layout: dict[str, int]
@@ -188,7 +190,7 @@ class RecordedJob:
             "rank": rank.rank,
             "worker": rank.worker,
             "metadata": metadata,
-            "bootId": "imported",
+            "bootId": rank.clock,
             "clockPairs": [[0, self.real_offset_ns]],
             "capacity": max(1, len(rank.records)),
         }

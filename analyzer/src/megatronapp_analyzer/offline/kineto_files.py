@@ -20,6 +20,8 @@ from megatronapp_common.topology import Coordinates
 from megatronapp_common.trace import RecordKind
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
+_HOST_IN_NAME = re.compile(r"(.+)_\d+\.\d+\.pt\.trace\.json(?:\.gz)?")
+"""Name of a file that `tensorboard_trace_handler` wrote."""
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)")
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
@@ -37,6 +39,7 @@ _GROUPS = {
 }
 """Descriptions of process groups, of Megatron-core and of device meshes."""
 _SHORT_NAMES = {"tensor": "tp", "data": "dp", "pipeline": "pp"}
+_NO_HOST = "unknown"
 _SOURCE = "traces of PyTorch's profiler"
 Event = Mapping[str, Any]
 
@@ -77,7 +80,9 @@ class _Profile:
     def __init__(self, name: str, document: Mapping[str, Any], only: bool) -> None:
         self.name = name
         info = document.get("distributedInfo") or {}
-        in_name = _RANK_IN_NAME.search(name.rpartition("/")[2])
+        file_name = name.rpartition("/")[2]
+        in_name, host = _RANK_IN_NAME.search(file_name), _HOST_IN_NAME.fullmatch(file_name)
+        self.host = host[1] if host else _NO_HOST
         if "rank" not in info and in_name is None and not only:
             raise ImportTraceError(
                 f"{name} does not say of which rank it is; name the files rank0.json, rank1.json, ..."
@@ -186,7 +191,13 @@ def read_kineto(files: Mapping[str, Mapping[str, Any]]) -> RecordedJob:
         )
     origin_ns = min(found[0].start_ns for found in work.values() if found)
     sizes = _sizes(profiles, world)
-    ranks = [_ranks_records(profile, work[profile.rank], origin_ns, sizes) for profile in profiles]
+    hosts = sorted({profile.host for profile in profiles})
+    ranks = [
+        dataclasses.replace(
+            _ranks_records(profile, work[profile.rank], origin_ns, sizes), worker=hosts.index(profile.host)
+        )
+        for profile in profiles
+    ]
     layout = {"tensor": sizes[0], "pipeline": sizes[1], "data": sizes[2]}
     return RecordedJob(
         source=_SOURCE,
@@ -206,8 +217,8 @@ def _sizes(profiles: Sequence[_Profile], world: int) -> tuple[int, int, int]:
 
 
 def _notes(profiles: Sequence[_Profile]) -> Iterator[str]:
-    if len(profiles) > 1:
-        yield "the files do not name the clocks of their ranks: they are taken for one"
+    if sum(profile.host == _NO_HOST for profile in profiles) > 1:
+        yield "the names of files do not give hosts (HOST_PID.TIME.pt.trace.json): their clocks are taken for one"
     unknown = sum(profile.unknown_groups for profile in profiles)
     if unknown:
         yield f"collectives that do not name their ranks: {unknown}; they are taken for those of all"
@@ -259,10 +270,11 @@ def _ranks_records(
         coordinates=place,
         worker=0,
         local_rank=profile.rank,
-        node="unknown",
+        node=profile.host,
         device="cuda" if profile.has_kernels else "cpu",
         communicators=list(records.communicators),
         records=records.array(),
+        clock=profile.host,
     )
 
 

@@ -39,8 +39,6 @@ class _Row:
             else:
                 begin = enclosing  # a neighbour, if it may be moved so far
                 depth -= 1
-            if begin - start > SLACK_NS:
-                return None
         if begin - start > SLACK_NS:
             return None
         finish = max(begin, finish)
