@@ -141,12 +141,17 @@ COMMANDS: Final = (
     ),
     LegacyCommand(
         "TP=1 PP=2 NNODES=1 NCCL_DEBUG=INFO MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 bash "
-        "scripts/DockerUsage_MegaScope.sh\n"
+        "scripts/DockerUsage_MegaScope.sh",
+        r"DockerUsage_MegaScope\.sh",
+        ("megatronapp run examples/steered-cpu.yaml", "megatronapp ui steered-cpu"),
+        f"{_ONE_JOB}; this training waits before its first step for orders from its page: steps, pauses, captures of "
+        "layers, perturbations (docs/steering-training.md)",
+    ),
+    LegacyCommand(
         "bash pretrain_gpt.sh 0",
-        r"DockerUsage_MegaScope\.sh|pretrain_gpt\.sh",
+        r"pretrain_gpt\.sh",
         _RUN,
         f"{_ONE_JOB}; checkpoints lie in the same folders (iter_0000020, latest_checkpointed_iteration.txt)",
-        "MegaScope and perturbations while a model trains",
     ),
     LegacyCommand(
         "bash scripts/DockerUsage_MegaFBD.sh $RANK\nbash docker/DockerUsage_MegaFBD.sh 0\n"

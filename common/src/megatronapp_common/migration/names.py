@@ -124,14 +124,23 @@ CONTROLS: Final[dict[str, str]] = {
     "PCA": "there, with the choice of a layer",
     "pixels": "there",
     "filter expression": "there (docs/expressions.md)",
-    "weight perturbation": "kind: storage of a recipe (docs/perturbation.md): drawn once for the named parameters",
+    "weight perturbation": "kind: storage of a recipe (docs/perturbation.md): drawn once for the named parameters; in a "
+    "training by megatronapp training JOB perturb FILE, for one step or with --target master for good",
     "calculation perturbation": "kind: calculation of a recipe, with site: mlp2 for the place of the old pages",
     "system perturbation": "kind: system of a recipe: constant for each layer",
     "noise1": "action.type: gaussian of a recipe: x + N(0, coefficient^2)",
     "noise2": "action.type: uniform of a recipe: x * U(1 - coefficient, 1 + coefficient)",
     "coefficient": "action.coefficient of a recipe",
-    "training mode": f"{_NOT_YET}: answered with 501",
+    "training mode": "on the page of a job with spec.scope.training: control bar, layers over steps, probe texts "
+    "(docs/steering-training.md, docs/watching-training.md)",
     "mode switch": "spec.mode of a job",
+    "generate": "the form Generate of the page, or POST /api/v1/scope/runs of the hub (docs/scope-protocol.md)",
+    "run_training_step": "megatronapp training JOB step N, or Step on the page of the job (docs/steering-training.md)",
+    "visualization_flags": "capture of a run (docs/scope-protocol.md, section 3); in a training "
+    "spec.scope.training.captureEvery, which captures all sites",
+    "disturbance_configs": "perturbation of a run, or megatronapp training JOB perturb FILE: a recipe "
+    "(docs/perturbation.md)",
+    "compressor_config": "pixels and expression of the capture of a run (docs/expressions.md)",
 }
 
 NAMES: Final = {**FLAGS, **VARIABLES, **FILES, **FIELDS, **CONTROLS}

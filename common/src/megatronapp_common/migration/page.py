@@ -18,8 +18,7 @@ megatronapp translate 'python tools/checkpoint/convert.py --loader legacy --load
 megatronapp translate -- --trace-interval 5
 ```
 
-"Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, BERT, spans of single layers, MegaScope
-and perturbations while a model trains. Flags of a training command that the trainer does not take are named with the
+"Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, BERT, spans of single layers. Flags of a training command that the trainer does not take are named with the
 reason, and the printed command is without them. Options of the converters are in [checkpoints.md](checkpoints.md),
 those of the old server in [serving.md](serving.md).
 """
@@ -28,7 +27,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
     "Variables": VARIABLES,
     "Files and folders": FILES,
     "Fields of the pod profile": FIELDS,
-    "Controls of the page": CONTROLS,
+    "Controls and messages of the page": CONTROLS,
 }
 
 
