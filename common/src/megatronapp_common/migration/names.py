@@ -124,8 +124,8 @@ CONTROLS: Final[dict[str, str]] = {
     "PCA": "there, with the choice of a layer",
     "pixels": "there",
     "filter expression": "there (docs/expressions.md)",
-    "weight perturbation": "kind: storage of a recipe (docs/perturbation.md): drawn once for the named parameters; in a "
-    "training by megatronapp training JOB perturb FILE, for one step or with --target master for good",
+    "weight perturbation": "kind: storage of a recipe (docs/perturbation.md): drawn once for the named parameters; in "
+    "a training by megatronapp training JOB perturb FILE, for one step or with --target master for good",
     "calculation perturbation": "kind: calculation of a recipe, with site: mlp2 for the place of the old pages",
     "system perturbation": "kind: system of a recipe: constant for each layer",
     "noise1": "action.type: gaussian of a recipe: x + N(0, coefficient^2)",
