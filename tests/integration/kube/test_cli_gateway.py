@@ -18,6 +18,7 @@ import kube
 import pytest
 import yaml
 from operator_simulation import SETTINGS
+from perfetto_rule import read_perfetto
 
 from megatronapp_common import cli
 from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
@@ -58,6 +59,9 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
         )
         document = json.loads(out.read_text(encoding="utf-8"))
         assert {event["args"]["step"] for event in document["traceEvents"] if event["ph"] == "X"} == {2, 3, 4}
+        code, text, _ = run(*export, "--from", "2", "--format", "perfetto")
+        assert (code, text) == (0, f"{out}: 0.00 MB, from the running hub; open it at https://ui.perfetto.dev\n")
+        assert {values["step"] for values in read_perfetto(out.read_bytes()).arguments} >= {2, 3, 4}
         code, _, problem = run(*export, "--from", "900")
         assert (code, problem) == (1, "error: no step of that range is held in full; leave out from and to.\n")
         assert "cannot write the trace" in run(*export[:4], str(tmp_path / "none" / "t"), *export[5:])[2]
