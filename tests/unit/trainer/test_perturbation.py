@@ -28,7 +28,7 @@ from megatronapp_common.scope.protocol_requests import PerturbedTexts
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
-from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
+from megatronapp_trainer.inference.perturbed_steps import MOST_UNUSED, PerturbedGraphs
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.perturbation import limits
 from megatronapp_trainer.perturbation.limits import needed_bytes
@@ -173,7 +173,8 @@ def rereads(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
 
 
 def graphs_of_recipes(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
-    """Check that graphs are captured for each recipe apart and dropped with it. With a fake of CUDA graphs."""
+    """Check that graphs are captured for each recipe apart, and stay for the next request with it while fewer than
+    MOST_UNUSED others followed; those of parameters are dropped with the recipe. With a fake of CUDA graphs."""
     families: list[set[Any]] = []
 
     def capture(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
@@ -184,8 +185,20 @@ def graphs_of_recipes(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> No
     gang.stage.perturbation._drop_graphs = gang.stage._graphs.drop
     noise = recipe(calculation("mlp2", GAUSSIAN))
     run(engine, request("clean"), request("noise", noise))
-    assert {PerturbedGraphs(digest=noise.digest, captured=None)} in families
-    assert not gang.stage._graphs._families
+    family = PerturbedGraphs(digest=noise.digest, captured=None)
+    assert {family} in families and set(gang.stage._graphs._families) == {family}
+    run(engine, request("alone", noise))
+    captured = len(families)
+    run(engine, request("again", noise))
+    assert len(families) == captured, "an equal shape is replayed"
+    others = [recipe(calculation("mlp2", GAUSSIAN), seed=seed) for seed in range(1, MOST_UNUSED + 1)]
+    families_left = {PerturbedGraphs(digest=other.digest, captured=None) for other in others}
+    for place, other in enumerate(others):
+        run(engine, request(str(place), other))
+    assert set(gang.stage._graphs._families) == families_left
+    run(engine, request("stored", recipe(storage("mlp.linear_fc1", GAUSSIAN))))
+    assert set(gang.stage._graphs._families) == families_left
+    assert gang.stage.perturbation._perturbations.num_bytes == 0
 
 
 def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 TOPIC = "perturbation"
 MOST_RECIPES = 8
 """Limit of different recipes of all open requests."""
+MOST_UNUSED = 2
+"""Recipes without an open request that the ranks do not forget yet: each holds the memory of its CUDA graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,21 +115,39 @@ class RankRecipes:
 
     def __init__(self, command: Callable[[str, Any], None]) -> None:
         self._command = command
-        self._known: set[str] = set()
+        self._known: dict[str, Recipe] = {}
+        self._unused: dict[str, None] = {}
+        """Recipes that no open request uses and whose CUDA graphs are there for the next one, oldest first."""
 
     def add(self, recipe: Recipe | None, source_lengths: Mapping[int, int] | None = None) -> None:
         """Send a recipe to all ranks before the first step that uses it, or that reads a source of its patches."""
         if recipe is not None and recipe.digest not in self._known:
             self._command(TOPIC, AddRecipe(recipe=recipe, source_lengths=dict(source_lengths or {})))
-            self._known.add(recipe.digest)
+            self._known[recipe.digest] = recipe
+        if recipe is not None:
+            self._unused.pop(recipe.digest, None)
 
     @property
     def is_empty(self) -> bool:
-        """Return true if the ranks know no recipe."""
-        return not self._known
+        """Return true if the ranks know no recipe that is in use."""
+        return self._known.keys() == self._unused.keys()
 
     def keep(self, used: Iterable[str | None]) -> None:
-        """Let all ranks forget the recipes that are not among the used ones."""
-        for digest in sorted(self._known.difference(used)):
-            self._command(TOPIC, DropRecipe(digest=digest))
-            self._known.discard(digest)
+        """Let all ranks forget the recipes that are not among the used ones, but for a few that need no memory."""
+        for digest in sorted(self._known.keys() - self._unused.keys() - set(used)):
+            if _needs_memory(self._known[digest]):
+                self._drop(digest)
+            else:
+                self._unused[digest] = None
+        while len(self._unused) > MOST_UNUSED:
+            self._drop(next(iter(self._unused)))
+
+    def _drop(self, digest: str) -> None:
+        self._command(TOPIC, DropRecipe(digest=digest))
+        self._unused.pop(digest, None)
+        del self._known[digest]
+
+
+def _needs_memory(recipe: Recipe) -> bool:
+    """Return true for copies of parameters, and for values of patches, which are read again for each use."""
+    return any(entry.kind == "storage" or entry.action.type == "patch" for entry in recipe.perturbations)
