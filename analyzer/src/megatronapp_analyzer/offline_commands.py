@@ -58,7 +58,7 @@ def register_aggregate(subparsers: "argparse._SubParsersAction[argparse.Argument
         metavar="FOLDER",
         type=pathlib.Path,
         default=pathlib.Path(),
-        help="folder with the files of all ranks (default: this one)",
+        help="folder with the files of all ranks, or of stored traces (default: this one)",
     )
     aggregate.add_argument(
         "-o",
@@ -102,19 +102,16 @@ def run_aggregate(arguments: argparse.Namespace) -> int:
     from megatronapp_analyzer import fetch
     from megatronapp_analyzer.hub.export.formats import TraceFormat, summary, trace_file
     from megatronapp_analyzer.hub.export.tracks import source_of
-    from megatronapp_analyzer.offline.analyze import analyze, text_lines
-    from megatronapp_analyzer.offline.read import read_traces
-    from megatronapp_analyzer.offline.stored import ingest_of
+    from megatronapp_analyzer.offline.analyze import analyze, open_traces, text_lines
 
-    job = read_traces([arguments.source])
-    ingest = ingest_of(job)
+    ingest, notes = open_traces(arguments.source)
     form = TraceFormat.of_file(arguments.output)
     content = trace_file(source_of(ingest, "imported", ingest.store.select(0, None, newest=0)), form)
     fetch.write_trace(arguments.output, content)
     print(f"{arguments.output}: {summary(content, form)}; open it at https://ui.perfetto.dev")
     if arguments.detect:
-        print("\n".join(text_lines(analyze(ingest, source=str(arguments.source), notes=job.notes))))
+        print("\n".join(text_lines(analyze(ingest, source=str(arguments.source), notes=notes))))
     else:
-        for note in job.notes:
+        for note in notes:
             print(f"  note: {note}")
     return 0

@@ -147,6 +147,9 @@ def test_all_ways_to_recorded_steps_give_the_same_verdict(
     exported = chrome_trace(tracks_of(source_of(ingest, "demo", ingest.store.select(0, None, newest=0))))
     (tmp_path / "exported.json").write_text(json.dumps(exported))
     assert "scan analyze reads them" in capsys.readouterr().out
+    assert main(["aggregate", "-b", str(tmp_path / "job"), "-o", str(tmp_path / "again.json")]) == 0
+    assert len(json.loads((tmp_path / "again.json").read_text())["traceEvents"]) == len(exported["traceEvents"])
+    capsys.readouterr()
     for path in (slow_folder, tmp_path / "job", tmp_path / "aggregated.json", tmp_path / "exported.json"):
         found = verdicts([str(path)], capsys)
         assert (found["ranks"], found["steps"]) == (8, 50)
@@ -282,6 +285,14 @@ def written(files: dict[str, Any], factory: pytest.TempPathFactory) -> Path:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def test_stored_traces_without_steps_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "attempt-0000").mkdir()
+    (tmp_path / "attempt-0000" / "rings.frames").touch()
+    for command in (["scan", "analyze", str(tmp_path)], ["aggregate", "-b", str(tmp_path), "-o", str(tmp_path / "o")]):
+        assert main(command) == 1
+        assert f"{tmp_path} has traces without a whole step; give another folder" in capsys.readouterr().err
 
 
 def test_import_writes_into_an_empty_folder_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

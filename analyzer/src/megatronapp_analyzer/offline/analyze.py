@@ -37,20 +37,27 @@ class Analysis:
         }
 
 
-def analyze_path(path: pathlib.Path) -> Analysis:
-    """Analyse the traces at a path: those that a hub stored, or those of another tool. Raises ImportTraceError."""
+def open_traces(path: pathlib.Path) -> tuple[TraceIngest, Sequence[str]]:
+    """Return the steps at a path, those that a hub stored or of another tool, and notes. Raises ImportTraceError."""
     folder = traces_folder(path)
-    if folder is not None:
-        return analyze(stored_traces(folder), source=str(path), notes=[])
-    job = read_traces([path])
-    return analyze(ingest_of(job), source=str(path), notes=job.notes)
+    if folder is None:
+        job = read_traces([path])
+        return ingest_of(job), job.notes
+    ingest = stored_traces(folder)
+    if not ingest.store.full_steps:
+        raise ImportTraceError(f"{folder} has traces without a whole step; give another folder")
+    return ingest, []
+
+
+def analyze_path(path: pathlib.Path) -> Analysis:
+    """Analyse the traces at a path. Raises ImportTraceError."""
+    ingest, notes = open_traces(path)
+    return analyze(ingest, source=str(path), notes=notes)
 
 
 def analyze(ingest: TraceIngest, *, source: str, notes: Sequence[str]) -> Analysis:
-    """Judge all stored steps in order. Raises ImportTraceError if there are none, or their ranks are not known."""
+    """Judge all stored steps in order. Raises ImportTraceError if the places of their ranks are not known."""
     steps = sorted(ingest.store.select(0, None, newest=0), key=lambda step: step.key)
-    if not steps:
-        raise ImportTraceError(f"{source} has no steps; record some, or give another folder")
     verdicts = VerdictStore(None)
     detector: Detector | None = None
     layout: JobLayout | None = None
