@@ -13,6 +13,7 @@ from megatronapp_analyzer.offline.exported_files import read_exported
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_analyzer.offline.kineto_files import is_kineto, read_kineto
 
+_MOST_NS = 1 << 62
 _READABLE = (
     "files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its aggregator, a "
     "trace of PyTorch's profiler of each rank, or Chrome JSON of megatronapp trace export"
@@ -27,6 +28,8 @@ def read_traces(paths: Sequence[pathlib.Path]) -> RecordedJob:
     documents = {str(file): _load(file) for file in chosen}
     try:
         job = megatronapp_files.read_rank_files(documents) if of_ranks else _read_documents(documents)
+        if not 0 <= job.real_offset_ns < _MOST_NS:
+            raise ValueError(f"the trace begins {job.real_offset_ns} ns after 1970")
         for rank in job.ranks:
             ring = parse_ring(0, job.ring_header(rank))
             members = [member for group in ring.comms.values() for member in group.members]
