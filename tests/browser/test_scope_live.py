@@ -271,6 +271,10 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     page.get_by_role("button", name="Run perturbed").click()
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("perturbation")).to_contain_text("Perturbed: ")
+    page.get_by_role("radio", name="Perturbation").check(force=True)  # the recipe is there, and the newest results
+    pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: zero")
+    pw.expect(page.get_by_test_id("comparison-state")).to_contain_text("done: 4 of at most 4 tokens")
+    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells")
 
 
 def sweep_positions(page: pw.Page, job: Served) -> None:
@@ -283,7 +287,8 @@ def sweep_positions(page: pw.Page, job: Served) -> None:
     pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: patch from “world hello hello”")
     page.get_by_label("Positions of the prompt").fill("0-1")
     page.get_by_role("button", name="Sweep all layers").click()
-    pw.expect(page.get_by_role("region", name="Mean KL, nats by layer and position")).to_be_visible()
+    shown = page.get_by_role("region", name="Mean KL, nats by layer and position")
+    pw.expect(shown).to_be_visible(timeout=PATIENCE_MS)
     pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
     found = branches(job, f"sweeps/{branches(job, 'sweeps')[0]['sweep']}")
     assert (found["positions"], found["template"]["action"]["type"]) == ([0, 1], "patch")

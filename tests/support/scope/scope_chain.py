@@ -1,6 +1,6 @@
 """A served model in real ranks for tests of MegaScope's whole chain, and plain torch's numbers on the same weights.
 
-All functions here but `request_of` run in ranks, where torch is imported.
+All functions here but `request_of` and `until_ranks_project` run in ranks, where torch is imported.
 """
 
 import asyncio

@@ -102,6 +102,18 @@ describe("the control bar of a training", () => {
     expect(bar.find('[data-testid="training-perturbed"]').exists()).toBe(false);
   });
 
+  it("has no orders once the training has ended, and gives up the control", async () => {
+    const { bar, client } = barOf({ state: "paused" });
+    await button(bar, "Step 1").trigger("click");
+    await flushPromises();
+    expect(bar.text()).toContain("Release the control");
+    await bar.setProps({ training: { ...TRAINING, state: "ended" } });
+    expect(bar.findAll("button").map((one) => one.text())).toEqual(["", "Cancel"]);
+    expect(bar.text()).toContain("Ended");
+    bar.unmount();
+    expect(client.controlTraining).toHaveBeenCalledTimes(1);
+  });
+
   it("orders captures of the next step, of every n-th step, and their end", async () => {
     const { bar, client } = barOf({ captureEvery: 20 });
     await loaded();

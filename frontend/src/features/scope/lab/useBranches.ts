@@ -68,7 +68,8 @@ export function useBranches<S extends Branch, T extends S>(path: string, id: key
     });
     busy.value = false;
   }
-  void refresh();
+  /** A page that is opened again shows the newest one. */
+  void refresh().then(() => chosen ?? (list.value[0] && void follow(String(list.value[0][id]))));
   onBeforeUnmount(() => (clearTimeout(timer), stopped.abort()));
   return {
     list,
