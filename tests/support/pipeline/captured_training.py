@@ -17,8 +17,6 @@ def train(flags: str, captures: bool) -> dict[str, Any]:
     import sys
     import warnings
 
-    import torch
-
     warnings.simplefilter("ignore")
     from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
@@ -31,8 +29,6 @@ def train(flags: str, captures: bool) -> dict[str, Any]:
         flags = f"--scope-capture-interval {CAPTURED} {flags}"
     measured = steps_that_tuners_measure()
     pretrain.pretrain(parse(f"{MODEL} {FLAGS} {flags}".split()))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
     frames = frames_of(jobs)
     if not captures:
         assert not any(name.startswith("megatronapp_trainer.scope") for name in sys.modules)
@@ -61,7 +57,11 @@ def jobs_instead_of_frames() -> list[Any]:
 
 
 def frames_of(jobs: list[Any]) -> list[bytes]:
-    """The frames of finished jobs, encoded."""
+    """The frames of jobs, encoded, once the device has finished them."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
     assert all(job.ready() for job in jobs)
     return [encode(frame) for job in jobs for frame in job.build()]
 

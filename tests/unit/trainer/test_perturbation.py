@@ -122,6 +122,15 @@ def selections(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
         assert same == [not changes, True, True, not changes]
 
 
+def uniform_patterns(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
+    """Check that a head whose query is zero gives equal weight to all tokens that it sees."""
+    zero = recipe(calculation("q", ZERO, layers=[1], heads=[1]))
+    found = read(gang, engine, ("v", "head_output"), samples(zero))
+    for position in range(LENGTH + NEW - 1):
+        values = torch.stack([found["v", 1, 0, before][0] for before in range(position + 1)])
+        assert torch.allclose(found["head_output", 1, 0, position][1], values.mean(0), atol=1e-5)
+
+
 def interleaved(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check requests of three recipes and none that generate together: each as if it were alone."""
     recipes = [
@@ -292,6 +301,7 @@ CHECKS = (
     "ablations",
     "means",
     "selections",
+    "uniform_patterns",
     "interleaved",
     "joined",
     "rereads",
