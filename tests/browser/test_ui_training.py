@@ -171,6 +171,22 @@ def test_shows_the_roles_of_ranks_and_axe_finds_nothing(forkserver: Any, tmp_pat
         assert violations(page, CONTRAST) == []
 
 
+def perturb(page: pw.Page, bar: pw.Locator) -> None:
+    """Perturb weights for the next step and undo it; activations are refused with MegaDPP, and the bar says why."""
+    bar.get_by_text("Perturb", exact=True).first.click()
+    order = bar.get_by_role("button", name="Perturb", exact=True)
+    order.click()
+    in_force = bar.get_by_test_id("training-perturbed")
+    pw.expect(in_force).to_contain_text(re.compile("perturbed by [0-9a-f]{12}"))
+    assert violations(page) == []
+    bar.get_by_role("button", name="Undo").click()
+    pw.expect(in_force).to_be_hidden()
+    bar.get_by_label("Example").select_option("One vector added after each layer")
+    order.click()
+    pw.expect(bar.get_by_role("alert")).to_contain_text("The order perturb was refused: ")
+    bar.get_by_text("Perturb", exact=True).first.click()
+
+
 @pytest.mark.full("a training of two ranks; ControlBar.test.ts has the orders and texts")
 def test_a_training_is_paused_stepped_and_stopped_from_its_page(
     forkserver: Any, tmp_path: pathlib.Path, page: pw.Page
@@ -192,6 +208,7 @@ def test_a_training_is_paused_stepped_and_stopped_from_its_page(
         pw.expect(header).to_contain_text("3 / 1")
         pw.expect(state).to_have_text("Paused")
         pw.expect(detail).to_contain_text(re.compile("^for [0-9]"))
+        perturb(page, bar)
         page.locator("body").press("p")
         pw.expect(state).to_have_text("Running")
         bar.get_by_role("button", name="Pause").click()
