@@ -238,7 +238,7 @@ def test_a_step_planned_ahead_is_the_next_step(requests: list[tuple[int, int, fl
         assert planned is not None
         if ahead is not None:
             segments = tuple(dataclasses.replace(segment, tokens=(0,)) for segment in planned.plan.segments)
-            assert ahead.plan == dataclasses.replace(planned.plan, segments=segments, is_ahead=True)
+            assert ahead.plan == dataclasses.replace(planned.plan, segments=segments, is_ahead=True, reads_chosen=True)
             assert [row.sequence for row in ahead.rows] == [row.sequence for row in planned.rows]
         ahead = line.plan_ahead(planned)
         assert ahead is None or planned.plan.decode
@@ -252,6 +252,43 @@ def test_a_step_planned_ahead_is_the_next_step(requests: list[tuple[int, int, fl
         assert ahead is not None or over or line.next_admissible() or not planned.plan.decode or prefills(line)
         for sequence in over:
             line.release(sequence)
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_branches_of_a_comparison_are_launched_before_the_other_is_read(*, is_forced: bool) -> None:
+    line = scheduler_of()
+    line.add(
+        *(
+            GenerationRequest(
+                id=name,
+                prompt=(1, 2),
+                max_new_tokens=4,
+                group="pair",
+                compared=ComparedBranch(name="pair", number=number, is_forced=is_forced and number > 0),
+            )
+            for number, name in enumerate("ab")
+        )
+    )
+    while line.next_admissible():
+        line.admit(None)
+    ahead = None
+    for index in range(4):
+        for name in "ab":
+            planned = ahead or line.plan()
+            assert planned is not None
+            (sequence,), (compared,) = planned.sequences, planned.plan.compared
+            assert (sequence.request.id, compared.index) == (name, index)
+            was_read = name == "a" or (ahead is None and index == 0)
+            assert compared.token == (None if name == "a" or not was_read else 50)
+            ahead = line.plan_ahead(planned)
+            launches = index > 0 and (name == "a" or (is_forced and index < 3))
+            assert (ahead is not None) == launches
+            sequence.read = planned.plan.segments[0].end
+            sequence.generated.append(sequence.next_token(50))
+            sequence.ended = sequence.stopped(frozenset())
+            if sequence.ended is not None:
+                line.release(sequence)
+    assert line.running == []
 
 
 def prefills(line: Scheduler) -> bool:

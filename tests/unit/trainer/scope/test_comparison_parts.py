@@ -38,7 +38,7 @@ def divergence_of(a: list[float], b: list[float], edges: list[int], token: int) 
     first, second = torch.tensor(a), torch.tensor(b)
     bounds = [0, *sorted(edge % (len(a) + 1) for edge in edges), len(a)]
     parts = [
-        shard_part(first[low:high], second[low:high], token - low, second[token : token + 1])
+        shard_part(first[low:high], second[low:high], torch.tensor([token - low]), second[token : token + 1])
         for low, high in itertools.pairwise(bounds)
     ]
     return merged(torch.stack(parts).numpy())

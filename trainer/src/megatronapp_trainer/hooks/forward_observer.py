@@ -41,7 +41,8 @@ class ComparedRow:
     output: int
     """Place among the outputs of the step."""
     token: int | None = None
-    """Token of the reference at this index; None in the reference itself, which has not chosen it yet."""
+    """Token of the reference at this index; None in the reference itself, which has not chosen it yet, and where the
+    step before is the one that chooses it: the only one of `StepContext.chosen_R`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,9 @@ class StepContext:
     """Outputs that are compared."""
     is_ahead: bool = False
     """The step was planned before the tokens of the step before it were read: they may have ended a request whose token
-    it reads, and the `tokens` of its segments are placeholders."""
+    it reads, and the `tokens` of its segments may be placeholders."""
+    chosen_R: torch.Tensor | None = None
+    """Tokens that the step before has chosen, on the device, if this step is ahead. Overwritten after this step."""
 
     @property
     def rows(self) -> int:

@@ -135,17 +135,17 @@ class ModelRunner:
             drop_graphs=self._graphs.drop,
         )
 
-    def run(self, plan: StepPlan, token_N: torch.Tensor | None = None) -> torch.Tensor | None:
+    def run(self, plan: StepPlan, chosen_R: torch.Tensor | None = None) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
 
         Returns logits [R, V] of its outputs on the last stage, without meaning if it has none; None on other stages.
 
-        `token_N`: tokens of the segments of a plan that is ahead, on the device.
+        `chosen_R`: tokens that the step before has chosen, on the device, for a plan that is ahead.
         """
         self.plan = plan
         self.perturbation.activate(plan, self.cache.clear_slot)
         with torch.no_grad():
-            result = self._decode(plan, token_N) if plan.decode else self._prefill(plan)
+            result = self._decode(plan, chosen_R) if plan.decode else self._prefill(plan)
             self.perturbation.end_pass()
             if self.layout.is_last_stage:
                 return result
@@ -187,20 +187,20 @@ class ModelRunner:
         self._finish(found, result, captured is not None)
         return result
 
-    def _decode(self, plan: StepPlan, token_N: torch.Tensor | None) -> torch.Tensor:
+    def _decode(self, plan: StepPlan, chosen_R: torch.Tensor | None) -> torch.Tensor:
         """Decode all slots up to the last used one, so that shapes are few; results of idle slots are unused."""
         used = max(plan.least_slots, max(segment.slot for segment in plan.segments) + 1)
         slots = _bucket(used, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
-        if token_N is None:
-            self._inputs.fill(plan, slots)
+        if plan.reads_chosen and chosen_R is not None:
+            self._inputs.advance(plan, slots, chosen_R)
         else:
-            self._inputs.advance(plan, slots, token_N)
+            self._inputs.fill(plan, slots)
         inputs_3B = self._inputs.of_slots(slots)
         self.perturbation.begin_decode(plan, inputs_3B[1])
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
-        captured = self._begin(plan, inputs_3B)
+        captured = self._begin(plan, inputs_3B, chosen_R)
         # Two sets of buffers alternate while a step is observed: one is read while the step fills the other.
         self._buffer_set ^= captured is not None
         hidden = self._transfer.receive_decode(slots, None if captured is None else self._buffer_set)
@@ -221,7 +221,7 @@ class ModelRunner:
         self._finish(found, result, captured is not None)
         return result
 
-    def _begin(self, plan: StepPlan, inputs_3N: torch.Tensor) -> Hashable:
+    def _begin(self, plan: StepPlan, inputs_3N: torch.Tensor, chosen_R: torch.Tensor | None = None) -> Hashable:
         if self.observer is None:
             return None
         rows = tuple(output.row for output in plan.outputs)
@@ -233,6 +233,7 @@ class ModelRunner:
                 positions_N=inputs_3N[1],
                 compared=plan.compared,
                 is_ahead=plan.is_ahead,
+                chosen_R=chosen_R,
             )
         )
 

@@ -127,6 +127,10 @@ class RankRecipes:
         if recipe is not None:
             self._unused.pop(recipe.digest, None)
 
+    def knows(self, recipe: Recipe | None) -> bool:
+        """Return true if a step with this recipe can be launched without sending it first."""
+        return recipe is None or recipe.digest in self._known
+
     @property
     def is_empty(self) -> bool:
         """Return true if the ranks know no recipe that is in use."""

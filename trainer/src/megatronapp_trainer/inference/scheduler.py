@@ -4,6 +4,7 @@ import collections
 import collections.abc
 import dataclasses
 from collections import deque
+from collections.abc import Collection
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.hooks.forward_observer import ComparedRow, Segment
@@ -90,17 +91,22 @@ class Sequence:
         assert branch is not None
         return branch.forced or (() if self.reference is None else self.reference.generated)
 
-    def compared_row(self, output: int, position: int) -> ComparedRow | None:
-        """Return what is compared of an output at this position; None: nothing, as branches have read other tokens."""
+    def compared_row(self, output: int, position: int, in_flight: "Collection[Sequence]" = ()) -> ComparedRow | None:
+        """Return what is compared of an output at this position; None: nothing, as branches have read other tokens.
+
+        `in_flight`: sequences of the step before, whose tokens have not been read.
+        """
         branch, index = self.request.compared, position + 1 - len(self.request.prompt)
         if branch is None or index < 0:
             return None
         if branch.number == 0:
             return None if self._has_diverged else ComparedRow(name=branch.name, branch=0, index=index, output=output)
         tokens = self._reference_tokens
-        if index >= len(tokens) or list(tokens[:index]) != self.generated[:index]:
+        known = len(tokens) + (self.reference in in_flight)
+        if index >= known or list(tokens[:index]) != self.generated[:index]:
             return None
-        return ComparedRow(name=branch.name, branch=branch.number, index=index, output=output, token=tokens[index])
+        token = tokens[index] if index < len(tokens) else None
+        return ComparedRow(name=branch.name, branch=branch.number, index=index, output=output, token=token)
 
     @property
     def _has_diverged(self) -> bool:
@@ -108,6 +114,13 @@ class Sequence:
         if self.branch is None:
             return False
         return any(mine != other for mine, other in zip(self.generated, self.branch.generated, strict=False))
+
+    def depends_on(self, in_flight: "Collection[Sequence]") -> bool:
+        """Return true if what is compared of this sequence depends on tokens of these: a branch may diverge."""
+        branch = self.branch
+        if branch is None or branch not in in_flight:
+            return False
+        return branch.request.compared is None or not branch.request.compared.is_forced
 
     def stopped(self, end_tokens: frozenset[int]) -> "Ending | None":
         """Return why the generation ends after its newest token, and what matched; None if it continues."""
@@ -279,20 +292,27 @@ class Scheduler:
         return _decode(decoding, self._least_slots(decoding)) if decodes else _prefill(prefilling, self._chunk)
 
     def plan_ahead(self, step: ScheduledStep) -> ScheduledStep | None:
-        """Return the step that will follow a decode step, unless a token that this one chooses ends a request.
+        """Return a step that can follow a decode step before the tokens of that one have been read.
 
-        None where other sequences are due, or one of these will have all of its tokens.
+        Of other sequences, if any are due, whose tokens are known; otherwise of the same ones, unless one of them will
+        have all of its tokens. None where prompts are due.
         """
-        sequences = [row.sequence for row in step.rows]
-        if not step.plan.decode or self.next_admissible() or self._due() != sequences:
+        if not step.plan.decode or self.next_admissible():
             return None
-        chosen = [len(sequence.generated) + 1 for sequence in sequences]
-        requests = [sequence.request for sequence in sequences]
-        if any(request.compared is not None for request in requests):
+        due, in_flight = self._due(), set(step.sequences)
+        if any(sequence.is_prefilling for sequence in due):
             return None
-        if any(count >= request.max_new_tokens for count, request in zip(chosen, requests, strict=True)):
+        others = [sequence for sequence in due if sequence not in in_flight]
+        if not others:
+            return _continued(step) if due == list(step.sequences) else None
+        if len({sequence.request.is_background for sequence in due}) > 1:
             return None
-        return _decode(sequences, 0, is_ahead=True, positions=[row.position + 1 for row in step.rows])
+        known = {key: found for key, found in _by_key(others).items() if not found[0].depends_on(in_flight)}
+        if not known:
+            return None
+        key = self._rotation.next(known)
+        self._decoded_last[key] = True
+        return _decode(known[key], self._least_slots(known[key]), in_flight=in_flight)
 
     def _least_slots(self, sequences: list[Sequence]) -> int:
         """Return the least number of slots of a decode step: equal for all branches of a comparison."""
@@ -356,7 +376,8 @@ def _scheduled(
     *,
     decode: bool,
     least_slots: int = 0,
-    is_ahead: bool = False,
+    in_flight: Collection[Sequence] = (),
+    reads_chosen: bool = False,
 ) -> ScheduledStep:
     """Return the step of these sequences, all of one recipe; there is one segment for each, in their order."""
     recipe = sequences[0].request.perturbation
@@ -368,7 +389,7 @@ def _scheduled(
             samples=tuple(request.sample for request in requests),
             prompt_lengths=tuple(request.prompt_length or len(request.prompt) for request in requests),
         )
-    compared = (row.sequence.compared_row(place, row.position) for place, row in enumerate(rows))
+    compared = (row.sequence.compared_row(place, row.position, in_flight) for place, row in enumerate(rows))
     plan = StepPlan(
         segments=tuple(segments),
         outputs=tuple(outputs),
@@ -376,7 +397,8 @@ def _scheduled(
         perturbed=perturbed,
         compared=tuple(row for row in compared if row is not None),
         least_slots=least_slots,
-        is_ahead=is_ahead,
+        is_ahead=bool(in_flight),
+        reads_chosen=reads_chosen,
     )
     planned = tuple(sequences[: len(segments)])
     read = tuple(sequence.request.source_of for sequence in planned if sequence.request.source_of is not None)
@@ -384,19 +406,19 @@ def _scheduled(
 
 
 def _decode(
-    sequences: list[Sequence], least_slots: int, *, is_ahead: bool = False, positions: list[int] | None = None
+    sequences: list[Sequence], least_slots: int = 0, *, in_flight: Collection[Sequence] = (), reads_chosen: bool = False
 ) -> ScheduledStep:
-    """Plan the newest token of each sequence, at `positions`: those that were not read, unless the step is ahead."""
+    """Plan the newest token of each sequence; `reads_chosen`: the one that the step in flight chooses."""
     segments: list[Segment] = []
     outputs: list[OutputRequest] = []
     rows: list[ScheduledRow] = []
     for row, sequence in enumerate(sequences):
-        position = sequence.read if positions is None else positions[row]
+        position = sequence.read + reads_chosen
         segments.append(
             Segment(
                 slot=sequence.slot,
                 start=position,
-                tokens=(0 if is_ahead else sequence.generated[-1],),
+                tokens=(0 if reads_chosen else sequence.generated[-1],),
                 request_id=sequence.request.id,
             )
         )
@@ -404,7 +426,26 @@ def _decode(
         assert output is not None
         outputs.append(output)
         rows.append(ScheduledRow(sequence=sequence, position=position))
-    return _scheduled(sequences, segments, outputs, rows, decode=True, least_slots=least_slots, is_ahead=is_ahead)
+    return _scheduled(
+        sequences,
+        segments,
+        outputs,
+        rows,
+        decode=True,
+        least_slots=least_slots,
+        in_flight=in_flight,
+        reads_chosen=reads_chosen,
+    )
+
+
+def _continued(step: ScheduledStep) -> ScheduledStep | None:
+    """Plan the tokens that a decode step in flight chooses; None if one of its sequences will have all of them."""
+    sequences = list(step.sequences)
+    for sequence in sequences:
+        request = sequence.request
+        if request.compared is not None or len(sequence.generated) + 1 >= request.max_new_tokens:
+            return None
+    return _decode(sequences, in_flight=set(sequences), reads_chosen=True)
 
 
 def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:

@@ -67,7 +67,7 @@ class StepLauncher:
             return
         with self._lock:
             planned = None if self.commands else self._scheduler.plan_ahead(step)
-        if planned is not None:
+        if planned is not None and self._recipes.knows(planned.recipe):
             self._ahead = LaunchedStep(planned, self._gang.launch(planned.plan))
 
     def read(self, launched: LaunchedStep) -> tuple[SampledOutput, ...]:

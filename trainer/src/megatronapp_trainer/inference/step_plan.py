@@ -54,8 +54,10 @@ class StepPlan:
     """Least number of slots that a decode step computes: branches of a comparison have steps of equal size, so that
     equal numbers are rounded equally."""
     is_ahead: bool = False
-    """A decode step that was planned before the tokens of the step before it were read. Ranks read as tokens what the
-    outputs of that step chose, in their order; those in `segments` are placeholders."""
+    """A decode step that was planned before the tokens of the step before it were read."""
+    reads_chosen: bool = False
+    """Ranks read as tokens what the outputs of the step before have chosen, in their order; those in `segments` are
+    placeholders."""
 
     @property
     def digest(self) -> str | None:

@@ -89,6 +89,8 @@ class RankComparer:
         self._later: list[Callable[[], None]] = []
         self._step: StepContext | None = None
         self._rows: list[ComparedRow] = []
+        self._chosen: torch.Tensor | None = None
+        """Tokens that the step before has chosen, of a step that is ahead."""
 
     def attach(self, group: Any) -> None:  # noqa: ANN401 - WorkerGroup
         """Observe the runner of this group and take commands of rank 0 from now on."""
@@ -135,6 +137,7 @@ class RankComparer:
             self._collector.begin({}, {})
             return None
         self._step = step
+        self._chosen = None if step.chosen_R is None else step.chosen_R.clone()  # before this step's own are written
         self._collector.set_sites(sites)
         tokens = None
         if not step.decode:
@@ -155,8 +158,8 @@ class RankComparer:
         """Hold the reference's rows, and compare those of the others with them, before the next step is launched."""
         step, self._step = self._step, None
         assert step is not None
-        rows = self._rows
-        self._later.append(lambda: self._read(step, rows, result))
+        rows, chosen = self._rows, self._chosen
+        self._later.append(lambda: self._read(step, rows, result, chosen))
         if self._window is None:
             self._flush()
         else:
@@ -168,14 +171,20 @@ class RankComparer:
             work()
 
     @torch.no_grad()
-    def _read(self, step: StepContext, rows: Sequence[ComparedRow], result: ForwardResult) -> None:
+    def _read(
+        self,
+        step: StepContext,
+        rows: Sequence[ComparedRow],
+        result: ForwardResult,
+        chosen_R: torch.Tensor | None,
+    ) -> None:
         for row_place, row in enumerate(rows):
             values = self._values(row, _slot_of(step, row) if step.decode else row_place, result)
             found = self._open[row.name]
             if row.branch == 0:
                 found.reference[row.index] = values
             else:
-                self._compare(found, row, values, result.logits)
+                self._compare(found, row, values, result.logits, chosen_R)
 
     def forget(self, key: Hashable) -> None:
         """Do nothing: the only graphs are those of the runner."""
@@ -203,17 +212,25 @@ class RankComparer:
         count, size = self.shard.vocabulary, -(-self.shard.vocabulary // self.shard.tensor_size)
         return min(count, self.shard.tp * size), min(count, (self.shard.tp + 1) * size)
 
-    def _compare(self, found: _Open, row: ComparedRow, values: _RowValues, logits: torch.Tensor | None) -> None:
+    def _compare(
+        self,
+        found: _Open,
+        row: ComparedRow,
+        values: _RowValues,
+        logits: torch.Tensor | None,
+        chosen_R: torch.Tensor | None,
+    ) -> None:
         """Compare a row with the reference's; `logits`: [R, V] of the step, of the whole vocabulary."""
         lasting = found.settings.lasting
         reference = found.reference[row.index] if lasting else found.reference.pop(row.index)
         found.rows.append((row.branch, row.index))
         if reference.logits_V is not None and values.logits_V is not None and logits is not None:
             token = row.token if found.settings.watched is None else found.settings.watched
-            assert token is not None
-            token_b = logits[row.output, token : token + 1]
-            place = token - self._vocabulary_part()[0]
-            found.divergence.append(shard_part(reference.logits_V, values.logits_V, place, token_b))
+            token_1 = chosen_R if token is None else torch.full((1,), token, device=logits.device)
+            assert token_1 is not None
+            token_b = logits[row.output].index_select(0, token_1)
+            place_1 = token_1 - self._vocabulary_part()[0]
+            found.divergence.append(shard_part(reference.logits_V, values.logits_V, place_1, token_b))
         if reference.residual_LH is not None and values.residual_LH is not None:
             found.drift.append(_change(reference.residual_LH, values.residual_LH))
         if reference.heads_LAD is not None and values.heads_LAD is not None:

@@ -19,10 +19,11 @@ COLUMNS = ("peak_a", "sum_a", "weighted", "peak_b", "sum_b", "above", "token_a",
 logits of B above that of the token, and the logits of the token in A and B, 0 on ranks that do not hold it."""
 
 
-def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token: int, token_b: torch.Tensor) -> torch.Tensor:
+def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token_1: torch.Tensor, token_b: torch.Tensor) -> torch.Tensor:
     """Return fp64 [8] in the order of `COLUMNS` from logits of this rank's part [V]; an empty part is allowed.
 
-    `token`: place of the token in this part, outside of it where another rank holds it. `token_b`: its logit in B [1].
+    `token_1`: place of the token in this part, int64 [1], outside of it where another rank holds it. `token_b`: its
+    logit in B [1].
     """
     a_V, b_V, token_b = a_V.double(), b_V.double(), token_b.double()
     zero = a_V.new_zeros(1)
@@ -36,8 +37,10 @@ def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token: int, token_b: torch.
     sum_a, sum_b = weight_2V.sum(1, keepdim=True).unbind()
     weighted = torch.dot(weight_2V[0], a_V - b_V).reshape(1)
     above = (b_V > token_b).sum().reshape(1).double()
-    logits = (a_V[token : token + 1], token_b) if 0 <= token < a_V.numel() else (zero, zero)
-    return torch.cat([peak_a, sum_a, weighted, peak_b, sum_b, above, *logits])
+    is_here = (token_1 >= 0) & (token_1 < a_V.numel())
+    token_a = a_V.index_select(0, token_1.clamp(0, a_V.numel() - 1))
+    logits = torch.where(is_here, torch.stack([token_a, token_b]), zero)
+    return torch.cat([peak_a, sum_a, weighted, peak_b, sum_b, above, logits.flatten()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
