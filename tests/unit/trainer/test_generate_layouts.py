@@ -221,6 +221,9 @@ class Reader:
         buffers = list(self._stage._transfer.buffers.values())
         self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
 
+    def settle(self) -> None:
+        pass
+
     def forget(self, _read: object) -> None:
         """Do nothing, as there are no graphs."""
 

@@ -17,7 +17,8 @@ from plain_sites import SeenGpt
 from megatronapp_analyzer.scope.parts.merge import merge, shard_tensors_of
 from megatronapp_common.errors import FilterError
 from megatronapp_common.frames import Frame, FrameType, decode
-from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
 from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import (
@@ -44,10 +45,12 @@ OTHER = "ba9876543210"
 class Opened:
     """One rank with an engine, a session and a leader."""
 
-    def __init__(self, layout: Any, device: Any, variant: str = GROUPED, *, is_ahead: bool = True) -> None:
+    def __init__(
+        self, layout: Any, device: Any, variant: str = GROUPED, *, is_ahead: bool = True, slots: int = 4
+    ) -> None:
         config = config_of(variant)
         self.model = model_of(config, layout, device)
-        self.gang, engine = open_engine(self.model, config, layout, device, async_scheduling=is_ahead)
+        self.gang, engine = open_engine(self.model, config, layout, device, async_scheduling=is_ahead, slots=slots)
         assert engine is not None
         self.engine = engine
         self.sent = Sent()
@@ -144,6 +147,65 @@ def test_steps_ahead_report_no_row_of_a_request_that_has_ended(run_ranks: RunRan
     ((expected, found),) = run_ranks(1, reported_both)
     assert found == expected
     assert len({len(rows) for step, rows in found[0] if step}) == 2  # one sample went on alone
+
+
+def perturbed(recipe: Recipe, counts: dict[int, int], slots: int) -> list[dict[Any, np.ndarray]]:
+    """Return the tensors of a perturbed run, with steps that are launched ahead and without.
+
+    `counts`: tokens to generate of each of the requests that are its samples. Another request with the recipe waits
+    for a slot if there are no more of them.
+    """
+    found = []
+    with groups_of("") as (layout, device):
+        for is_ahead in (False, True):
+            opened = Opened(layout, device, VARIANTS["learned-tied"], is_ahead=is_ahead, slots=slots)
+            source = torch.Generator().manual_seed(7)
+            for name, parameter in opened.model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.data.copy_(torch.randn(parameter.shape, generator=source))
+            samples = [
+                GenerationRequest(**{**_fields(requests()[place]), "perturbation": recipe, "max_new_tokens": count})
+                for place, count in counts.items()
+            ]
+            opened.engine.submit(*opened.leader.begin_run(RUN, CaptureSettings(), samples))
+            opened.engine.submit(GenerationRequest(id="other", prompt=(5, 6), max_new_tokens=3, perturbation=recipe))
+            observed(opened.engine, opened.leader)
+            opened.engine.step()
+            found.append(
+                {
+                    (part.header["step"], str(part.header["rows"]), tensor.name): np.array(tensor.data)
+                    for part in opened.parts()
+                    for tensor in unpack(part)
+                }
+            )
+    return found
+
+
+def perturbation(**fields: Any) -> Recipe:
+    return Recipe.model_validate({"seed": 1, "perturbations": [fields]})
+
+
+ZERO = {"type": "zero"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "counts", "slots"),
+    [
+        pytest.param(
+            perturbation(kind="calculation", site="mlp2", layers=[0], action=ZERO), {0: 5, 2: 12}, 2, id="slot"
+        ),
+        pytest.param(
+            perturbation(kind="storage", parameter="mlp.linear_fc1", tensor="bias", action=ZERO), {0: 6}, 4, id="bias"
+        ),
+    ],
+)
+def test_steps_ahead_are_captured_with_their_own_keys_and_weights(
+    run_ranks: RunRanks, recipe: Recipe, counts: dict[int, int], slots: int
+) -> None:
+    ((expected, found),) = run_ranks(1, perturbed, recipe, counts, slots)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=str(key))
 
 
 def changed() -> tuple[dict[int, set[str]], dict[int, set[str]], int]:

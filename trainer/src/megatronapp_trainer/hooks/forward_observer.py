@@ -97,5 +97,8 @@ class ForwardObserver(StepBoundary[StepContext, ForwardResult], Protocol):
         overwrites what it gave.
         """
 
+    def settle(self) -> None:
+        """Launch what is left of earlier steps: the weights that they ran with are about to change."""
+
     def forget(self, key: Hashable) -> None:
         """Drop what `collect` gave in steps with this key: their CUDA graphs have been dropped."""

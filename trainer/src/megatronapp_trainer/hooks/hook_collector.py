@@ -122,7 +122,7 @@ class HookCollector:
         site_values = self._values.setdefault(site.name, SiteValues())
         site_values.values[layer] = value
         if bias is not None:
-            site_values.biases[layer] = bias
+            site_values.biases[layer] = bias.detach()  # a perturbation may give the parameter other values later
 
 
 def _guarded(output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

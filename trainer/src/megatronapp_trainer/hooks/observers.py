@@ -45,6 +45,11 @@ class ObserverPair:
             self._first.step_end(dataclasses.replace(result, collected=first))
         self._second.step_end(dataclasses.replace(result, collected=second))
 
+    def settle(self) -> None:
+        """Pass the call on to both."""
+        self._first.settle()
+        self._second.settle()
+
     def forget(self, key: Hashable) -> None:
         """Pass on the key to the observers that gave it."""
         if not isinstance(key, PairKey):

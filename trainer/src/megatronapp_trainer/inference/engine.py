@@ -30,7 +30,7 @@ from megatronapp_trainer.inference.perturbed_steps import (
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits, source_requests
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
 from megatronapp_trainer.inference.step_launcher import StepLauncher
-from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
+from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
@@ -65,6 +65,8 @@ class Engine:
         self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
         self._recipes = RankRecipes(gang.command)
+        self._has_unused = False
+        """The ranks know a recipe that no request needs, and forget it once no step is in flight."""
         self._launcher = StepLauncher(gang, self._scheduler, self._recipes, self._lock)
         self._reservations = RecipeReservations()
         self.failure: EngineLostError | None = None
@@ -133,7 +135,9 @@ class Engine:
         for slots in stage.decode_sizes:
             for is_decode in (False, True):
                 segments = tuple(Segment(slot=slot, start=0, tokens=(0,)) for slot in range(slots))
-                self._gang.execute(StepPlan(segments=segments, outputs=(OutputRequest(row=0),), decode=is_decode))
+                for sampling in (None, SamplingParams(temperature=1.0, top_k=0, top_p=1.0, noise=(0, 0))):
+                    outputs = tuple(OutputRequest(row=row, sampling=sampling) for row in range(slots))
+                    self._gang.execute(StepPlan(segments=segments, outputs=outputs, decode=is_decode))
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until a request or command is there, at most `timeout_s` (below 30 s between steps); true if one is."""
@@ -171,12 +175,14 @@ class Engine:
             if launched is None:
                 self._gang.send_heartbeat()
             else:
-                if not self._cancelled:
+                if not self._cancelled and not self._has_unused:
                     self._launcher.launch_ahead(launched.scheduled)
                 events += self._observe(launched.scheduled, self._launcher.read(launched))
             with self._lock:
                 used = self._scheduler.open_digests()
-            self._recipes.keep(used)
+            if not self._launcher.is_ahead:
+                self._recipes.keep(used)
+            self._has_unused = self._recipes.has_unused(used)
         except Exception as error:  # any error must reach the clients that wait for their tokens
             events += self._fail(error)
         return [event for event in events if source_of_name(event.request_id) is None]
@@ -184,8 +190,10 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks return. Open requests get no more events."""
         if self.failure is None:
-            self._launcher.finish()
-            self._gang.close()
+            try:
+                self._launcher.finish()
+            finally:
+                self._gang.close()
 
     def _end_cancelled(self) -> list[Event]:
         with self._lock:
@@ -254,6 +262,7 @@ class Engine:
         sequence.ended = reason, matched
         with self._lock:
             self._scheduler.release(sequence)
+            self._cancelled.discard(sequence.request.id)  # another request may have this id
         return FinishedEvent(
             request_id=sequence.request.id,
             reason=reason,

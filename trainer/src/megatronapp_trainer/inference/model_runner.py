@@ -133,6 +133,7 @@ class ModelRunner:
             capacity=options.capacity,
             step_tokens=max(options.slots, options.prefill_chunk),
             drop_graphs=self._graphs.drop,
+            clear_slot=self.cache.clear_slot,
         )
 
     def run(self, plan: StepPlan, chosen_R: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -143,7 +144,7 @@ class ModelRunner:
         `chosen_R`: tokens that the step before has chosen, on the device, for a plan that is ahead.
         """
         self.plan = plan
-        self.perturbation.activate(plan, self.cache.clear_slot)
+        self.perturbation.activate(plan)
         with torch.no_grad():
             result = self._decode(plan, chosen_R) if plan.decode else self._prefill(plan)
             self.perturbation.end_pass()

@@ -136,6 +136,10 @@ class RankRecipes:
         """Return true if the ranks know no recipe that is in use."""
         return self._known.keys() == self._unused.keys()
 
+    def has_unused(self, used: Iterable[str | None]) -> bool:
+        """Return true if `keep` has something to do."""
+        return not self._known.keys() - self._unused.keys() <= set(used)
+
     def keep(self, used: Iterable[str | None]) -> None:
         """Let all ranks forget the recipes that are not among the used ones, but for a few that need no memory."""
         for digest in sorted(self._known.keys() - self._unused.keys() - set(used)):

@@ -295,18 +295,18 @@ class Scheduler:
         """Return a step that can follow a decode step before the tokens of that one have been read.
 
         Of other sequences, if any are due, whose tokens are known; otherwise of the same ones, unless one of them will
-        have all of its tokens. None where prompts are due.
+        have all of its tokens. None where prompts are due, or requests of the background and others.
         """
         if not step.plan.decode or self.next_admissible():
             return None
         due, in_flight = self._due(), set(step.sequences)
         if any(sequence.is_prefilling for sequence in due):
             return None
+        if len({sequence.request.is_background for sequence in due}) > 1:
+            return None
         others = [sequence for sequence in due if sequence not in in_flight]
         if not others:
             return _continued(step) if due == list(step.sequences) else None
-        if len({sequence.request.is_background for sequence in due}) > 1:
-            return None
         known = {key: found for key, found in _by_key(others).items() if not found[0].depends_on(in_flight)}
         if not known:
             return None

@@ -45,6 +45,11 @@ class StepLauncher:
         """Commands of the next step boundary. Protected by the lock."""
         self._ahead: LaunchedStep | None = None
 
+    @property
+    def is_ahead(self) -> bool:
+        """Return true if a step has been launched of which `launch` was not called."""
+        return self._ahead is not None
+
     def launch(self) -> LaunchedStep | None:
         """Return the step that was launched ahead, or launch the next one after all commands; None without work."""
         if (ahead := self._take_ahead()) is not None:

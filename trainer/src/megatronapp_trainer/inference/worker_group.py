@@ -14,7 +14,7 @@ from megatronapp_trainer.hooks.prompt_reader import PromptReader
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.model.sampling import OutputLauncher, PendingOutputs, SampledOutput
 from megatronapp_trainer.inference.model_runner import ModelRunner
-from megatronapp_trainer.inference.perturbed_steps import TOPIC
+from megatronapp_trainer.inference.perturbed_steps import TOPIC, AddRecipe, DropRecipe
 from megatronapp_trainer.inference.rank_channel import ControlMessage, EngineCommand, RankChannel
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
@@ -43,7 +43,7 @@ class WorkerGroup:
         self._handlers: dict[str, Callable[[Any], None]] = {
             "forget_graphs": lambda _payload: stage.forget_graphs(),
             DISCARD: lambda _payload: None,
-            TOPIC: stage.perturbation.change,
+            TOPIC: self._change_recipes,
         }
 
     @property
@@ -119,6 +119,11 @@ class WorkerGroup:
                 raise EngineLostError(f"a rank of the gang was lost: {error}") from error
             raise
 
+    def _change_recipes(self, command: AddRecipe | DropRecipe) -> None:
+        if (observer := self.stage.observer) is not None:
+            observer.settle()  # what is left of the last step reads the weights that it ran with
+        self.stage.perturbation.change(command)
+
     def _let_go(self) -> None:
         """Delete the graphs: NCCL ends no communicator while a graph holds collectives of it."""
         self.stage.forget_graphs()
@@ -144,12 +149,13 @@ class WorkerGroup:
             reader.end()
         if logits is None or not plan.outputs:
             return None
-        is_leader = self._layout.rank == self._channel.leader
-        if not is_leader and not (plan.decode and self.schedules_ahead):
-            return None
-        launched = self._outputs.launch(logits, plan.outputs)  # tensor ranks have the same logits, and choose the same
-        self._token_R = launched.token_R
-        return launched if is_leader else None
+        if self._layout.rank == self._channel.leader:
+            launched = self._outputs.launch(logits, plan.outputs)
+            self._token_R = launched.token_R
+            return launched
+        if plan.decode and self.schedules_ahead:  # tensor ranks have the same logits, and choose the same tokens
+            self._token_R = self._outputs.tokens(logits, plan.outputs)
+        return None
 
     def _broadcast(self, message: object) -> None:
         self._channel.broadcast(message)

@@ -20,6 +20,10 @@ from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParam
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
+_UNITS = 2.0**40
+"""Units of a probability in sums."""
+_MOST_GRAPHED = 16
+"""Most rows whose tokens are chosen in a CUDA graph: of more rows the kernels themselves take longer than launches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +95,11 @@ def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: tor
     place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
     allowed_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
     probability_RV = torch.where(allowed_RV, ordered_RV, float("-inf")).softmax(1)
-    before_RV = probability_RV.cumsum(1) - probability_RV
-    # Sums of floats may reach 1 before the last token, which all are kept for.
-    nucleus_RV = (before_RV < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    # Whole numbers, because a GPU adds floats in an order that changes, and tensor ranks must allow the same tokens.
+    units_RV = (probability_RV.double() * _UNITS).long()
+    before_RV = units_RV.cumsum(1) - units_RV
+    # Rounded sums may reach top_p 1 before the last token, which all are kept for.
+    nucleus_RV = (before_RV < (top_p_R.double() * _UNITS)[:, None]) | (top_p_R >= 1)[:, None]
     return allowed_RV & (nucleus_RV | (place_V == 0))
 
 
@@ -121,13 +127,13 @@ class PendingOutputs:
 
 
 class OutputLauncher:
-    """Launcher of the answers of steps, of up to `rows` outputs as CUDA graphs if `graphs`.
+    """Launcher of the answers of steps of up to `rows` sequences; those of few outputs as CUDA graphs if `graphs`.
 
     They take dozens of small kernels, each of which takes the host longer to launch than the device to run.
     """
 
     def __init__(self, *, rows: int, graphs: bool = False) -> None:
-        self._rows = rows
+        self._rows = min(rows, _MOST_GRAPHED)
         self._graphs = GraphCache(enabled=graphs)
         self._measurer = StatisticsLauncher(rows=rows, graphs=graphs)
         self._logits: torch.Tensor | None = None
@@ -150,6 +156,10 @@ class OutputLauncher:
             logits=HostCopy(logits_RV.float().clone(), is_cuda=logits_RV.is_cuda) if needs_logits else None,
             measures=self._measurer.launch(logits_RV, [output.measures for output in outputs]),
         )
+
+    def tokens(self, logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
+        """Return the chosen tokens alone, as `PendingOutputs.token_R`."""
+        return self._chosen(logits_RV, outputs)[0]
 
     def _chosen(self, logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens, int64 [R], and what is reported of them, fp64 [R, columns]."""

@@ -41,11 +41,13 @@ class StepPerturbation:
         capacity: int,
         step_tokens: int,
         drop_graphs: Callable[[Callable[[Hashable], bool]], None],
+        clear_slot: Callable[[int], None],
     ) -> None:
         """`capacity`: most tokens of a sequence. `step_tokens`: most tokens of a step. `drop_graphs` drops the CUDA
-        graphs of some families.
+        graphs of some families, `clear_slot` the cache of a slot.
         """
         self._drop_graphs = drop_graphs
+        self._clear_slot = clear_slot
         self._model = model
         self._device = device
         self._shard = model_shard_of(model, layout, vocabulary=vocab_size)
@@ -117,24 +119,23 @@ class StepPerturbation:
         finally:
             self._capacity = None
 
-    def activate(self, plan: StepPlan, clear_slot: Callable[[int], None]) -> None:
-        """Let the model compute with the recipe of a plan, or as it is.
-
-        A slot that a perturbed sequence has left is cleared for the next one: a decode step multiplies keys and values
-        beyond the end of a sequence by 0, and that is NaN if a perturbation has made them infinite.
-        """
+    def activate(self, plan: StepPlan) -> None:
+        """Let the model compute with the recipe of a plan, or as it is."""
         self._perturbations.activate(plan.digest)
-        if self._perturbed_slots:
-            for segment in plan.segments:
-                if segment.start == 0 and segment.slot in self._perturbed_slots:
-                    clear_slot(segment.slot)
-                    self._perturbed_slots.discard(segment.slot)
-        if plan.perturbed is not None:
-            self._perturbed_slots.update(segment.slot for segment in plan.segments)
 
     def begin_prefill(self, plan: StepPlan, positions_N: torch.Tensor, output_rows: torch.Tensor | None) -> None:
-        """Set the tokens of prompts that a step reads, and the rows whose logits it computes (None: all)."""
+        """Set the tokens of prompts that a step reads, and the rows whose logits it computes (None: all).
+
+        A slot that a perturbed sequence has left is cleared for the next one: a decode step multiplies keys and values
+        beyond the end of a sequence by 0, and that is NaN if a perturbation has made them infinite. Observers of the
+        step have begun before: what they still read of the last sequence has been launched.
+        """
+        for segment in plan.segments:
+            if segment.start == 0 and segment.slot in self._perturbed_slots:
+                self._clear_slot(segment.slot)
+                self._perturbed_slots.discard(segment.slot)
         if plan.perturbed is not None:
+            self._perturbed_slots.update(segment.slot for segment in plan.segments)
             self._perturbations.set_rows(self._prompt_rows(plan, plan.perturbed, positions_N), output_rows)
         row = 0
         for segment in plan.segments:

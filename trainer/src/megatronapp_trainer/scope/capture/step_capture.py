@@ -7,6 +7,7 @@ Rank 0 requests what is captured through commands of the engine (`coordinator`),
 step. In a forward pass nothing waits for the device: reductions, copies and frames follow in idle time.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -115,7 +116,11 @@ class StepCapture:
         touched = self._tracker.touched_by(step.segments)
         captured = [request for request in touched if request.is_captured]
         if not captured:
-            self._read_uncaptured(touched, step)
+            read = functools.partial(self._read, touched, step, self._discarded)
+            if step.is_ahead and touched:
+                self._deferred.submit(read, of_prompts=False, is_ahead=True)
+            else:
+                read()
             self._collector.begin({}, {})  # hooks that stay would take rows of an earlier step
             self._is_quiet = self._tracker.is_empty
             return None
@@ -155,20 +160,13 @@ class StepCapture:
         """Report no row of these requests of the last step, which was planned ahead and which they ended before."""
         self._discarded.update(request_ids)
 
+    def settle(self) -> None:
+        """Launch the reductions of earlier steps that wait for an idle window."""
+        self._deferred.flush()
+
     def forget(self, key: Hashable) -> None:
         """Drop the reductions that read what graphs of the runner with this key held."""
         self._graphs.drop(lambda family: isinstance(family, ReductionGraphFamily) and family.active_sites == key)
-
-    def _read_uncaptured(self, touched: Sequence[TrackedRequest], step: StepContext) -> None:
-        discarded = self._discarded
-
-        def read() -> None:
-            self._read(touched, step, discarded)
-
-        if step.is_ahead and touched:
-            self._deferred.submit(read, of_prompts=False, is_ahead=True)
-        else:
-            read()
 
     def _read(
         self, touched: Sequence[TrackedRequest], step: StepContext, discarded: AbstractSet[str] = frozenset()
@@ -234,8 +232,10 @@ class StepCapture:
     def _finish_decode(
         self, step: CapturedStep, plan: CapturePlan, values: DecodeValues, launched: "torch.cuda.Event | None"
     ) -> None:
-        copy = self._copier.send_step(lambda: self._replay_reductions(step, plan, values), (values, plan), launched)
         reads = self._read(step.touched, step.context, step.discarded)
+        if not any(segments for _, segments in reads):
+            return
+        copy = self._copier.send_step(lambda: self._replay_reductions(step, plan, values), (values, plan), launched)
         self._sink(StepFrames(copy, self._frames.decode_frames(plan, reads)))
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ class RankComparer:
 
     def handle(self, command: ComparisonCommand) -> None:
         """Begin, gather or end a comparison; an unknown name is ignored on all ranks alike."""
-        self._flush()
+        self.settle()
         if isinstance(command, BeginComparison):
             self._open[command.name] = _Open(settings=command)
         elif command.name in self._open:
@@ -130,7 +130,7 @@ class RankComparer:
         """Read the sites of a step that has compared rows; None if it has none."""
         if not self._open:
             return None
-        self._flush()
+        self.settle()
         self._rows = [row for row in step.compared if row.name in self._open]
         sites = self._sites()
         if not self._rows:
@@ -161,11 +161,12 @@ class RankComparer:
         rows, chosen = self._rows, self._chosen
         self._later.append(lambda: self._read(step, rows, result, chosen))
         if self._window is None:
-            self._flush()
+            self.settle()
         else:
-            self._window.defer(self._flush)
+            self._window.defer(self.settle)
 
-    def _flush(self) -> None:
+    def settle(self) -> None:
+        """Compare the rows of earlier steps that wait for an idle window."""
         later, self._later = self._later, []
         for work in later:
             work()

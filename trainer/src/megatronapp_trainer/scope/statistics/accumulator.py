@@ -34,7 +34,7 @@ class StatisticsAccumulator:
         if self._has_kernel and flat.dtype in {torch.float32, torch.bfloat16, torch.float16}:
             from megatronapp_trainer.scope.statistics import statistics_kernels
 
-            statistics_kernels.add(flat, self._moments, self._counts, place)
+            statistics_kernels.add(flat.contiguous(), self._moments, self._counts, place)
             return
         for part in torch.split(flat, SLICE):
             if part.numel():

@@ -4,8 +4,8 @@ import collections
 from collections.abc import Callable
 from typing import TypeAlias
 
-Work: TypeAlias = Callable[[], None]
-Defer: TypeAlias = Callable[[Work], None]
+Work: TypeAlias = Callable[[], object]
+Defer: TypeAlias = Callable[[Callable[[], None]], None]
 """Runs work in the engine's thread in its next idle window (`device.idle_window`)."""
 
 
