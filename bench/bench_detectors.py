@@ -8,21 +8,27 @@ Every window is a separate job, watched from its first step. All detectors get t
 """
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from detect.noise import Floats
 from detect.runner import DETECTORS, DetectionOutcome, as_json, run, table
-from detect.suite import PUBLISHED, ROWS, DetectionCase, draw
+from detect.suite import LAYOUTS, PUBLISHED, ROWS, DetectionCase, draw
 
 
 def main() -> None:
     options = parse_options()
     rows, names = chosen(options.rows, ROWS, "--rows"), chosen(options.detectors, DETECTORS, "--detectors")
     first = PUBLISHED if options.published else options.seed
-    cases = [draw(ROWS[row], seed) for row in rows for seed in range(first, first + options.windows)]
+    layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
+    cases = [draw(ROWS[row], seed, layouts) for row in rows for seed in range(first, first + options.windows)]
+    if options.pace:
+        cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
     outcomes = run_all(cases, names, options.processes)
     print(table(outcomes))
     seconds = {name: sum(outcome.seconds_per_step[name] for outcome in outcomes) / len(outcomes) for name in names}
@@ -31,6 +37,11 @@ def main() -> None:
         options.json.write_text(json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8")
     if options.misses:
         report_misses(outcomes, names[0])
+
+
+def with_recorded_pace(case: DetectionCase, pace: Floats) -> DetectionCase:
+    noise = dataclasses.replace(case.job.noise, recorded=pace)
+    return dataclasses.replace(case, job=dataclasses.replace(case.job, noise=noise))
 
 
 def run_all(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
@@ -66,10 +77,12 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10, help="windows of each row")
     parser.add_argument("--rows", default="", help="rows, comma-separated; all by default")
+    parser.add_argument("--layouts", default="", help="layouts, comma-separated; those of the row by default")
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
     parser.add_argument("--seed", type=int, default=1, help="first seed, for tuning")
     parser.add_argument("--published", action="store_true", help="use the seeds of published tables instead")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
     parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")
     return parser.parse_args()

@@ -10,7 +10,7 @@ from megatronapp_analyzer.model import Verdict as Finding
 
 
 class CurrentDetector:
-    """Today's detector; what it has named stays in the answer until it is recovering or cleared."""
+    """Today's detector; what it has named stays in the answer until it is cleared."""
 
     def __init__(self, grid: Grid) -> None:
         layout = JobLayout.grid(
@@ -41,7 +41,7 @@ class CurrentDetector:
         )
         for finding in self._detector.observe(view):
             self._live.pop(finding.id, None)
-            if finding.state is VerdictState.CONFIRMED:
+            if finding.state in (VerdictState.CONFIRMED, VerdictState.RECOVERING):
                 self._live[finding.id] = finding
         return [_verdict(finding) for finding in self._live.values()]
 

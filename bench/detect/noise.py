@@ -53,17 +53,21 @@ class NoiseModel:
 
 
 GPU = NoiseModel(
-    name="gpu", device=True, body=0.008, bias=0.004, rank_sigma=0.004, rank_memory=0.9, node_sigma=0.002,
-    node_memory=0.95, job_sigma=0.003, job_memory=0.95, tail_fraction=0.002, tail_factor=0.3, hiccup_fraction=0.004,
+    name="gpu", device=True, body=0.017, bias=0.004, rank_sigma=0.004, rank_memory=0.93, node_sigma=0.002,
+    node_memory=0.95, job_sigma=0.008, job_memory=0.993, tail_fraction=0.002, tail_factor=0.3, hiccup_fraction=0.004,
     hiccup_s=0.01, delivery_fraction=0.05, delivery_tail_s=2e-4,
 )  # fmt: skip
-"""Devices of one kind in dedicated nodes."""
+"""Devices in dedicated nodes. Sizes of spans, biases, ranks and the job are those of a trace of another cluster, the
+healthy workers of the artifact of OSDI 2025: `python bench/detect_noise.py trace-AR.parquet`, both kinds of passes,
+with the memory from step to step taken from steps that lie 28 apart. Nodes, tails, disturbances and deliveries are
+assumed.
+"""
 CPU = NoiseModel(
     name="cpu", device=False, body=0.12, bias=0.03, rank_sigma=0.05, rank_memory=0.8, node_sigma=0.05, node_memory=0.9,
     job_sigma=0.05, job_memory=0.9, tail_fraction=0.05, tail_factor=0.6, hiccup_fraction=0.02, hiccup_s=0.02,
     queue_fraction=0.4, queue_s=5e-3, delivery_s=2e-4, delivery_fraction=0.3, delivery_tail_s=3e-3, gap_s=3e-4,
 )  # fmt: skip
-"""Ranks that share the cores of a busy virtual machine."""
+"""Ranks that share the cores of a busy virtual machine; all sizes are assumed."""
 QUIET = NoiseModel(name="quiet", device=False, gap_s=0.0)
 
 

@@ -62,10 +62,10 @@ class DetectionCase:
     faults: tuple[SimulatedFault, ...]
 
 
-def draw(row: Row, seed: int) -> DetectionCase:
-    """Draw the window of a row that belongs to a seed."""
+def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
+    """Draw the window of a row that belongs to a seed, on one of `layouts` if they are given."""
     rng = np.random.default_rng((seed, *row.name.encode()))
-    layout = str(rng.choice(row.layouts))
+    layout = str(rng.choice(layouts or row.layouts))
     grid = LAYOUTS[layout]
     faults = parse(row.faults(grid, rng), grid) if row.faults else ()
     weights = tuple(rng.uniform(1 - row.spread, 1 + row.spread, grid.pp).tolist())
@@ -185,17 +185,17 @@ ROWS = {
         Row(name="slow link", faults=link, layouts=PIPELINES),
         Row(name="2 to 5 faults", faults=several),
         Row(name="20 % lost records", faults=compute(1.05, 3.0), lost=0.2),
-        Row(name="clocks 5 ms, 20 ppm", faults=compute(1.05, 3.0), clock_offset_s=5e-3, clock_drift_ppm=20),
+        Row(name="clocks 5 ms and 20 ppm", faults=compute(1.05, 3.0), clock_offset_s=5e-3, clock_drift_ppm=20),
         Row(name="uneven work", faults=compute(1.05, 3.0), events=uneven),
         Row(name="cpu: compute 1.5 to 3x", faults=compute(1.5, 3.0), noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="cpu: stopped and continued", faults=stop, noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="cpu: slow link", faults=link, noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="healthy"),
-        Row(name="healthy, uneven stages", spread=0.25, layouts=PIPELINES),
-        Row(name="healthy, eventful", events=eventful),
-        Row(name="healthy, uneven work", events=uneven),
-        Row(name="healthy, clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
-        Row(name="healthy, 20 % lost", lost=0.2),
-        Row(name="healthy, cpu", noise="cpu", layouts=CPU_LAYOUTS),
+        Row(name="healthy: uneven stages", spread=0.25, layouts=PIPELINES),
+        Row(name="healthy: eventful", events=eventful),
+        Row(name="healthy: uneven work", events=uneven),
+        Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
+        Row(name="healthy: 20 % lost records", lost=0.2),
+        Row(name="healthy: cpu", noise="cpu", layouts=CPU_LAYOUTS),
     )
 }
