@@ -171,11 +171,9 @@ def without_explained(
     return [candidate for candidate in compute if not any(_explains(other, candidate, places) for other in others)]
 
 
-def without_weaker(
-    candidates: list[SuspectCandidate], strongest_s: float, settings: DetectorSettings
-) -> list[SuspectCandidate]:
-    """Drop candidates that cost only a small part of what the strongest costs."""
-    least = settings.weaker_share * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
+def without_weaker(candidates: list[SuspectCandidate], strongest_s: float, part: float) -> list[SuspectCandidate]:
+    """Drop candidates that cost less than this part of what the strongest costs."""
+    least = part * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
     return [candidate for candidate in candidates if candidate.excess_s >= least]
 
 

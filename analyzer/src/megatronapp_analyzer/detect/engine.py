@@ -133,13 +133,16 @@ class Detector:
         compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
         compute = cand.without_explained(compute, host + link, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
-        found = self._worth_telling(compute + host + link, step_s)
+        found = self._worth_telling(compute + host + link, step_s, on_device=evidence.on_device)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
 
-    def _worth_telling(self, candidates: list[SuspectCandidate], step_s: float) -> list[SuspectCandidate]:
-        found = [one for one in candidates if one.excess_s >= self._settings.impact_share * step_s]
-        return cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
+    def _worth_telling(
+        self, candidates: list[SuspectCandidate], step_s: float, *, on_device: bool
+    ) -> list[SuspectCandidate]:
+        noise = self._settings.device if on_device else self._settings.processor
+        found = [one for one in candidates if one.excess_s >= noise.impact * step_s]
+        return cand.without_weaker(found, self._tracks.strongest_s(), noise.weaker)
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
         """Return the number of steps a candidate needs; a host is a processor, even if it launches for a device."""
@@ -203,7 +206,11 @@ class Detector:
             for one in hit
         ]
         waits = attribute(graph)
-        for track, lost in zip(hit, seconds_lost(graph, remedies, self._replayer), strict=True):
+        lost_s = seconds_lost(graph, remedies, self._replayer)
+        if graph.unmatched > HOLES_PART * (len(graph.messages) + len(graph.collectives)):
+            # Where many waits lack their partner's record, a replay cannot shorten them: take the excess itself.
+            lost_s = np.maximum(lost_s, [track.candidate.excess_s for track in hit])
+        for track, lost in zip(hit, lost_s, strict=True):
             track.lost_s.append(float(lost))
             track.text = evidence_text(track, waits)
 
@@ -227,5 +234,7 @@ def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepF
     return features.with_delivery(delivery)
 
 
+HOLES_PART = 0.1
+"""Part of the messages and collectives that lack a record from which on a replay says too little."""
 DOUBTFUL_SHARE = 0.25
 """Clock uncertainty, as part of a microbatch's compute time, beyond which deliveries are not judged."""

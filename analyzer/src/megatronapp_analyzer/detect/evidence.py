@@ -6,13 +6,13 @@ import numpy as np
 
 from megatronapp_analyzer.detect.baseline import median_of_others_by
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
+from megatronapp_analyzer.detect.compute_channel import LogChannel
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
 from megatronapp_analyzer.detect.evidence_channels import (
     COUPLED_CAP,
     SIGMA_CAP,
     ChannelReading,
     DelayChannel,
-    LogChannel,
 )
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
 from megatronapp_analyzer.detect.findings.persistence import VoteWindow
@@ -55,7 +55,9 @@ class ChannelSet:
         self._units = units
         self._stage_of = np.array(layout.stages, np.int64)
         stages = self._stage_of
-        self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
+        self._compute = LogChannel(
+            units.stage, units.replica, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP
+        )
         self._chunks = layout.vpp
         self._loss_stages = layout.loss_stages
         self._stages_of_role = layout.pp

@@ -4,7 +4,6 @@ A reading gives for every column its excess over what is healthy. Culprits and p
 """
 
 import dataclasses
-import math
 
 import numpy as np
 
@@ -18,8 +17,6 @@ COUPLED_CAP = 2.0
 """The same for ranks that meet inside spans, where run-queue delays of network threads are not recorded."""
 SHARE_CAP = 2.0
 """Noise never hides a delay beyond this multiple of the smallest one that is named."""
-OWN_PART = 0.5
-"""Part of the threshold that must show in the column itself, and not only in the others being faster."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,61 +61,6 @@ class ChannelReading:
     def at(self, columns: Ints) -> "ChannelReading":
         """Return the reading of `columns`, in that order."""
         return ChannelReading(**{field.name: getattr(self, field.name)[columns] for field in dataclasses.fields(self)})
-
-
-class LogChannel:
-    """Compute time of units, in logarithms."""
-
-    def __init__(self, peers: Ints, settings: DetectorSettings, *, cap: float = SIGMA_CAP) -> None:
-        columns = len(peers)
-        self._peers = peers
-        self._settings = settings
-        self._cap = cap
-        self._history = ColumnHistory(columns, settings.window)
-        self._residuals = ColumnHistory(columns, settings.window)
-
-    def read(
-        self, values_s: Floats, noise: NoiseLevel, doubt_s: Floats, *, usual: Mask | None = None
-    ) -> ChannelReading:
-        """Judge one step, and learn from what is healthy.
-
-        `doubt_s`: what each value may be too large by. `usual`: columns that may be learned from, if not all.
-        """
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log(values_s)
-        warm = self._history.count >= self._settings.min_history
-        own = np.where(warm, logs - self._history.median(), np.nan)
-        common = np.nan_to_num(median_of_others(own))
-        shift = np.where(warm, own - common, logs - median_of_others_by(logs, self._peers))
-        threshold = np.where(warm, self._threshold(noise), math.log(noise.peer_ratio))
-        known = np.isfinite(shift)
-        with np.errstate(invalid="ignore"):
-            doubt = np.log1p(doubt_s / (values_s * np.exp(-shift)))
-        threshold = np.fmax(threshold, math.log(noise.compute_ratio) + doubt)
-        over = known & (shift > threshold) & (~warm | (own > OWN_PART * threshold))
-        healthy = ~over if usual is None else ~over & usual
-        self._history.add(logs, healthy)
-        self._residuals.add(shift, healthy & warm)
-        shift = np.where(known, shift, 0.0)
-        return ChannelReading(
-            known=known,
-            over=over,
-            excess=np.nan_to_num(values_s) * (1.0 - np.exp(-shift)),
-            ratio=np.exp(shift),
-            strength=np.where(known, shift / threshold, 0.0),
-            by_history=warm,
-        )
-
-    def _threshold(self, noise: NoiseLevel) -> Floats:
-        scale = np.fmax(self._residuals.deviation(), noise.compute_floor)
-        pooled = np.nanmedian(scale) if np.isfinite(scale).any() else noise.compute_floor
-        sigma = np.maximum(np.nan_to_num(scale, nan=pooled), pooled)
-        bound: Floats = np.clip(
-            self._settings.sigmas * sigma,
-            math.log(noise.compute_ratio),
-            math.log(max(self._cap, noise.compute_ratio)),
-        )
-        return bound
 
 
 class DelayChannel:

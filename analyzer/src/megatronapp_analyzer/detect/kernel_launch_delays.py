@@ -10,7 +10,8 @@ import dataclasses
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
-from megatronapp_analyzer.detect.evidence_channels import COUPLED_CAP, ChannelReading, LogChannel
+from megatronapp_analyzer.detect.compute_channel import LogChannel
+from megatronapp_analyzer.detect.evidence_channels import COUPLED_CAP, ChannelReading
 from megatronapp_analyzer.detect.features import Floats, StepFeatures
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
@@ -70,7 +71,7 @@ class LaunchBaseline:
         self._chunks = layout.vpp
         self._settings = settings
         self._coupled = np.bincount(units.of_rank, minlength=len(units)) > 1
-        self._channel = LogChannel(units.stage, settings, cap=COUPLED_CAP)
+        self._channel = LogChannel(units.stage, units.replica, settings, cap=COUPLED_CAP)
 
     def read(self, features: StepFeatures, step_s: float, stalling: Mask) -> LaunchReading:
         """Judge one step.

@@ -11,12 +11,19 @@ class NoiseLevel:
     """Smallest scale of healthy log-duration residuals."""
     compute_ratio: float
     """Smallest slowdown of compute that is named, against own history."""
-    peer_ratio: float
-    """The same against peers, where there is no healthy history."""
+    peer_spread: float
+    """Deviation of the constant differences between peers, where too few are known to measure it."""
+    least_peer_spread: float
+    """Least deviation of these differences where they are measured."""
     share: float
     """Smallest part of a step that a stall or a late delivery must cost, against own history."""
     cold_share: float
     """The same where there is no healthy history."""
+    impact: float
+    """Smallest part of a step that the delays of a subject must add up to."""
+    weaker: float
+    """A second subject is named in addition to a first only if its delays are at least this part of those of the first.
+    """
     hits: int
     """Steps that must be evidence against a subject before it is named.
 
@@ -25,8 +32,28 @@ class NoiseLevel:
     """
 
 
-PROCESSOR = NoiseLevel(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10, hits=6)
-DEVICE = NoiseLevel(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06, hits=4)
+PROCESSOR = NoiseLevel(
+    compute_floor=0.08,
+    compute_ratio=1.25,
+    peer_spread=0.08,
+    least_peer_spread=0.05,
+    share=0.06,
+    cold_share=0.10,
+    impact=0.03,
+    weaker=0.35,
+    hits=6,
+)
+DEVICE = NoiseLevel(
+    compute_floor=0.004,
+    compute_ratio=1.012,
+    peer_spread=0.012,
+    least_peer_spread=0.004,
+    share=0.03,
+    cold_share=0.06,
+    impact=0.006,
+    weaker=0.0,
+    hits=3,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +66,18 @@ class DetectorSettings:
     """Healthy steps that make up a history."""
     min_history: int = 8
     """Steps from which on a history is used."""
+    score: float = 2.3
+    """Mean shift over its standard error from which on compute is over its limit, beyond the largest that is usual:
+    of n columns that is the root of 2 log n.
+    """
     sigmas: float = 4.0
     """Robust deviations from the healthy residual from which on an observation is over."""
     votes: int = 5
     """Window of the persistence rule, in steps."""
     suspect_votes: int = 3
-    confirm_votes: int = 4
+    confirm_votes: int = 3
     clear_steps: int = 10
     """Clean steps after which a verdict is cleared."""
-    impact_share: float = 0.03
-    """Smallest part of a step that any verdict must cost."""
     cost_share: float = 0.005
     """Smallest part of a step by which the replayed step must be shorter without a fault that is named.
 
@@ -61,8 +90,6 @@ class DetectorSettings:
     imbalance_steps: int = 12
     group_share: float = 0.6
     """Share of a node's ranks that must be slow together to blame the node."""
-    weaker_share: float = 0.35
-    """A second subject is named in addition to a first only if it costs at least this part of what the first costs."""
     processor: NoiseLevel = PROCESSOR
     device: NoiseLevel = DEVICE
     hang_after_s: float = 10.0

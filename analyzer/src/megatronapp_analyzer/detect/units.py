@@ -18,10 +18,11 @@ CLEARLY_LATER = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """The unit of each rank and the stage of each unit."""
+    """The unit of each rank, and the stage and the replica of each unit."""
 
     of_rank: Ints
     stage: Ints
+    replica: Ints
 
     @classmethod
     def of(cls, layout: JobLayout) -> "Units":
@@ -31,6 +32,7 @@ class Units:
         return cls(
             of_rank=np.array([names[key] for key in keys], np.int64),
             stage=np.array([stage for stage, _ in names], np.int64),
+            replica=np.array([replica for _, replica in names], np.int64),
         )
 
     def __len__(self) -> int:

@@ -151,11 +151,11 @@ class FindingTracker:
         return told
 
     def confirm(self, costly: Callable[[FindingTrack], bool]) -> list[FindingTrack]:
-        """Confirm the suspects that have enough votes and whose replayed cost is `costly`; returns them."""
+        """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`; returns them."""
         confirmed = [
             track
             for track in self.live.values()
-            if track.state is VerdictState.SUSPECT and track.certain and costly(track)
+            if track.state is VerdictState.SUSPECT and track.certain and not track.clean and costly(track)
         ]
         for track in confirmed:
             track.state = VerdictState.CONFIRMED
