@@ -4,8 +4,8 @@
     python bench/detect_noise.py trace-AR.parquet --write pace.npy       # for bench_detectors.py --pace pace.npy
 
 The file has the columns of the public straggler traces (docs/whatif.md). Workers that are far slower than their stage
-are left out. Sizes are sigmas of logarithms: of single spans around the median of their worker and step, of that median
-from step to step, of the constant differences between workers of a stage, and of what all workers have in common.
+are not measured. Sizes are sigmas of logarithms: of single spans around the median of their worker and step, of that
+median from step to step, of constant differences between workers of a stage, and of what all workers have in common.
 """
 
 import argparse
