@@ -89,7 +89,6 @@ class LogChannel:
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(values_s)
-            doubt = np.log1p(np.nan_to_num(doubt_s / values_s))
         self._level = np.where(np.isnan(self._level), logs, self._level)
         deviation = self._deviation(noise)
         own = logs - self._level
@@ -98,15 +97,16 @@ class LogChannel:
         shift = change - self._replica_part.of(change, self._replicas, deviation)
         relative = distance - self._replica_part.of(distance, self._replicas, deviation)
         warm = self._learned >= self._settings.min_history
-        self._shifts.add(np.where(warm, shift - doubt, np.nan))
-        self._distances.add(relative - doubt)
+        doubts = [_doubt(doubt_s, values_s, values) for values in (shift, relative)]
+        self._shifts.add(np.where(warm, shift - doubts[0], np.nan))
+        self._distances.add(relative - doubts[1])
         level_error = deviation * self._errors.over(self._learned)
         changed = self._shifts.test(deviation, self._errors, level_error)
         distant = self._distances.test(deviation, self._errors, self._peer_spread(noise))
-        history = self._reading(changed, shift, values_s, noise)
+        history = self._reading(changed, shift, values_s, noise.compute_ratio, doubt=doubts[0])
         history = history.within(warm & (own > OWN_PART * np.log(history.ratio) - 2.0 * deviation))
         extreme = relative > math.log(self._cap)
-        compared = self._reading(distant, relative, values_s, noise)
+        compared = self._reading(distant, relative, values_s, noise.peer_ratio, doubt=doubts[1])
         compared = compared.within(extreme | (self._residuals.count >= LEAST_STEPS))
         reading = _stronger(history, compared, warm)
         calm = ~reading.over & (True if usual is None else usual)
@@ -120,11 +120,13 @@ class LogChannel:
         self._replica_part.learn(np.where(calm, change, np.nan), self._replicas, deviation)
         return reading
 
-    def _reading(self, found: Shift, newest: Floats, values_s: Floats, noise: NoiseLevel) -> ChannelReading:
+    def _reading(
+        self, found: Shift, newest: Floats, values_s: Floats, least_ratio: float, *, doubt: Floats
+    ) -> ChannelReading:
         """Return what the test against one reference says."""
         known = np.isfinite(newest)
-        clear = (found.score > self._limit) & (found.size > math.log(noise.compute_ratio)) & found.present
-        extreme = newest > math.log(max(self._cap, noise.compute_ratio))
+        clear = (found.score > self._limit) & (found.size > math.log(least_ratio)) & found.present
+        extreme = newest > np.maximum(math.log(max(self._cap, least_ratio)), math.log(least_ratio) + doubt)
         size = np.where(known, np.where(clear, found.size, newest), 0.0)
         return ChannelReading(
             known=known,
@@ -166,6 +168,13 @@ class LogChannel:
         difference = (shift - self._before) / math.sqrt(2.0)
         self._residuals.add(difference, np.isfinite(difference))
         self._before = np.where(np.isfinite(shift), shift, self._before)
+
+
+def _doubt(doubt_s: Floats, values_s: Floats, shift: Floats) -> Floats:
+    """Return by how much a shift may be too large, in logarithms."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out: Floats = np.log1p(np.nan_to_num(doubt_s / (values_s * np.exp(-shift))))
+    return out
 
 
 def _stronger(history: ChannelReading, peers: ChannelReading, warm: Mask) -> ChannelReading:

@@ -141,8 +141,14 @@ class Detector:
         self, candidates: list[SuspectCandidate], step_s: float, *, on_device: bool
     ) -> list[SuspectCandidate]:
         noise = self._settings.device if on_device else self._settings.processor
-        found = [one for one in candidates if one.excess_s >= noise.impact * step_s]
-        return cand.without_weaker(found, self._tracks.strongest_s(), noise.weaker)
+        found = [
+            one
+            for one in candidates
+            if one.excess_s >= (noise.impact if one.cause is Cause.COMPUTE else DELAY_IMPACT) * step_s
+        ]
+        strong = cand.without_weaker(found, self._tracks.strongest_s(), DELAY_WEAKER)
+        compute = cand.without_weaker(found, self._tracks.strongest_s(), noise.weaker)
+        return [one for one in found if one in (compute if one.cause is Cause.COMPUTE else strong)]
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
         """Return the number of steps a candidate needs; a host is a processor, even if it launches for a device."""
@@ -234,6 +240,10 @@ def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepF
     return features.with_delivery(delivery)
 
 
+DELAY_IMPACT = 0.03
+"""Smallest part of a step that delays of hosts and links must add up to."""
+DELAY_WEAKER = 0.35
+"""Part of the strongest subject's delays that those of a host or a link must reach to be named, too."""
 HOLES_PART = 0.1
 """Part of the messages and collectives that lack a record from which on a replay says too little."""
 DOUBTFUL_SHARE = 0.25

@@ -11,6 +11,8 @@ class NoiseLevel:
     """Smallest scale of healthy log-duration residuals."""
     compute_ratio: float
     """Smallest slowdown of compute that is named, against own history."""
+    peer_ratio: float
+    """The same against peers."""
     peer_spread: float
     """Deviation of the constant differences between peers, where too few are known to measure it."""
     least_peer_spread: float
@@ -34,7 +36,8 @@ class NoiseLevel:
 
 PROCESSOR = NoiseLevel(
     compute_floor=0.08,
-    compute_ratio=1.25,
+    compute_ratio=1.40,
+    peer_ratio=1.60,
     peer_spread=0.08,
     least_peer_spread=0.05,
     share=0.06,
@@ -46,6 +49,7 @@ PROCESSOR = NoiseLevel(
 DEVICE = NoiseLevel(
     compute_floor=0.004,
     compute_ratio=1.012,
+    peer_ratio=1.012,
     peer_spread=0.012,
     least_peer_spread=0.004,
     share=0.03,
@@ -75,7 +79,7 @@ class DetectorSettings:
     votes: int = 5
     """Window of the persistence rule, in steps."""
     suspect_votes: int = 3
-    confirm_votes: int = 3
+    confirm_votes: int = 4
     clear_steps: int = 10
     """Clean steps after which a verdict is cleared."""
     cost_share: float = 0.005
