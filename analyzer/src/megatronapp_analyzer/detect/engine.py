@@ -142,13 +142,15 @@ class Detector:
     ) -> list[SuspectCandidate]:
         noise = self._settings.device if on_device else self._settings.processor
         found = [
-            one
-            for one in candidates
-            if one.excess_s >= (noise.impact if one.cause is Cause.COMPUTE else DELAY_IMPACT) * step_s
+            candidate
+            for candidate in candidates
+            if candidate.excess_s >= (noise.impact if candidate.cause is Cause.COMPUTE else DELAY_IMPACT) * step_s
         ]
         strong = cand.without_weaker(found, self._tracks.strongest_s(), DELAY_WEAKER)
         compute = cand.without_weaker(found, self._tracks.strongest_s(), noise.weaker)
-        return [one for one in found if one in (compute if one.cause is Cause.COMPUTE else strong)]
+        return [
+            candidate for candidate in found if candidate in (compute if candidate.cause is Cause.COMPUTE else strong)
+        ]
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
         """Return the number of steps a candidate needs; a host is a processor, even if it launches for a device."""
