@@ -43,7 +43,7 @@ class ExampleRuns:
             text=True,
             timeout=300,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
         assert f"{name}: Succeeded" in done.stdout
         return re.findall(r"lm loss: (\S+) \| grad norm: (\S+)", done.stdout)
 

@@ -268,6 +268,18 @@ def test_memory_is_estimated_before_anything_is_drawn(run_ranks: RunRanks) -> No
         assert rank["obeyed"][2][1] is not None and rank["obeyed"][3] == (0, None)
 
 
+def test_a_replica_without_memory_refuses_for_all_while_gathers_overlap(run_ranks: RunRanks) -> None:
+    """The replica that is perturbed lacks memory, and the other one needs none; both gather parameters."""
+    zeros = storage(FC1, {"type": "zero"}), calculation("mlp2", {"type": "zero"})
+    script = [(1, perturb(1, *zeros, replica=1))]  # after a step nothing is gathered
+    flags = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+    plain = ranks_of(run_ranks, 2, flags, [])
+    limited = ranks_of(run_ranks, 2, flags, script, None, SMALL, 1 << 10)
+    for rank, other in zip(limited, plain, strict=True):
+        assert rank["obeyed"][1][1].startswith("a rank has 1KiB of free memory")
+        assert equal(rank["weights"][-1], other["weights"][-1])
+
+
 @pytest.mark.full("other schedules", but=("plain",))
 @pytest.mark.parametrize(
     ("world", "flags", "orders", "message"),

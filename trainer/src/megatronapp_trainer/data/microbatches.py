@@ -48,23 +48,26 @@ class DataIterators:
 
 
 class RepeatableBatches:
-    """Iterator of microbatches that stores those of a step on the host, so that they can be read again."""
+    """Iterator of microbatches that stores those of some steps on the host, so that they can be read again."""
 
     def __init__(self, iterator: Iterator[HostMicrobatch]) -> None:
         self._iterator = iterator
         self._step: list[HostMicrobatch] = []
+        self._stores = False
 
     def __iter__(self) -> Iterator[HostMicrobatch]:
         return self
 
     def __next__(self) -> HostMicrobatch:
         batch = next(self._iterator)
-        self._step.append(batch)
+        if self._stores:
+            self._step.append(batch)
         return batch
 
-    def begin_step(self) -> None:
-        """Forget the step before."""
+    def begin_step(self, *, stores: bool) -> None:
+        """Forget the step before, and store the microbatches of this one or do not."""
         self._step.clear()
+        self._stores = stores
 
     def again(self) -> Iterator[HostMicrobatch]:
         """Return the microbatches of the step that were read."""

@@ -221,9 +221,10 @@ class ForwardRank:
             self._observer.step_begin(self._iteration)
         self._perturbation.step_begin(self._iteration, 0)
         is_captured = self._capture is not None and self._capture.step_begin(self._iteration, self._perturbation.active)
+        is_repeatable = self._capture is not None and bool(self._capture.every) and not is_captured
         for replica in self._replicas:
             replica.first_states = replica.states
-            replica.batches.begin_step()
+            replica.batches.begin_step(stores=is_repeatable)
         self._train(num_microbatches, [replica.batches for replica in self._replicas])
         self._perturbation.passes_done()
         if self._capture is not None and is_captured:

@@ -157,5 +157,8 @@ class RankRecipes:
 
 
 def _needs_memory(recipe: Recipe) -> bool:
-    """Return true for copies of parameters, and for values of patches, which are read again for each use."""
-    return any(entry.kind == "storage" or entry.action.type == "patch" for entry in recipe.perturbations)
+    """Return true for copies of parameters, sums over prompts, and values of patches, which each use reads again."""
+    return any(
+        entry.kind == "storage" or entry.action.type == "patch" or entry.action.over is not None
+        for entry in recipe.perturbations
+    )

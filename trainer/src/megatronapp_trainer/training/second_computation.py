@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class SecondComputation:
     """Computes the newest step once more: the same microbatches, weights and random states, captured, and no update.
 
-    Until then a step costs the random states that it begins with, and its microbatches stay on the host.
+    Until then a step that would be computed again costs the random states that it begins with, and its microbatches
+    stay on the host.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class SecondComputation:
 
     def step_begin(self, *, is_captured: bool) -> None:
         """Store the random states of a step before its first pass, if it would be computed again."""
-        self.batches.begin_step()
         self._states = None if is_captured or not self._capture.every else random_states.capture()
+        self.batches.begin_step(stores=self._states is not None)
 
     def run(self, microbatches: int) -> str:
         """Compute the step again, unless it was captured; returns what is known then, for users.

@@ -86,7 +86,9 @@ class TrainingStep:
             succeeded, norm, _ = optimizer.step()  # computes the norm even where nothing is clipped
         except NotFiniteError as error:
             note = "" if self._again is None else self._again.run(microbatches)
-            raise NotFiniteError(f"{error}. {note}") if note else error from error
+            if not note:
+                raise
+            raise NotFiniteError(f"{error}. {note}") from error
         finally:  # a step whose loss is not finite is sent, too
             if self._capture is not None and self._is_captured:
                 with self._monitor.span(RecordKind.CAPTURE):

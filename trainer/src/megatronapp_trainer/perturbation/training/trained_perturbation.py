@@ -197,29 +197,33 @@ class TrainedPerturbation:
             check_recipe(recipe, model, self._shard)
         check_order(order, recipe, self._limits)
         stored = any(entry.kind == "storage" for entry in recipe.perturbations)
+        # Collective, so before checks and allocations that may fail on some replicas alone.
+        with self._gathered() if stored else contextlib.nullcontext():
+            return self._draw_order(order, recipe, iteration, is_stored=stored)
+
+    def _draw_order(self, order: Order, recipe: Recipe, iteration: int, *, is_stored: bool) -> _OrderedPerturbation:
+        """Draw what this rank changes. Raises OrderError if it lacks the memory."""
         is_mine = order.replica in {None, self._plan.data_rank}
         self._memory.check(recipe, self._models, order.target, perturbs=is_mine)
         found = _OrderedPerturbation(
             entry=PerturbedSteps(
                 digest=recipe.digest,
-                parameters=order.target.value if stored else None,
+                parameters=order.target.value if is_stored else None,
                 replica=order.replica,
                 first_step=iteration + 1,
             ),
             steps_left=order.steps or None,
-            changes_model=stored and order.target is PerturbationTarget.MODEL,
+            changes_model=is_stored and order.target is PerturbationTarget.MODEL,
             has_activations=any(entry.kind != "storage" for entry in recipe.perturbations),
         )
         if found.has_activations and is_mine:
             found.activations = TrainingActivations(recipe, self._models, self._shard, self._plan)
-        if stored:
-            with self._gathered():  # on all replicas, because it is collective
-                if order.target is PerturbationTarget.MASTER:
-                    found.master = MasterParameters(
-                        recipe, self._models, self._state.chunks, self._state.optimizer, self._shard
-                    )
-                elif is_mine:
-                    found.model = PerturbedParameters(recipe, self._models, self._shard)
+        if is_stored and order.target is PerturbationTarget.MASTER:
+            found.master = MasterParameters(
+                recipe, self._models, self._state.chunks, self._state.optimizer, self._shard
+            )
+        elif is_stored and is_mine:
+            found.model = PerturbedParameters(recipe, self._models, self._shard)
         return found
 
     def _nothing_to_undo(self) -> OrderError:

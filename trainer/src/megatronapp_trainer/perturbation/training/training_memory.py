@@ -40,8 +40,10 @@ class TrainingMemory:
     free_bytes: Callable[[], int]
 
     def check(self, recipe: Recipe, models: Sequence[Any], target: PerturbationTarget, *, perturbs: bool) -> None:
-        """Raise OrderError if this rank lacks the memory. `perturbs`: its replica's activations, too."""
-        needed = self.parameter_bytes(recipe, models, target)
+        """Raise OrderError if this rank lacks the memory. `perturbs`: its replica is perturbed, not another one."""
+        needed = 0
+        if perturbs or target is PerturbationTarget.MASTER:
+            needed += self.parameter_bytes(recipe, models, target)
         if perturbs:
             needed += self.activation_bytes(recipe, models)
         if any(entry.action.type in RANDOM_ACTIONS for entry in recipe.perturbations):
