@@ -104,7 +104,7 @@ def run_aggregate(arguments: argparse.Namespace) -> int:
     from megatronapp_analyzer.hub.export.tracks import source_of
     from megatronapp_analyzer.offline.analyze import analyze, open_traces, text_lines
 
-    ingest, notes = open_traces(arguments.source)
+    ingest, notes = open_traces(arguments.source, except_for=arguments.output)
     form = TraceFormat.of_file(arguments.output)
     content = trace_file(source_of(ingest, "imported", ingest.store.select(0, None, newest=0)), form)
     fetch.write_trace(arguments.output, content)

@@ -139,7 +139,7 @@ async def test_memory_is_bounded_and_sums_stay(tmp_path: Path, serve: Any, fake_
         assert len((await hub.get("/api/v1/heatmap"))["steps"]) == 12
 
 
-async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any) -> None:
+async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     await feed(fake_job(), range(3))
     trace = await hub.get("/api/v1/trace?from=1&to=2")
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -152,6 +152,11 @@ async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any) -> No
     assert all(ends[key]["ts"] > starts[key]["ts"] and ends[key]["tid"] != starts[key]["tid"] for key in starts)
     losses = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "loss"]
     assert [event["args"]["value"] for event in losses] == pytest.approx([4.99, 4.98])
+    for limit in ("NESTED_ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"megatronapp_analyzer.hub.export.nesting.{limit}", 0)
+    async with hub.client() as client:
+        refused = await client.get("/api/v1/trace")
+    assert (refused.status_code, refused.json()["code"]) == (422, "too-many-spans")
 
 
 async def test_trace_around_a_verdict_is_a_file_for_perfetto(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:

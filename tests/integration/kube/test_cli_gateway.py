@@ -313,6 +313,11 @@ def test_what_is_no_trace_is_not_written(content: bytes) -> None:
         trace.summary(content, "perfetto")
 
 
+def test_ends_of_arrows_are_no_spans() -> None:
+    events = [{"ph": "X", "cat": "span"}, {"ph": "s"}, {"ph": "X", "cat": "arrow"}, {"ph": "f"}]
+    assert trace.summary(json.dumps({"traceEvents": events}).encode(), "chrome") == "1 spans, 1 arrows"
+
+
 def test_a_gateway_that_cannot_be_reached_is_told_with_what_to_write(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, capsys: Capture
 ) -> None:

@@ -59,31 +59,19 @@ class ViewedTrace:
     arguments: list[dict[str, Any]]
     """Annotations of each span, with its category."""
     flows: dict[int, list[str]]
-    """Names of the spans that each flow leads from and to."""
+    """Names of the spans that each flow leads from and to; of an event within a span that of the span."""
     counters: dict[str, list[tuple[int, float]]]
 
 
 def read_perfetto(content: bytes) -> ViewedTrace:
     """Read a trace with Perfetto's own schema. Fails for strings and tracks that are not defined."""
     packets = pb.Trace.FromString(content).packet
-    names: dict[int, str] = {}
-    parents: dict[int, int] = {}
-    interned: dict[str, dict[int, str]] = {}
+    names, parents, interned = _definitions(packets)
     spans: list[ViewedSpan] = []
     arguments: list[dict[str, Any]] = []
     flows: dict[int, list[str]] = {}
     counters: dict[str, list[tuple[int, float]]] = {}
     open_spans: dict[int, list[int]] = {}
-    for packet in packets:
-        assert packet.trusted_packet_sequence_id
-        if packet.HasField("interned_data"):
-            assert packet.incremental_state_cleared
-            for table in ("event_names", "event_categories", "debug_annotation_names"):
-                interned[table] = {entry.iid: entry.name for entry in getattr(packet.interned_data, table)}
-        if packet.HasField("track_descriptor"):
-            described = packet.track_descriptor
-            names[described.uuid] = described.name or described.process.process_name
-            parents[described.uuid] = described.parent_uuid
     for packet in sorted(
         (packet for packet in packets if packet.HasField("track_event")), key=lambda packet: packet.timestamp
     ):
@@ -97,16 +85,39 @@ def read_perfetto(content: bytes) -> ViewedTrace:
             spans[number] = dataclasses.replace(spans[number], end_ns=at)
         else:
             name = interned["event_names"][event.name_iid]
-            stack.append(len(spans))
-            spans.append(ViewedSpan(track, name, at, -1))
+            if event.type == pb.TrackEvent.TYPE_INSTANT:
+                spans.append(ViewedSpan(track, name, at, at))
+                name = spans[stack[-1]].name if stack else name
+            else:
+                stack.append(len(spans))
+                spans.append(ViewedSpan(track, name, at, -1))
             values = {
                 interned["debug_annotation_names"][value.name_iid]: getattr(value, value.WhichOneof("value"))
                 for value in event.debug_annotations
             }
             arguments.append(values | {"category": interned["event_categories"][event.category_iids[0]]})
+            assert flows.keys() >= set(event.terminating_flow_ids), "Perfetto ignores the end of a flow without a start"
             for place, numbers in enumerate((event.flow_ids, event.terminating_flow_ids)):
                 for flow in numbers:
                     flows.setdefault(flow, ["", ""])[place] = f"{name} on {track}"
     assert not any(open_spans.values()), "spans without an end"
     tracks = {name: names.get(parents[uuid], "") for uuid, name in names.items()}
     return ViewedTrace(tracks, spans, arguments, flows, counters)
+
+
+def _definitions(packets: Iterable[Any]) -> tuple[dict[int, str], dict[int, int], dict[str, dict[int, str]]]:
+    """Return names and parents of tracks, and tables of interned strings."""
+    names: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    interned: dict[str, dict[int, str]] = {}
+    for packet in packets:
+        assert packet.trusted_packet_sequence_id
+        if packet.HasField("interned_data"):
+            assert packet.incremental_state_cleared
+            for table in ("event_names", "event_categories", "debug_annotation_names"):
+                interned[table] = {entry.iid: entry.name for entry in getattr(packet.interned_data, table)}
+        if packet.HasField("track_descriptor"):
+            described = packet.track_descriptor
+            names[described.uuid] = described.name or described.process.process_name
+            parents[described.uuid] = described.parent_uuid
+    return names, parents, interned

@@ -139,3 +139,12 @@ def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
     with pytest.raises(ImportTraceError, match=r"bad\.json\.gz (is no JSON|cannot be read)"):
         read_traces([tmp_path / "bad.json.gz"])
+
+
+def test_aggregate_does_not_read_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(ProfiledJob(replicas=2, steps=2).documents(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["aggregate"]) == 0
+    first = (tmp_path / "benchmark.json").read_bytes()
+    assert main(["aggregate"]) == 0
+    assert (tmp_path / "benchmark.json").read_bytes() == first

@@ -1,5 +1,6 @@
 """Import of other tools' traces, and the detector over recorded steps, from the command line."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -192,11 +193,13 @@ def test_a_healthy_job_has_no_verdict(folder: Path, capsys: pytest.CaptureFixtur
     assert "nothing is slow" in printed
 
 
+NAMED = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "rank 0 (pp 0, dp 0, tp 0) host"}}
 BAD: list[tuple[str, Any, str]] = [
     ("a.json", "{", "a.json is no JSON"),
     ("a.json", {"traceEvents": 7}, "is no trace: it has no list of events; give files of MegatronApp's ranks"),
     ("a.json", [{"ph": "X", "name": "x"}], "its events are of no tool that is known"),
     ("a.json", [{"ph": "X", "args": {"g_rk": 0}}], "event 0 has no dp_rk, pp_rk, tp_rk and iteration in its args"),
+    ("a.json", {"traceEvents": [NAMED], "metadata": {"originRealTimeNs": "5"}}, "has traces without a whole step"),
     ("benchmark-data-0-pipeline-0-tensor-0.json", {}, "holds no list of marks"),
     ("benchmark-data-0-pipeline-0-tensor-0.json", [7], "mark 0 has no name and ph"),
     ("benchmark-data-0-pipeline-0-tensor-0.json", [], "no mark has g_rk"),
@@ -211,6 +214,40 @@ def test_what_is_no_trace_is_explained(
     (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     assert main(["scan", "analyze", str(tmp_path / name)]) == 1
     assert problem in capsys.readouterr().err
+
+
+def test_compressed_files_are_read_up_to_a_size(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.glob("*.json"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(ImportTraceError, match=r"\.json\.gz: another file is of the same rank; give one of each rank"):
+        read_traces([folder])
+    for path in folder.glob("*.json"):
+        path.unlink()
+    assert [rank.rank for rank in read_traces([folder]).ranks] == [0, 1, 2, 3]
+    damaged = bytearray(gzip.compress(b"[]"))
+    damaged[10] = 7  # a type of block that does not exist
+    (tmp_path / "damaged.json.gz").write_bytes(damaged)
+    assert main(["scan", "analyze", str(tmp_path / "damaged.json.gz")]) == 1
+    assert "damaged.json.gz cannot be read, it is damaged: Error -3" in capsys.readouterr().err
+    monkeypatch.setattr("megatronapp_analyzer.offline.read.MOST_BYTES", 1000)
+    (tmp_path / "large.json.gz").write_bytes(gzip.compress(b" " * 2000))
+    assert main(["scan", "analyze", str(tmp_path / "large.json.gz")]) == 1
+    assert "large.json.gz has more than 1000 bytes, uncompressed; give a trace of" in capsys.readouterr().err
+
+
+def test_parts_of_steps_are_no_copies(folder: Path) -> None:
+    job = read_traces([folder])
+    parts = list(job.parts())
+    assert [(header["rank"], np.unique(part["step"]).tolist()) for header, part in parts] == [
+        (rank, [step]) for step in range(3) for rank in range(4)
+    ]
+    for rank in job.ranks:
+        own = [(header["first"], part) for header, part in parts if header["rank"] == rank.rank]
+        assert np.concatenate([part for _, part in own]).tobytes() == rank.records.tobytes()
+        assert [first for first, _ in own] == np.cumsum([0] + [len(part) for _, part in own])[:-1].tolist()
+        assert all(np.shares_memory(part, rank.records) for _, part in own)
 
 
 def test_broken_files_of_ranks_are_explained(folder: Path, tmp_path: Path) -> None:
@@ -292,7 +329,7 @@ def test_stored_traces_without_steps_are_explained(tmp_path: Path, capsys: pytes
     (tmp_path / "attempt-0000" / "rings.frames").touch()
     for command in (["scan", "analyze", str(tmp_path)], ["aggregate", "-b", str(tmp_path), "-o", str(tmp_path / "o")]):
         assert main(command) == 1
-        assert f"{tmp_path} has traces without a whole step; give another folder" in capsys.readouterr().err
+        assert f"{tmp_path} has traces without a whole step; give another file or folder" in capsys.readouterr().err
 
 
 def test_import_writes_into_an_empty_folder_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

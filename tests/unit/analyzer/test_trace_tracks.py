@@ -1,6 +1,7 @@
 """Traces that Perfetto shows whole: spans of a track are nested or disjoint, in JSON and in protobuf."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from megatronapp_analyzer.hub.export import protobuf
 from megatronapp_analyzer.hub.export.around import SLICE_BYTES, steps_around
 from megatronapp_analyzer.hub.export.chrome import chrome_trace, microseconds
 from megatronapp_analyzer.hub.export.formats import TraceFormat, spans_of_a_slice, trace_file
-from megatronapp_analyzer.hub.export.nesting import SLACK_NS, place_spans
+from megatronapp_analyzer.hub.export.nesting import NESTED_ROWS, SLACK_NS, place_spans
 from megatronapp_analyzer.hub.export.perfetto import perfetto_trace
-from megatronapp_analyzer.hub.export.tracks import TrackedTrace, source_of, tracks_of
+from megatronapp_analyzer.hub.export.tracks import Span, Track, TrackedTrace, TrackRole, source_of, tracks_of
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.offline.megatronapp_files import read_rank_files
 from megatronapp_analyzer.offline.read import read_traces
 from megatronapp_analyzer.offline.stored import ingest_of
-from megatronapp_common.trace import Counter, Flag, RecordKind
+from megatronapp_common.trace import Counter, Flag, PassFlag, RecordKind
 
 TIMES = st.integers(0, 3000) | st.integers(0, 10).map(lambda part: 5000 * part)
 
@@ -60,6 +61,29 @@ def test_rounded_times_are_moved_and_others_get_a_row(
 ) -> None:
     starts, ends = np.array([0, second[0]]), np.array([10_000, second[1]])
     assert [(row, start, end) for _, row, start, end in place_spans(starts, ends)] == placed
+
+
+def test_many_spans_at_once_take_a_bounded_number_of_attempts_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = np.arange(2000) * 2 * SLACK_NS
+    ends = starts + 500 * 2 * SLACK_NS
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        placed = list(place_spans(starts, ends))
+    finally:
+        sys.setprofile(before)
+    assert dropped(ViewedSpan(row, "", start, end) for _, row, start, end in placed) == []
+    assert {row for _, row, _, _ in placed} == set(range(500)), "rows of spans that have ended are used again"
+    assert calls < (NESTED_ROWS + 2) * len(starts)
+    monkeypatch.setattr("megatronapp_analyzer.hub.export.nesting.MOST_ROWS", 400)
+    with pytest.raises(ExportError, match="more than 400 spans of a track overlap; export fewer steps"):
+        list(place_spans(starts, ends))
 
 
 @given(time_ns=st.integers(0, 1 << 50))
@@ -98,6 +122,8 @@ def device_steps(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
             spans = device["kind"] < RecordKind.METRIC
             device["flags"][spans] |= np.uint8(Flag.DEVICE_CLOCK)
             device["start_ns"][spans] += 4_000_000 + np.arange(spans.sum(), dtype=np.uint64) * 7
+            device["flags"][device["kind"] == RecordKind.STEP] |= np.uint8(Flag.SKIPPED_UPDATE)
+            device["flags"][device["kind"] == RecordKind.BACKWARD] |= np.uint8(PassFlag.EARLY)
             begun = 1_000_000_000 + step * 10_000_000
             at = {"step": step, "comm": NO_COMM_SLOT, "flags": 0}
             host = [
@@ -108,6 +134,7 @@ def device_steps(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
                 at | {"kind": RecordKind.COPY, "comm": 1 - rank, "start_ns": begun + 9_100_000, "duration": 90_000},
             ]
             host[0] |= {"flags": Flag.AUX_RUN_QUEUE, "aux": 77}
+            host[1] |= {"flags": Flag.INJECTED}
             host[2] |= {"flags": Flag.DEVICE_CLOCK | Flag.AUX_LEAD, "aux": 12}
             body = np.concatenate([rows(host), device])
             header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
@@ -128,11 +155,11 @@ def tracked(ingest: TraceIngest) -> TrackedTrace:
 
 def test_no_span_of_a_device_is_dropped_in_either_format(device_steps: TraceIngest) -> None:
     trace = tracked(device_steps)
-    recorded = sum(len(step.view.records) for step in device_steps.store.newest(9))
+    events = sum(len(step.view.records) for step in device_steps.store.newest(9)) + len(trace.arrows)
     spans = read_chrome(json.loads(json.dumps(chrome_trace(trace))))
-    assert (len(spans), dropped(spans)) == (recorded, [])
+    assert (len(spans), dropped(spans)) == (events, [])
     viewed = read_perfetto(perfetto_trace(trace))
-    assert (len(viewed.spans), dropped(viewed.spans)) == (recorded, [])
+    assert (len(viewed.spans), dropped(viewed.spans)) == (events, [])
     assert sorted((span.name, span.start_ns, span.end_ns) for span in spans) == sorted(
         (span.name, span.start_ns, span.end_ns) for span in viewed.spans
     )
@@ -166,6 +193,39 @@ def test_flows_lead_from_sends_to_receives(device_steps: TraceIngest) -> None:
     steps = [values["step"] for values in viewed.arguments]
     assert set(steps) == {0, 1}
     assert {values["bytes"] for values in viewed.arguments if "bytes" in values} == {1024}
+
+
+def test_an_arrow_begins_before_it_ends_where_the_receive_waits() -> None:
+    """The receive begins before the send; Perfetto reads events in the order of their times."""
+    spans = [
+        Span(track=0, start_ns=50, end_ns=60, name="send_post", kind=0, category="span", arguments={"step": 3}),
+        Span(track=1, start_ns=10, end_ns=80, name="recv_wait", kind=0, category="span", arguments={"step": 3}),
+    ]
+    trace = TrackedTrace(
+        job="demo",
+        origin_ns=0,
+        first_step=(0, 3),
+        last_step=(0, 3),
+        processes={0: "worker 0"},
+        tracks=[Track(process=0, rank=rank, role=TrackRole.HOST, row=0, name=f"rank {rank}") for rank in (0, 1)],
+        spans=spans,
+        arrows=[(0, 1)],
+        counters=[],
+    )
+    viewed = read_perfetto(perfetto_trace(trace))
+    assert viewed.flows == {1: ["send_post on rank 0", "recv_wait on rank 1"]}
+    newest: dict[int, float] = {}
+    starts: dict[str, float] = {}
+    arrows = []
+    events = [event for event in chrome_trace(trace)["traceEvents"] if event["ph"] in "Xsf"]
+    for event in sorted(events, key=lambda event: event["ts"]):
+        if event["ph"] == "X":
+            newest[event["tid"]] = event["ts"]
+        elif event["ph"] == "s":
+            starts[event["id"]] = newest[event["tid"]]
+        else:
+            arrows.append((starts[event["id"]], newest[event["tid"]]))
+    assert arrows == [(0.05, 0.079)], "starts of the spans that the arrow joins, of which the later one is its end"
 
 
 def test_an_exported_trace_is_read_as_it_was_recorded(device_steps: TraceIngest, tmp_path: Path) -> None:

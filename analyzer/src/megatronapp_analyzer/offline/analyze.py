@@ -37,16 +37,21 @@ class Analysis:
         }
 
 
-def open_traces(path: pathlib.Path) -> tuple[TraceIngest, Sequence[str]]:
-    """Return the steps at a path, those that a hub stored or of another tool, and notes. Raises ImportTraceError."""
+def open_traces(path: pathlib.Path, *, except_for: pathlib.Path | None = None) -> tuple[TraceIngest, Sequence[str]]:
+    """Return the steps at a path, those that a hub stored or of another tool, and notes.
+
+    There is at least one step. The file `except_for` is skipped. Raises ImportTraceError.
+    """
     folder = traces_folder(path)
+    notes: Sequence[str] = []
     if folder is None:
-        job = read_traces([path])
-        return ingest_of(job), job.notes
-    ingest = stored_traces(folder)
+        job = read_traces([path], except_for=except_for)
+        ingest, notes = ingest_of(job), job.notes
+    else:
+        ingest = stored_traces(folder)
     if not ingest.store.full_steps:
-        raise ImportTraceError(f"{folder} has traces without a whole step; give another folder")
-    return ingest, []
+        raise ImportTraceError(f"{folder or path} has traces without a whole step; give another file or folder")
+    return ingest, notes
 
 
 def analyze_path(path: pathlib.Path) -> Analysis:
@@ -56,7 +61,10 @@ def analyze_path(path: pathlib.Path) -> Analysis:
 
 
 def analyze(ingest: TraceIngest, *, source: str, notes: Sequence[str]) -> Analysis:
-    """Judge all stored steps in order. Raises ImportTraceError if the places of their ranks are not known."""
+    """Judge all stored steps in order.
+
+    Raises ImportTraceError if there are none, and if the places of their ranks are not known.
+    """
     steps = sorted(ingest.store.select(0, None, newest=0), key=lambda step: step.key)
     verdicts = VerdictStore(None)
     detector: Detector | None = None
@@ -68,7 +76,8 @@ def analyze(ingest: TraceIngest, *, source: str, notes: Sequence[str]) -> Analys
                 verdicts.clear_all(step.view.real_time_s)
             detector, layout = Detector(of_step), of_step
         verdicts.update(detector.observe(step.view))
-    assert layout is not None
+    if layout is None:
+        raise ImportTraceError(f"{source} has no whole step; give another file or folder")
     return Analysis(
         source=source,
         ranks=layout.world,

@@ -5,15 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.hub.export.tracks import ARROW_CATEGORY
 from megatronapp_analyzer.model import Communicator
 from megatronapp_analyzer.offline.job import Details, RankRecords, RecordedJob, RecordedRank, check_world
 from megatronapp_common.text.ranges import parse_ranges
 from megatronapp_common.topology import Coordinates
-from megatronapp_common.trace import P2P_KINDS, RecordKind
+from megatronapp_common.trace import P2P_KINDS, Flag, PassFlag, RecordKind
 
 _RANK = re.compile(r"rank (\d+) \(pp (\d+), dp (\d+), tp (\d+)\) (host|device|transfers)(?: \d+)?")
 _WORKER = re.compile(r"worker \d+ on (.+)")
 _KINDS: Mapping[str, RecordKind] = {kind.name.lower(): kind for kind in RecordKind}
+_FLAGS: Mapping[str, int] = {
+    "early": PassFlag.EARLY,
+    "injected": Flag.INJECTED,
+    "skippedUpdate": Flag.SKIPPED_UPDATE,
+}
 _SENT = frozenset({RecordKind.SEND_POST, RecordKind.SEND_WAIT})
 
 
@@ -33,7 +39,7 @@ def read_exported(document: Mapping[str, Any], name: str) -> RecordedJob:
     records = {int(found[1]): RankRecords(int(found[1])) for found in tracks.values()}
     attempt = max((event["args"]["attempt"] for event in events if event["ph"] == "X"), default=0)
     for number, event in enumerate(events):
-        if event["ph"] != "X" or event["args"]["attempt"] != attempt:
+        if event["ph"] != "X" or event.get("cat") == ARROW_CATEGORY or event["args"]["attempt"] != attempt:
             continue
         track = tracks.get((event["pid"], event["tid"]))
         kind = _KINDS.get(event["name"].partition(" ")[0])
@@ -70,6 +76,7 @@ def _add(records: RankRecords, kind: RecordKind, event: Mapping[str, Any], *, on
         lead_ns=None if lead is None else int(lead * 1000),
         ordinal=arguments.get("ordinal", 0),
         on_device=on_device,
+        flags=sum(flag for name, flag in _FLAGS.items() if arguments.get(name)),
     )
     if kind in P2P_KINDS | {RecordKind.COPY} and "peer" in arguments:
         pair = (records.rank, arguments["peer"]) if kind in _SENT else (arguments["peer"], records.rank)

@@ -42,6 +42,8 @@ class Details:
     ordinal: int = 0
     """Number of a message or collective in its communicator and step, if it is known."""
     on_device: bool = False
+    flags: int = 0
+    """Further bits of Flag or PassFlag."""
 
     @property
     def aux(self) -> tuple[int, Flag]:
@@ -129,6 +131,7 @@ class RankRecords:
             raise ValueError(f"a span begins at {times_ns[0]} ns in step {step}")
         units = max(0, times_ns[1] - times_ns[0]) // DURATION_UNIT_NS
         aux, flags = details.aux
+        flags |= Flag(details.flags)
         flags |= Flag.DEVICE_CLOCK if details.on_device else Flag(0)
         flags |= Flag.SATURATED if units > MAX_DURATION_UNITS else Flag(0)
         batch = NO_MICROBATCH if details.microbatch is None else details.microbatch
@@ -151,6 +154,7 @@ class RecordedRank:
     communicators: Sequence[Communicator]
     """By slot."""
     records: NDArray[np.void]
+    """Sorted by step."""
     clock: str = "imported"
     """Name of the clock of its times; ranks with the same one need no alignment."""
 
@@ -198,13 +202,20 @@ class RecordedJob:
     def parts(self) -> Iterator[tuple[dict[str, Any], NDArray[np.void]]]:
         """Yield header and records of each step of each rank, in the order in which ranks would have sent them."""
         sent = dict.fromkeys((rank.rank for rank in self.ranks), 0)
-        for step in sorted({step for rank in self.ranks for step in np.unique(rank.records["step"]).tolist()}):
-            for rank in self.ranks:
-                part = rank.records[rank.records["step"] == step]
-                if len(part):
+        by_step = [_by_step(rank.records) for rank in self.ranks]
+        for step in sorted({step for steps in by_step for step in steps}):
+            for rank, steps in zip(self.ranks, by_step, strict=True):
+                part = steps.get(step)
+                if part is not None:
                     header = {"rank": rank.rank, "worker": rank.worker, "first": sent[rank.rank], "lost": 0}
                     sent[rank.rank] += len(part)
                     yield header, part
+
+
+def _by_step(records: NDArray[np.void]) -> dict[int, NDArray[np.void]]:
+    """Return the part of each step of records that are sorted by step, without a copy."""
+    steps, firsts = np.unique(records["step"], return_index=True)
+    return dict(zip(steps.tolist(), np.split(records, firsts[1:]), strict=True)) if len(steps) else {}
 
 
 def check_world(ranks: Iterable[int], world: int, source: str) -> list[str]:

@@ -16,7 +16,7 @@ from megatronapp_analyzer.offline.job import Details, RankRecords, RecordedJob, 
 from megatronapp_common.topology import Coordinates
 from megatronapp_common.trace import RecordKind
 
-NAME = re.compile(r"benchmark-data-(\d+)-pipeline-(\d+)-tensor-(\d+)\.json")
+NAME = re.compile(r"benchmark-data-(\d+)-pipeline-(\d+)-tensor-(\d+)\.json(?:\.gz)?")
 _PLAIN: Mapping[str, RecordKind] = {"iteration": RecordKind.STEP, "optimizer": RecordKind.OPTIMIZER}
 _PASSES: Mapping[str, RecordKind] = {
     "forward": RecordKind.FORWARD,
@@ -79,6 +79,8 @@ def read_rank_files(files: Mapping[str, Any]) -> RecordedJob:
         found = NAME.fullmatch(name.rpartition("/")[2])
         assert found is not None
         place: Place = (int(found[1]), int(found[2]), int(found[3]))
+        if place in iterations:
+            raise ImportTraceError(f"{name}: another file is of the same rank; give one of each rank")
         everything = list(_iterations(_marks(content, name), name))
         iterations[place] = [
             iteration

@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from megatronapp_analyzer.offline.exported_files import read_exported
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_analyzer.offline.kineto_files import is_kineto, read_kineto
 
+MOST_BYTES = 2 << 30
+"""Size that a file has at most, uncompressed."""
+_READ_BYTES = 1 << 20
 _MOST_NS = 1 << 62
 _READABLE = (
     "files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its aggregator, a "
@@ -20,9 +24,12 @@ _READABLE = (
 )
 
 
-def read_traces(paths: Sequence[pathlib.Path]) -> RecordedJob:
-    """Read the traces of one job, each path a file or a folder with files. Raises ImportTraceError."""
-    files = [file for path in paths for file in _files(path)]
+def read_traces(paths: Sequence[pathlib.Path], *, except_for: pathlib.Path | None = None) -> RecordedJob:
+    """Read the traces of one job, each path a file or a folder with files. Raises ImportTraceError.
+
+    The file `except_for`, such as one that is to be written, is skipped in folders.
+    """
+    files = [file for path in paths for file in _files(path, except_for)]
     of_ranks = [file for file in files if megatronapp_files.NAME.fullmatch(file.name)]
     chosen = of_ranks or files  # the aggregator writes its own file into the folder of those of the ranks
     documents = {str(file): _load(file) for file in chosen}
@@ -60,10 +67,13 @@ def _read_documents(documents: Mapping[str, Any]) -> RecordedJob:
     raise ImportTraceError(f"{name}: its events are of no tool that is known; give {_READABLE}")
 
 
-def _files(path: pathlib.Path) -> list[pathlib.Path]:
+def _files(path: pathlib.Path, except_for: pathlib.Path | None) -> list[pathlib.Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern))
+    skipped = None if except_for is None else except_for.resolve()
+    found = sorted(
+        file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern) if file.resolve() != skipped
+    )
     if not found:
         raise ImportTraceError(f"{path} has no *.json and no *.json.gz; give {_READABLE}")
     return found
@@ -71,9 +81,23 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _load(path: pathlib.Path) -> Any:  # noqa: ANN401 - JSON
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return json.loads(content)
+        return json.loads(_content(path))
     except OSError as error:  # also of gzip
         raise ImportTraceError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, RecursionError) as error:
+    except (EOFError, zlib.error) as error:
+        raise ImportTraceError(f"{path} cannot be read, it is damaged: {error}; copy it again") from error
+    except (ValueError, RecursionError) as error:
         raise ImportTraceError(f"{path} is no JSON: {error}; give {_READABLE}") from error
+
+
+def _content(path: pathlib.Path) -> bytearray:
+    """Return the bytes of a file, uncompressed. Raises ImportTraceError if there are more than MOST_BYTES."""
+    content = bytearray()
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            content += block
+            if len(content) > MOST_BYTES:
+                raise ImportTraceError(
+                    f"{path} has more than {MOST_BYTES} bytes, uncompressed; give a trace of fewer steps"
+                )
+    return content

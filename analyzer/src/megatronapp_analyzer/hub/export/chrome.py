@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatronapp_analyzer.hub.export.tracks import Span, TrackedTrace, TrackRole
+from megatronapp_analyzer.hub.export.tracks import ARROW_CATEGORY, ARROW_END, Span, TrackedTrace, TrackRole
 from megatronapp_analyzer.hub.ingest.ring_metadata import MAX_WORLD
 from megatronapp_common.trace import RecordKind
 
@@ -87,14 +87,24 @@ def _span_event(span: Span, trace: TrackedTrace, threads: list[int]) -> Event:
 
 
 def _arrow_events(trace: TrackedTrace, threads: list[int]) -> Iterator[Event]:
-    """Yield an arrow from the start of each send to the end of its receive, within both spans."""
-    for number, (sent, received) in enumerate(trace.arrows):
-        source, target = trace.spans[sent], trace.spans[received]
-        flow = {"name": "message", "cat": "p2p", "id": str(number)}
+    """Yield an arrow from the start of each send to a span without length at the end of its receive.
+
+    All starts are first, since viewers sort by time and leave the order of events of one time as it is.
+    """
+    flow: Event = {"name": "message", "cat": "p2p"}
+    for number, (sent, _) in enumerate(trace.arrows):
+        source = trace.spans[sent]
         at = {"pid": trace.tracks[source.track].process, "tid": threads[source.track]}
-        yield flow | at | {"ph": "s", "ts": microseconds(source.start_ns)}
-        at = {"pid": trace.tracks[target.track].process, "tid": threads[target.track]}
-        yield flow | at | {"ph": "f", "bp": "e", "ts": microseconds(max(target.start_ns, target.end_ns - 1))}
+        yield flow | at | {"id": str(number), "ph": "s", "ts": microseconds(source.start_ns)}
+    for number, (_, received) in enumerate(trace.arrows):
+        target = trace.spans[received]
+        end: Event = {
+            "pid": trace.tracks[target.track].process,
+            "tid": threads[target.track],
+            "ts": microseconds(target.arrow_end_ns),
+        }
+        yield end | {"name": ARROW_END, "cat": ARROW_CATEGORY, "ph": "X", "dur": 0, "args": target.arrow_end_arguments}
+        yield flow | end | {"id": str(number), "ph": "f", "bp": "e"}
 
 
 def _counter_events(trace: TrackedTrace) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from megatronapp_analyzer.errors import HubError
 from megatronapp_analyzer.hub.export.around import SLICE_BYTES
 from megatronapp_analyzer.hub.export.chrome import chrome_trace
 from megatronapp_analyzer.hub.export.perfetto import perfetto_trace
-from megatronapp_analyzer.hub.export.tracks import TraceSource, tracks_of
+from megatronapp_analyzer.hub.export.tracks import ARROW_CATEGORY, TraceSource, tracks_of
 
 
 class TraceFormat(enum.StrEnum):
@@ -49,7 +49,8 @@ def summary(content: bytes, format_: TraceFormat) -> str:
         return f"{len(content) / 1e6:.2f} MB"
     try:
         events = json.loads(content)["traceEvents"]
-        spans, arrows = (sum(event["ph"] == phase for event in events) for phase in "Xs")
+        spans = sum(event["ph"] == "X" and event["cat"] != ARROW_CATEGORY for event in events)
+        arrows = sum(event["ph"] == "s" for event in events)
     except (ValueError, LookupError, TypeError) as error:
         raise HubError("the hub did not answer with a trace; read its log") from error
     return f"{spans} spans, {arrows} arrows"

@@ -3,16 +3,23 @@
 Numbers of fields are those of `perfetto_trace.proto`; each line that writes one has its name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatronapp_analyzer.hub.export import protobuf as pb
-from megatronapp_analyzer.hub.export.tracks import Argument, CounterTrack, Span, TrackedTrace
+from megatronapp_analyzer.hub.export.tracks import (
+    ARROW_CATEGORY,
+    ARROW_END,
+    Argument,
+    CounterTrack,
+    Span,
+    TrackedTrace,
+)
 
 _PACKET = 1  # Trace.packet
 _SEQUENCE = 1
 """Number of the only writer."""
 _STATE_CLEARED, _NEEDS_STATE = 1, 2  # TracePacket.SequenceFlags
-_SLICE_BEGIN, _SLICE_END, _COUNTER = 1, 2, 4  # TrackEvent.Type
+_SLICE_BEGIN, _SLICE_END, _INSTANT, _COUNTER = 1, 2, 3, 4  # TrackEvent.Type
 _BOOT_TIME, _REAL_TIME = 6, 1  # BuiltinClock
 _BY_RANK = 3  # TrackDescriptor.ChildTracksOrdering.EXPLICIT
 _FIRST_PROCESS, _FIRST_TRACK, _FIRST_COUNTER = 1 << 32, 2 << 32, 3 << 32
@@ -37,14 +44,14 @@ class _Interned:
 
 
 class _Events:
-    """Begin and end of spans, with the strings that they refer to."""
+    """Begin and end of spans, and ends of arrows, with the strings that they refer to."""
 
     def __init__(self, arrows: Sequence[tuple[int, int]]) -> None:
         self._names, self._categories, self._argument_names = _Interned(), _Interned(), _Interned()
         self._flows: dict[int, bytes] = {}
-        for number, (sent, received) in enumerate(arrows, start=1):
+        self._arrows = arrows
+        for number, (sent, _) in enumerate(arrows, start=1):
             self._flows[sent] = self._flows.get(sent, b"") + pb.fixed64(47, number)  # flow_ids
-            self._flows[received] = self._flows.get(received, b"") + pb.fixed64(48, number)  # terminating_flow_ids
 
     def of_track(self, spans: Sequence[tuple[int, Span]]) -> Iterator[tuple[int, bytes]]:
         """Yield times and events of the spans of a track, each end before what begins at that time or later."""
@@ -59,14 +66,25 @@ class _Events:
         while open_ends:
             yield open_ends.pop(), end
 
+    def arrow_ends(self, spans: Sequence[Span]) -> Iterator[tuple[int, bytes]]:
+        """Yield times and events in which arrows end, which are those of all tracks."""
+        for number, (_, received) in enumerate(self._arrows, start=1):
+            span = spans[received]
+            track = pb.integer(11, _FIRST_TRACK + span.track)  # track_uuid
+            event = self._event(_INSTANT, ARROW_CATEGORY, ARROW_END, span.arrow_end_arguments)
+            yield span.arrow_end_ns, event + pb.fixed64(48, number) + track  # terminating_flow_ids
+
     def _begin(self, number: int, span: Span) -> bytes:
+        event = self._event(_SLICE_BEGIN, span.category, span.name, span.arguments)
+        return event + self._flows.get(number, b"")
+
+    def _event(self, kind: int, category: str, name: str, arguments: Mapping[str, Argument]) -> bytes:
         return b"".join(
             (
-                pb.integer(9, _SLICE_BEGIN),  # type
-                pb.integer(3, self._categories.number(span.category)),  # category_iids
-                pb.integer(10, self._names.number(span.name)),  # name_iid
-                *(pb.message(4, self._annotation(name, value)) for name, value in span.arguments.items()),
-                self._flows.get(number, b""),
+                pb.integer(9, kind),  # type
+                pb.integer(3, self._categories.number(category)),  # category_iids
+                pb.integer(10, self._names.number(name)),  # name_iid
+                *(pb.message(4, self._annotation(key, value)) for key, value in arguments.items()),
             )
         )
 
@@ -93,9 +111,10 @@ def perfetto_trace(trace: TrackedTrace) -> bytes:
     for number, span in enumerate(trace.spans):
         of_track[span.track].append((number, span))
     timed = [event for spans in of_track if spans for event in events.of_track(spans)]
+    timed += events.arrow_ends(trace.spans)
     for number, counter in enumerate(trace.counters):
         timed += _samples(number, counter)
-    timed.sort(key=lambda event: event[0])  # stable: the order of each track stays
+    timed.sort(key=lambda event: event[0])  # stable: the order of each track stays, and arrows begin before they end
     state = pb.integer(41, 1) + pb.integer(13, _STATE_CLEARED | _NEEDS_STATE)  # incremental_state_cleared
     needs = pb.integer(13, _NEEDS_STATE)  # sequence_flags
     packets = [

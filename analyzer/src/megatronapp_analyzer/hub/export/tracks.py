@@ -42,6 +42,10 @@ JOB_PROCESS = 1_000_000
 _COUNTERS = frozenset(int(counter) for counter in Counter)
 _CATEGORIES: Mapping[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step", RecordKind.COPY: "copy"}
 Argument = int | float | str | bool
+ARROW_END = "received"
+"""Name of the event in which an arrow ends."""
+ARROW_CATEGORY = "arrow"
+"""Category of these events, which are no recorded spans."""
 
 
 class TrackRole(enum.StrEnum):
@@ -87,6 +91,20 @@ class Span:
     kind: int
     category: str
     arguments: Mapping[str, Argument]
+
+    @property
+    def arrow_end_ns(self) -> int:
+        """Return when an arrow to this span ends: the last nanosecond of a receive.
+
+        An event at this time ends the arrow. A receive that waits begins before its message is sent, and Perfetto
+        ignores the end of a flow that has not begun.
+        """
+        return max(self.start_ns, self.end_ns - 1)
+
+    @property
+    def arrow_end_arguments(self) -> dict[str, Argument]:
+        """Return the arguments of the event in which an arrow to this span ends."""
+        return {name: self.arguments[name] for name in ("attempt", "step") if name in self.arguments}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +266,8 @@ def _arguments(step: StoredStep, record: np.void, peer: int) -> dict[str, Argume
         arguments["early"] = True
     if flags & Flag.INJECTED:
         arguments["injected"] = True
+    if flags & Flag.SKIPPED_UPDATE and int(record["kind"]) == RecordKind.STEP:
+        arguments["skippedUpdate"] = True
     if peer >= 0:
         arguments |= {"peer": peer, "ordinal": int(record["ordinal"])}
     elif int(record["kind"]) in COLLECTIVE_KINDS:

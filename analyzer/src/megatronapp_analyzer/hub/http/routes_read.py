@@ -129,7 +129,10 @@ async def trace(
     """Trace of the steps that are held in full, with arrows from sends to receives."""
     chosen = _steps_of_a_trace(hub, (first, to), format_, verdict)
     name = f"{hub.identity.name}{'' if verdict is None else '-verdict'}{SUFFIXES[format_]}"
-    written = await asyncio.to_thread(trace_file, source_of(hub.ingest, hub.identity.name, chosen), format_)
+    try:
+        written = await asyncio.to_thread(trace_file, source_of(hub.ingest, hub.identity.name, chosen), format_)
+    except ExportError as error:
+        raise HttpError(422, "too-many-spans", str(error), "Take fewer steps with from and to.") from error
     headers = {"Cache-Control": "no-store"}
     if format_ is TraceFormat.PERFETTO:
         headers["Content-Disposition"] = f'attachment; filename="{name}"'

@@ -46,7 +46,9 @@ def summary(content: bytes, form: str) -> str:
     """Describe a trace in some words. Raises HubError for any other content: a hub is not trusted."""
     if form == "perfetto" and content[:1] == b"\n":  # the first packet of a protobuf trace
         return f"{len(content) / 1e6:.2f} MB"
-    spans, arrows = (sum(event.get("ph") == phase for event in events_of(content)) for phase in "Xs")
+    events = events_of(content)
+    spans = sum(event.get("ph") == "X" and event.get("cat") != "arrow" for event in events)  # no ends of arrows
+    arrows = sum(event.get("ph") == "s" for event in events)
     return f"{spans} spans, {arrows} arrows"
 
 
