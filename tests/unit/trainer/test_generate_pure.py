@@ -345,28 +345,33 @@ def test_packed_messages_are_unpacked_unchanged(payload: bytes) -> None:
     assert next(parts, None) is None
 
 
-PATCHED = Recipe.model_validate(
-    {
-        "version": 1,
-        "perturbations": [
-            {"kind": "calculation", "site": "mlp2", "action": {"type": "patch", "source": {"prompt": "a"}}}
-        ],
-    }
-)
+def patched(prompt: str, seed: int = 0) -> Recipe:
+    action = {"type": "patch", "source": {"prompt": prompt}}
+    return Recipe.model_validate(
+        {"seed": seed, "perturbations": [{"kind": "calculation", "site": "mlp2", "action": action}]}
+    )
 
 
-def test_tokens_of_sources_are_stored_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_sources, "MAX_CACHED_TOKENS", 2)
-    recipes = [Recipe(seed=seed, perturbations=PATCHED.perturbations) for seed in range(2)]
-    cache, calls = SourceCache(), []
+PATCHED = patched("a")
 
-    def read() -> dict[int, tuple[int, ...]]:
-        calls.append(0)
-        return {0: (1, 2)}
 
-    for recipe, read_so_far in ((0, 1), (0, 1), (1, 2), (1, 2), (0, 3)):
-        assert cache.get(recipes[recipe], read) == {0: (1, 2)}
-        assert len(calls) == read_so_far
+@pytest.mark.parametrize(("most_tokens", "most_texts"), [(4, 4), (1000, 2)])
+def test_tokens_of_sources_are_stored_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, most_tokens: int, most_texts: int
+) -> None:
+    monkeypatch.setattr(patch_sources, "MAX_CACHED_TOKENS", most_tokens)
+    monkeypatch.setattr(patch_sources, "MAX_CACHED_TEXTS", most_texts)
+    cache, encoded = SourceCache(), []
+
+    def encode(text: str) -> tuple[int, ...]:
+        encoded.append(text)
+        return (1, 2)
+
+    for seed, text in enumerate("aabbaca"):
+        assert cache.get(patched(text, seed), encode) == {0: (1, 2)}
+    assert encoded == ["a", "b", "c"]
+    cache.get(patched("b", 0), encode)
+    assert encoded[3:] == ["b"]
 
 
 def drain(line: Scheduler, most: int) -> list[str]:

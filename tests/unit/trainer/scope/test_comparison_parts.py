@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, pa
 from megatronapp_common.scope.protocol_requests import SamplingSettings
 from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.hooks.forward_observer import ComparedRow
+from megatronapp_trainer.inference.events import FinishedEvent, TokenEvent
+from megatronapp_trainer.inference.patch_sources import SourceCache
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.scheduler import Scheduler, Sequence
 from megatronapp_trainer.scope.comparison.comparison_service import BranchText
@@ -210,6 +213,98 @@ async def test_simultaneous_requests_do_not_pass_the_limit(store_type: Any, most
     for task in store._tasks:
         task.cancel()
     await asyncio.gather(*store._tasks, return_exceptions=True)
+
+
+class SourceReadingRank:
+    """Fake broker and service that read sources as an engine does; each branch chooses one token."""
+
+    def __init__(self) -> None:
+        self.encoded: list[tuple[str, int]] = []
+        """Texts that were tokenized, and the thread of each."""
+        self.prepared: dict[str, int] = {}
+        """Thread in which each recipe was prepared first."""
+        self.submitted: list[str] = []
+        self.sources = SourceCache()
+        self.failure: Exception | None = None
+        self.sink: Any = nothing
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.encoded.append((text, threading.get_ident()))
+        return (1, 2)
+
+    def prepare(self, recipe: Recipe) -> None:
+        self.prepared.setdefault(recipe.digest, threading.get_ident())
+        self.sources.get(recipe, self.encode)
+
+    def submit(self, requests: list[GenerationRequest]) -> Any:
+        """Answer a request by one token."""
+        (request,) = requests
+        if request.perturbation is not None:
+            self.submitted.append(request.perturbation.digest)
+            self.sources.get(request.perturbation, self.encode)
+        events = asyncio.Queue[Any]()
+        token = TokenEvent(request_id=request.id, index=0, token=3, logprob=0.0, candidates=(), text=None, logits=None)
+        events.put_nowait(token)
+        ended = FinishedEvent(request_id=request.id, reason="length", prompt_tokens=1, generated_tokens=1)
+        events.put_nowait(ended)
+        return SimpleNamespace(ids=[request.id], get=events.get)
+
+    def collect(self, _name: str, _number: int) -> None:
+        """Pass an empty list of rows to the sweep."""
+        if self.failure is not None:
+            raise self.failure
+        self.sink(0, [])
+
+    def store(self) -> SweepStore:
+        """Return the sweeps of this rank."""
+        service: Any = SimpleNamespace(
+            check=lambda recipe, _: recipe and self.sources.get(recipe, self.encode),
+            begin=lambda _, sink: setattr(self, "sink", sink),
+            collect=self.collect,
+            end=nothing,
+        )
+        broker: Any = SimpleNamespace(submit=self.submit)
+        return SweepStore(service, broker)
+
+    def model(self) -> Any:
+        """Return a model whose engine prepares recipes."""
+        return SimpleNamespace(
+            check_tokens=nothing,
+            perturbations=ServedPerturbations(prepare=self.prepare),
+            ids_of=lambda _: (1,),
+            vocab_size=9,
+            tokenizer=None,
+        )
+
+
+async def swept(rank: SourceReadingRank, body: SweepRequest) -> sweeps.SweepRecord:
+    """Run a sweep to its end."""
+    store = rank.store()
+    record = store._get(await store.start(body, rank.model()))
+    await asyncio.gather(*store._tasks)
+    return record
+
+
+@pytest.mark.asyncio
+async def test_a_text_is_tokenized_once_in_a_sweep_and_not_in_the_event_loop() -> None:
+    rank = SourceReadingRank()
+    patch = NOISE | {"action": {"type": "patch", "source": {"prompt": "b"}}}
+    axes = {"layers": [0, 1, 2], "positions": [0, 1, 2]}
+    record = await swept(rank, sweep(template=patch, axes=axes, metric="firstDivergence"))
+    assert (record.state, record.error, len(record.values)) == ("done", None, 9)
+    assert [text for text, _ in rank.encoded] == ["b"]
+    assert set(rank.submitted) == set(rank.prepared)
+    loop_thread = threading.get_ident()
+    assert loop_thread not in {thread for _, thread in rank.encoded} | set(rank.prepared.values())
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_that_fails_reports_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    rank = SourceReadingRank()
+    rank.failure = ZeroDivisionError("of the test")
+    record = await swept(rank, sweep())
+    assert (record.state, record.error and record.error["code"]) == ("failed", "sweep-failed")
+    assert "ZeroDivisionError" in caplog.text
 
 
 def nothing(*_arguments: object) -> None:

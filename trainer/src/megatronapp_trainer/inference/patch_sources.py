@@ -1,9 +1,10 @@
 """Sources of patches in the engine: texts that are read before the first step of a recipe that takes values of them."""
 
-import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+
+import cachetools
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
 from megatronapp_trainer.perturbation.patches import patched_positions
@@ -11,8 +12,9 @@ from megatronapp_trainer.perturbation.patches import patched_positions
 PREFIX = "patch:"
 Encode = Callable[[str], Sequence[int]]
 """Function that returns the tokens of a prompt."""
-MAX_CACHED_TOKENS = 1 << 20
-"""Tokens of sources that a `SourceCache` stores, besides those of the newest recipe."""
+MAX_CACHED_TOKENS = 1 << 21
+"""Limit of a `SourceCache`: all sources of the largest recipe, where each character is a token."""
+MAX_CACHED_TEXTS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,30 +47,28 @@ def source_tokens(recipe: Recipe, encode: Encode | None) -> dict[int, tuple[int,
 
 
 class SourceCache:
-    """Tokens of the sources of the recipes that were used last: each text is tokenized once. From any thread."""
+    """Tokens of the texts of sources that were used last: each is tokenized once for all recipes. From any thread."""
 
     def __init__(self) -> None:
-        self._tokens: collections.OrderedDict[str, dict[int, tuple[int, ...]]] = collections.OrderedDict()
+        least = MAX_CACHED_TOKENS // MAX_CACHED_TEXTS
+        self._tokens: cachetools.LRUCache[str, tuple[int, ...]] = cachetools.LRUCache(
+            MAX_CACHED_TOKENS, getsizeof=lambda tokens: max(least, len(tokens))
+        )
         self._lock = threading.Lock()
 
-    def get(self, recipe: Recipe, read: Callable[[], dict[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
-        """Return the tokens of a recipe's sources, from `read` if they are not stored. Its errors are not stored."""
-        if all(perturbation.action.source is None for perturbation in recipe.perturbations):
-            return {}
+    def get(self, recipe: Recipe, encode: Encode | None) -> dict[int, tuple[int, ...]]:
+        """Return the tokens of a recipe's sources, by index of the perturbation. Raises RecipeError."""
+        return source_tokens(recipe, None if encode is None else lambda text: self._encoded(text, encode))
+
+    def _encoded(self, text: str, encode: Encode) -> tuple[int, ...]:
         with self._lock:
-            found = self._tokens.get(recipe.digest)
+            found = self._tokens.get(text)
         if found is None:
-            found = read()  # without the lock, as it may take seconds
-        with self._lock:
-            self._tokens[recipe.digest] = found
-            self._tokens.move_to_end(recipe.digest)
-            while len(self._tokens) > 1 and sum(map(_count, self._tokens.values())) > MAX_CACHED_TOKENS:
-                self._tokens.popitem(last=False)
+            found = tuple(encode(text))  # without the lock, as it may take seconds
+            if len(found) <= MAX_CACHED_TOKENS:
+                with self._lock:
+                    self._tokens[text] = found
         return found
-
-
-def _count(sources: Mapping[int, Sequence[int]]) -> int:
-    return sum(map(len, sources.values()))
 
 
 def check_source(place: int, tokens: Sequence[int], *, capacity: int, vocabulary: int) -> None:

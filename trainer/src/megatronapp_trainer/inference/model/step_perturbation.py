@@ -15,7 +15,6 @@ from megatronapp_trainer.inference.patch_sources import (
     check_source,
     lengths_of,
     source_of_name,
-    source_tokens,
 )
 from megatronapp_trainer.inference.perturbed_steps import AddRecipe, DropRecipe, PerturbedGraphs, PerturbedStep
 from megatronapp_trainer.inference.step_plan import StepPlan
@@ -82,12 +81,9 @@ class StepPerturbation:
     def sources(self, recipe: Recipe) -> dict[int, tuple[int, ...]]:
         """Return the tokens of the sources of patches, by index of the perturbation; on rank 0, from any thread.
 
-        Texts are tokenized by the first call for a recipe. Raises RecipeError for one that cannot be read.
+        A text is tokenized by the first call for a recipe with it. Raises RecipeError for one that cannot be read.
         """
-        return self._sources.get(recipe, lambda: self._read_sources(recipe))
-
-    def _read_sources(self, recipe: Recipe) -> dict[int, tuple[int, ...]]:
-        found = source_tokens(recipe, self.encode)
+        found = self._sources.get(recipe, self.encode)
         for place, tokens in found.items():
             check_source(place, tokens, capacity=self._capacity_tokens, vocabulary=self._shard.vocabulary)
         return found

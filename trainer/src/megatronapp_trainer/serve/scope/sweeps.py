@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from megatronapp_trainer.serve.scope.schemas import ListedSweep
 from megatronapp_trainer.serve.scope.sweep_cells import SweepCells, cell_value
 from megatronapp_trainer.serve.served_model import ServedModel, new_seed
 
+log = logging.getLogger(__name__)
 MAX_OPEN = 2
 RETRY_S = 0.5
 """Seconds between attempts to submit a cell while the queue is full."""
@@ -188,6 +190,10 @@ class SweepStore:
         except TimeoutError:
             problem = HttpError(503, "engine-lost", "the ranks sent no rows", hint="See the server's log.")
             record.error = error_document(problem)
+        except Exception:  # clients would take a failure without an error for a result
+            log.exception("sweep %s failed", record.name)
+            problem = HttpError(500, "sweep-failed", "a cell could not be computed", hint="See the server's log.")
+            record.error = error_document(problem)
         finally:
             self._service.end(record.name)
             record.ticket = None
@@ -230,7 +236,11 @@ class SweepStore:
 
 
 def _recipe_of(record: SweepRecord, number: int) -> Recipe:
-    """Return the recipe of a cell, and store its digest: of a large one it takes long."""
+    """Return the recipe of a cell, prepared for its submission, and store its digest; in a thread, as it takes long.
+
+    Raises RecipeError, RequestError.
+    """
     recipe = record.cells.recipe(number)
+    record.model.perturbations.prepared(recipe)
     record.digests[number] = recipe.digest
     return recipe
