@@ -23,6 +23,8 @@ class Rank0:
 
     def __init__(self) -> None:
         self.state: str | None = "done"
+        self.failure: HttpError | None = None
+        """Answer to all requests for a comparison."""
         self.started = 0
         self.cancelled: list[str] = []
 
@@ -40,6 +42,8 @@ class Rank0:
         self.cancelled.append(name)
 
     async def branches(self, kind: str, name: str) -> Frame:
+        if self.failure is not None:
+            raise self.failure
         if self.state is None:
             raise HttpError(404, "no-such-comparison", f"there is no {name} of {kind}", "")
         header = {"state": self.state, "comparison": name, "startedAt": name, "rows": []}
@@ -84,9 +88,7 @@ async def test_a_hub_that_was_restarted_knows_those_of_rank_0(monkeypatch: pytes
     await restarted.cancel(late, "jane")
     assert rank.cancelled == [late]
     rank.state = "cancelled"
-    async with asyncio.timeout(20):
-        while (await restarted.get(late)).header["state"] == "running":
-            await asyncio.sleep(0)
+    await until_state(restarted, late, "cancelled")
     assert names_of(await restarted.newest_first())[0] == late
     await restarted.close()
 
@@ -96,11 +98,44 @@ async def test_a_comparison_that_rank_0_has_lost_has_failed(monkeypatch: pytest.
     rank.state = "running"
     name = await store.start({"prompt": "a"}, "jane")
     rank.state = None
-    async with asyncio.timeout(20):
-        while (await store.get(name)).header["state"] == "running":
-            await asyncio.sleep(0)
+    await until_state(store, name, "failed")
     assert (await store.get(name)).header["error"]["code"] == "engine-lost"
     await store.close()
+
+
+async def test_a_rank_0_that_does_not_answer_is_no_missing_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, store = opened(monkeypatch)
+    rank.failure = HttpError(503, "model-failed", "rank 0 does not answer", "")
+    with pytest.raises(HttpError, match="rank 0 does not answer"):
+        await store.get("0" * 12)
+    rank.failure, rank.state = None, None
+    with pytest.raises(HttpError, match="there is no comparison"):
+        await store.get("0" * 12)
+
+
+async def test_a_comparison_that_rank_0_computes_all_the_same_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, store = opened(monkeypatch)
+    monkeypatch.setattr(branch_store, "LOST_S", 0.0)
+    monkeypatch.setattr(branch_store, "REFRESH_S", 0.0)
+    rank.state = "running"
+    name = await store.start({"prompt": "a"}, "jane")
+    rank.failure = HttpError(503, "model-failed", "rank 0 does not answer", "")
+    await until_state(store, name, "failed")
+    assert (await store.get(name)).header["error"]["code"] == "engine-lost"
+    await store.cancel(name, "jane")
+    assert rank.cancelled == [name]
+    rank.failure = None
+    assert [frame.header["state"] for frame in await store.newest_first()] == ["running"]
+    rank.state = "cancelled"
+    await until_state(store, name, "cancelled")
+    await store.close()
+
+
+async def until_state(store: BranchStore, name: str, state: str) -> None:
+    """Wait until the hub knows that a comparison has this state."""
+    async with asyncio.timeout(20):
+        while (await store.get(name)).header["state"] != state:
+            await asyncio.sleep(0)
 
 
 async def test_rank_0_has_more_time_to_check_recipes_than_for_other_answers() -> None:

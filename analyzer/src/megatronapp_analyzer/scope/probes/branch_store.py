@@ -38,6 +38,8 @@ class BranchStore:
         self._refreshing = asyncio.Lock()
         self._refreshed: float | None = None
         """Time of the last list of rank 0."""
+        self._unanswered: set[str] = set()
+        """Names that have failed here because rank 0 did not answer, and that it may compute all the same."""
 
     async def start(self, body: Mapping[str, Any], who: str) -> str:
         """Start one on rank 0; return its name. Raises HttpError."""
@@ -55,15 +57,18 @@ class BranchStore:
 
     async def cancel(self, name: str, who: str) -> None:
         """Cancel one on rank 0; one that has ended is unchanged. Raises HttpError."""
-        if (await self.get(name)).header["state"] in OPEN:
+        if (await self.get(name)).header["state"] in OPEN or name in self._unanswered:
             await self._probe_client.serving.cancel_branches(self._kind, name)
             self._probe_client.actions.note(who, f"cancelled {self._singular} {name}")
 
     async def get(self, name: str) -> Frame:
-        """Return the newest frame of one. Raises HttpError 404."""
+        """Return the newest frame of one. Raises HttpError: 404, or why rank 0 does not answer."""
         if name not in self._frames and self._probe_client.client is not None and _NAME.fullmatch(name) is not None:
-            with contextlib.suppress(HttpError):
+            try:
                 await self._adopt(name)
+            except HttpError as error:
+                if error.status != 404:
+                    raise
         if name not in self._frames:
             hint = f"Take one that GET /api/v1/scope/{self._kind} lists."
             raise HttpError(404, f"no-such-{self._singular}", f"there is no {self._singular} {name[:64]!r}", hint)
@@ -92,19 +97,21 @@ class BranchStore:
             listed = await self._probe_client.serving.list_branches(self._kind)
             names = [name for name in listed[:MAX_STORED] if _NAME.fullmatch(name) is not None]
             for name in reversed(names):  # those that have ended are removed in the order in which they are stored
-                if name not in self._frames:
+                if name not in self._frames or name in self._unanswered:
                     await self._adopt(name)
 
     async def _adopt(self, name: str) -> None:
         """Store one of rank 0, and follow it until it ends. Raises HttpError."""
         frame = await self._probe_client.serving.branches(self._kind, name)
-        if name in self._frames:
+        if name in self._frames and name not in self._unanswered:
             return
         self._frames[name] = frame
+        self._unanswered.discard(name)
         oldest_first = sorted(self._frames, key=lambda known: _started_at(self._frames[known]))
         ended = [known for known in oldest_first if self._frames[known].header["state"] not in OPEN]
         for known in ended[: max(0, len(self._frames) - MAX_STORED)]:
             del self._frames[known]
+        self._unanswered &= self._frames.keys()
         self._tasks = {known: task for known, task in self._tasks.items() if not task.done()}
         if name in self._frames and frame.header["state"] in OPEN:
             self._tasks[name] = asyncio.create_task(self._follow(name))
@@ -120,8 +127,11 @@ class BranchStore:
                 answered = loop.time()
             except HttpError as error:
                 problem = error
-            if problem is not None and (problem.status == 404 or loop.time() - answered > LOST_S):
+            if problem is not None and problem.status == 404:
                 self._fail(name, problem)
+            elif problem is not None and loop.time() - answered > LOST_S:
+                self._fail(name, problem)
+                self._unanswered.add(name)
 
     def _fail(self, name: str, problem: HttpError) -> None:
         """Store that rank 0 does not know it any more, with what it had reported."""
