@@ -114,6 +114,16 @@ describe("the control bar of a training", () => {
     expect(client.controlTraining).toHaveBeenCalledTimes(1);
   });
 
+  it("sends no order of a dialog that is open when the training ends", async () => {
+    const { bar, client } = barOf({});
+    await button(bar, "Stop…").trigger("click");
+    await bar.setProps({ training: { ...TRAINING, state: "ended" } });
+    expect(HTMLDialogElement.prototype.close).toHaveBeenCalledOnce();
+    await bar.find("dialog .primary").trigger("click");
+    await flushPromises();
+    expect(client.controlTraining).not.toHaveBeenCalled();
+  });
+
   it("orders captures of the next step, of every n-th step, and their end", async () => {
     const { bar, client } = barOf({ captureEvery: 20 });
     await loaded();
