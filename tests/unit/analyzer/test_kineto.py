@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from megatronapp_analyzer.offline.stored import ingest_of
 from megatronapp_common.cli import main
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, Flag, RecordKind
 
-REAL = Path(__file__).parents[2] / "fixtures" / "traces" / "torch-cpu.json.gz"
-"""Trace of torch on a CPU: three steps of two microbatches with a gloo group of one rank and Adam."""
 MS = 1_000_000
 
 
@@ -38,8 +37,36 @@ def of_step(job: RecordedJob, rank: int, step: int) -> list[tuple[RecordKind, in
     ]
 
 
-def test_a_real_trace_has_the_passes_that_were_run() -> None:
-    job = read_traces([REAL])
+def profiled(path: str) -> None:
+    """Write the trace of three steps of two microbatches with a gloo group of one rank and Adam."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=3)) as profiler:
+        for _ in range(5):
+            for _ in range(2):
+                model(torch.randn(2, 8)).square().mean().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    profiler.export_chrome_trace(path)
+    dist.destroy_process_group()
+
+
+@pytest.mark.torch
+def test_a_real_trace_has_the_passes_that_were_run(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    path = tmp_path / "torch-cpu.json.gz"
+    run_ranks(1, profiled, str(path))
+    job = read_traces([path])
     passes = [(RecordKind.FORWARD, 0), (RecordKind.BACKWARD, 0), (RecordKind.FORWARD, 1), (RecordKind.BACKWARD, 1)]
     for step in (2, 3, 4):
         found = [(kind, batch) for kind, batch, _ in of_step(job, 0, step)]
