@@ -15,7 +15,12 @@ import torch
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.model.token_statistics import PendingStatistics, StatisticsLauncher, power
+from megatronapp_trainer.inference.model.token_statistics import (
+    PaddedLogits,
+    PendingStatistics,
+    StatisticsLauncher,
+    power,
+)
 from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams
 
 _MASK = 0xFFFFFFFF
@@ -136,8 +141,7 @@ class OutputLauncher:
         self._rows = min(rows, _MOST_GRAPHED)
         self._graphs = GraphCache(enabled=graphs)
         self._measurer = StatisticsLauncher(rows=rows, graphs=graphs)
-        self._logits: torch.Tensor | None = None
-        """Logits that the graphs read."""
+        self._logits = PaddedLogits(self._rows)
         self._table: torch.Tensor | None = None
         """Sampling parameters that the graphs read."""
 
@@ -171,7 +175,7 @@ class OutputLauncher:
             return token_R, _columns(logits_RV, token_R, most)
         samplings = [output.sampling for output in outputs]
         is_drawn, filters = _is_drawn(samplings), _has_filters(samplings, logits_RV.size(1))
-        count, read_PV = len(outputs), self._copied(logits_RV)
+        count, read_PV = len(outputs), self._logits.copied(logits_RV)
         table_P5 = self._copied_table(samplings, read_PV) if is_drawn else None
 
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,14 +184,6 @@ class OutputLauncher:
 
         token_P, columns = self._graphs.run(None, (read_PV.size(0), is_drawn, filters, most), compute)
         return token_P[:count], columns[:count]
-
-    def _copied(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Copy to fp32, as the first rows of a power of two of them: so that few graphs are needed."""
-        count, vocabulary = logits_RV.shape
-        if self._logits is None:
-            self._logits = torch.zeros((power(self._rows), vocabulary), device=logits_RV.device)
-        self._logits[:count].copy_(logits_RV)
-        return self._logits[: power(count)]
 
     def _copied_table(self, samplings: list[SamplingParams | None], read_PV: torch.Tensor) -> torch.Tensor:
         if self._table is None:

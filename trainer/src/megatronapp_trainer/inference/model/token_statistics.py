@@ -60,14 +60,29 @@ class PendingStatistics(Protocol):
         """Return the statistics; waits for the device until they are ready. From any thread."""
 
 
+class PaddedLogits:
+    """Copy of logits in fp32 at a fixed address, which CUDA graphs read."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._logits: torch.Tensor | None = None
+
+    def copied(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Copy at most `rows` rows; return the first rows, a power of two of them, so that few graphs are needed."""
+        count, vocabulary = logits_RV.shape
+        if self._logits is None:
+            self._logits = torch.zeros((power(self._rows), vocabulary), device=logits_RV.device)
+        self._logits[:count].copy_(logits_RV)
+        return self._logits[: power(count)]
+
+
 class StatisticsLauncher:
     """Launcher of statistics, of `rows` rows at a time, on one device, as CUDA graphs if `graphs`."""
 
     def __init__(self, *, rows: int, graphs: bool = False) -> None:
         self._graphs = GraphCache(enabled=graphs)
         self._rows = rows
-        self._logits: torch.Tensor | None = None
-        """Logits that the graphs read."""
+        self._logits = PaddedLogits(rows)
         self._stream: torch.cuda.Stream | None = None
         self._inverse_T: torch.Tensor | None = None
         """1 / `TEMPERATURES` on the device, for the kernel that reads them."""
@@ -101,20 +116,12 @@ class StatisticsLauncher:
                 self._inverse_T = torch.tensor([1 / each for each in TEMPERATURES], device=logits_RV.device)
         torch.cuda.current_stream().wait_stream(self._stream)  # this stream may still read the copy of the last step
         count = logits_RV.size(0)
-        copy_RV = self._copy(logits_RV)
+        copy_RV = self._logits.copied(logits_RV)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             key = copy_RV.size(0), most
             columns = self._graphs.run(None, key, lambda: _columns(copy_RV, most, self._inverse_T))[:count]
             return _StatisticsTable(HostCopy(columns, is_cuda=True), most)
-
-    def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Copy to fp32, as the first rows of a power of two of them: so that few graphs are needed."""
-        count, vocabulary = logits_RV.shape
-        if self._logits is None:
-            self._logits = torch.zeros((power(self._rows), vocabulary), device=logits_RV.device)
-        self._logits[:count].copy_(logits_RV)
-        return self._logits[: power(count)]
 
 
 def power(count: int) -> int:
