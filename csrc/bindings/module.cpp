@@ -14,6 +14,7 @@
 #include "megatronapp/ring_reader.hpp"
 #include "megatronapp/ring_writer.hpp"
 #include "megatronapp/run_queue.hpp"
+#include "megatronapp/stop_meter.hpp"
 #include "step_replay.hpp"
 #include "transport.hpp"
 
@@ -156,6 +157,20 @@ void bind_reader(py::module_& module) {
         .def("close", &SharedReader::close);
 }
 
+void bind_stop_meter(py::module_& module) {
+    py::class_<StopMeter>(module, "StopMeter", "Measures when this process did not run.")
+        .def(py::init<std::uint64_t>(), py::arg("period_ns") = StopMeter::kPeriodNs)
+        .def("take",
+             [](StopMeter& self) {
+                 py::list stops;
+                 for (const Stop& stop : self.take()) {
+                     stops.append(py::make_tuple(stop.start_ns, stop.end_ns));
+                 }
+                 return stops;
+             })
+        .def("close", &StopMeter::close, py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 }  // namespace megatronapp
 
@@ -166,6 +181,7 @@ PYBIND11_MODULE(_native, module) {
     megatronapp::bind_reader(module);
     megatronapp::bind_transport(module);
     megatronapp::bind_step_replay(module);
+    megatronapp::bind_stop_meter(module);
     module.def("monotonic_ns", &megatronapp::monotonic_ns, "CLOCK_MONOTONIC in nanoseconds.");
     module.def("run_queue_ns", &megatronapp::run_queue_ns,
                "Nanoseconds that the calling thread waited for a processor since it began; 0 where unknown.");

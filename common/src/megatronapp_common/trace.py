@@ -26,7 +26,7 @@ RECORD = np.dtype(
         (
             "ordinal",
             "<u4",
-        ),  # n-th message of this communicator, direction and step; matches sender and receiver
+        ),  # n-th message of this communicator, direction and step, which matches both ends; see also TIMED_KINDS
         ("aux", "<u4"),  # see the AUX_* flags
         ("comm", "<u2"),  # slot in the ring's communicator table, or NO_COMM
         ("microbatch", "<u2"),  # index within the step and rank, or NO_MICROBATCH
@@ -88,6 +88,10 @@ class RecordKind(enum.IntEnum):
     PERTURB = 27
     """Begin of a perturbed step. Noise makes passes longer, on some ranks more than on others, so that a step with this
     span is no measure of anything.
+    """
+    STOPPED = 28
+    """Time in which the process of the rank neither ran nor waited for a processor: it was stopped by a signal or a
+    debugger, or with its control group or machine. It lies anywhere in the step, also across other spans.
     """
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
@@ -154,15 +158,32 @@ class Counter(enum.IntEnum):
     """Share of time in which some task of the node waited for a processor (PSI), 0 to 1."""
     RANK_RUN_QUEUE = 2
     """Seconds per second that a rank's threads waited for a processor; ordinal is the local rank."""
+    CPU_STEAL = 3
+    """Share of the node's processor time that the host of its virtual machine gave to others, 0 to 1."""
+    CPU_THROTTLED = 4
+    """Seconds per second in which the limit of the worker's control group stopped its threads."""
     GPU_SM_CLOCK_MHZ = 16
     GPU_TEMPERATURE_C = 17
     GPU_POWER_W = 18
     GPU_THROTTLE_REASONS = 19
     GPU_UTILISATION = 20
     GPU_MEMORY_USED_MIB = 21
+    GPU_MEMORY_CLOCK_MHZ = 22
+    GPU_POWER_LIMIT_W = 23
+    GPU_ECC_CORRECTED = 24
+    """Memory errors that ECC has corrected since the driver was loaded."""
+    GPU_ECC_UNCORRECTED = 25
+    """Memory errors that ECC could not correct, since the driver was loaded."""
+    GPU_PCIE_REPLAYS = 26
+    """Transfers over PCIe that were repeated, since the device was reset."""
 
 
 PASS_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.WEIGHT})
+TIMED_KINDS = PASS_KINDS | {RecordKind.STEP}
+"""Kinds whose `ordinal`, where `aux` is a run-queue delay, is the time in which the recording thread was blocked or
+stopped, in 8 ns: wall time less processor time less run-queue delay. A collective inside the pass and a page fault
+block it. Rings of older releases have small running numbers there.
+"""
 COMPUTE_KINDS = PASS_KINDS | {RecordKind.OPTIMIZER}
 P2P_KINDS = frozenset({RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, RecordKind.RECV_WAIT})
 COLLECTIVE_KINDS = frozenset(

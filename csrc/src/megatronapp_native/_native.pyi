@@ -287,6 +287,18 @@ class StepReplay:
         1 takes the recorded duration, 0 the ideal one. ValueError if sizes do not fit.
         """
 
+class StopMeter:
+    """Measures when this process did not run without waiting for a processor: stopped by a signal or a debugger, in a
+    frozen control group, or in a virtual machine that its host does not run.
+    """
+
+    def __init__(self, period_ns: int = 5_000_000) -> None:
+        """Start the thread that measures. Stops shorter than the period are seen in proportion to it."""
+    def take(self) -> list[tuple[int, int]]:
+        """Return begin and end of the stops since the last call, in ns of the monotonic clock; at most 4,096."""
+    def close(self) -> None:
+        """End the thread, after a period at most."""
+
 def monotonic_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""
 

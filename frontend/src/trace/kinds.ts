@@ -29,6 +29,7 @@ export const Kind = {
   PAUSE: 25,
   CAPTURE: 26,
   PERTURB: 27,
+  STOPPED: 28,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -122,6 +123,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.CHECKPOINT]: { label: "Checkpoint", short: "Checkpoint", group: "other" },
   [Kind.PAUSE]: { label: "Paused by an order", short: "Paused", group: "other" },
   [Kind.CAPTURE]: { label: "Statistics of layers", short: "Capture", group: "other" },
+  [Kind.STOPPED]: { label: "Process stopped", short: "Stopped", group: "other" },
   [Kind.PERTURB]: { label: "Perturbed step", short: "Perturbed", group: "other" },
   [Kind.TP_REDUCE]: { label: "Tensor reduction", short: "TP reduce", group: "collective" },
   [Kind.TP_GATHER]: { label: "Tensor gather", short: "TP gather", group: "collective" },

@@ -80,7 +80,7 @@ export function trackOf(kind: number): Track {
   if (kind === Kind.STEP) return "frame";
   if (kind === Kind.LAYER_FORWARD || kind === Kind.LAYER_BACKWARD) return "layer";
   if (kind === Kind.COPY) return "copy";
-  return kind === Kind.FAULT ? "fault" : "main";
+  return kind === Kind.FAULT || kind === Kind.STOPPED ? "fault" : "main";
 }
 
 const drawable = (kind: number): boolean => kind !== Kind.METRIC && kind !== Kind.COUNTER;

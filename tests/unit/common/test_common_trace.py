@@ -80,6 +80,7 @@ KINDS = {
     "GC": 22,
     "WEIGHT": 23,
     "COPY": 24,
+    "STOPPED": 28,
     "METRIC": 32,
     "COUNTER": 33,
 }

@@ -48,10 +48,21 @@ def driver(count: int = 2, broken: tuple[str, ...] = ()) -> types.SimpleNamespac
         "nvmlDeviceGetPowerUsage": 350_500,
         "nvmlDeviceGetCurrentClocksThrottleReasons": 0x28,
         "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=97),
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+        "nvmlDeviceGetTotalEccErrors": lambda _handle, kind, counter: 10 * kind + counter,
+        "nvmlDeviceGetPcieReplayCounter": 3,
         "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(used=5 * 2**30),
     }
     calls = {name: answer(name, value) for name, value in functions.items()}
-    return types.SimpleNamespace(NVMLError=NvmlError, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, **calls)
+    constants = {
+        "NVML_CLOCK_SM": 1,
+        "NVML_CLOCK_MEM": 2,
+        "NVML_TEMPERATURE_GPU": 0,
+        "NVML_MEMORY_ERROR_TYPE_CORRECTED": 0,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+        "NVML_VOLATILE_ECC": 4,
+    }
+    return types.SimpleNamespace(NVMLError=NvmlError, **constants, **calls)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,9 @@ def test_devices_are_read_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (Counter.GPU_POWER_W, 1, 350.5) in samples
     assert (Counter.GPU_THROTTLE_REASONS, 0, 40.0) in samples
     assert (Counter.GPU_MEMORY_USED_MIB, 0, 5120.0) in samples
+    assert (Counter.GPU_ECC_CORRECTED, 0, 4.0) in samples
+    assert (Counter.GPU_ECC_UNCORRECTED, 1, 14.0) in samples
+    assert {counter for counter, _, _ in samples} == set(gpu_counters.READERS)
 
 
 def test_counters_that_a_device_does_not_report_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +138,26 @@ def test_pressure_of_any_text_is_a_number_or_an_error(text: str) -> None:
         assert isinstance(counters.pressure_total_us(text), int)
     except ValueError:
         return
+
+
+def test_steal_is_a_fraction_of_the_time_of_all_processors(tmp_path: pathlib.Path) -> None:
+    steal = counters.StealReader(tmp_path)
+    assert steal.read() is None
+    (tmp_path / "stat").write_text("cpu  100 0 100 700 0 0 0 100 50 0\ncpu0 1 2 3\n")
+    assert steal.read() is None
+    (tmp_path / "stat").write_text("cpu  150 0 150 750 0 0 0 150 90 0\ncpu0 1 2 3\n")
+    assert steal.read() == pytest.approx(0.25)
+
+
+def test_throttling_is_the_time_in_which_a_limit_stopped_the_group(tmp_path: pathlib.Path) -> None:
+    throttle = counters.ThrottleReader(tmp_path)
+    file = tmp_path / "cpu.stat"
+    file.write_text("usage_usec 5\n")
+    assert throttle.read(SECOND) is None
+    file.write_text("usage_usec 5\nnr_throttled 2\nthrottled_usec 1000000\n")
+    assert throttle.read(2 * SECOND) is None
+    file.write_text("usage_usec 5\nnr_throttled 9\nthrottled_usec 1500000\n")
+    assert throttle.read(4 * SECOND) == pytest.approx(0.25)
 
 
 def thread(proc: pathlib.Path, name: str, wait_ns: int) -> None:

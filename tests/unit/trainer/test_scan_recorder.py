@@ -20,6 +20,7 @@ class FakeRingClock:
         self.now_ns = 1_000_000_000
         self.waited_ns = 0
         self.ticks_ns = 0
+        self.processor_ns = 0
 
     def read_ns(self) -> int:
         """Return the time; it advances by itself where the test sets `ticks_ns`."""
@@ -85,6 +86,7 @@ def host_recorder(path: pathlib.Path, clock: FakeRingClock, kinds: list[tuple[Re
         monotonic_ns=clock.read_ns,
         run_queue_ns=lambda: clock.waited_ns,
         on_length=lambda fields, own_ns: kinds.append((fields.kind, own_ns)),
+        processor_ns=lambda: clock.processor_ns,
     )
 
 
@@ -96,11 +98,13 @@ def test_a_compute_span_carries_its_key_and_its_run_queue_delay(ring_path: pathl
     mark = recorder.enter(fields)
     clock.now_ns += 8_000
     clock.waited_ns += 1_600
+    clock.processor_ns += 4_000
     recorder.leave(fields, mark)
     (record,) = records(ring_path)
     assert (record["step"], record["kind"], record["microbatch"], record["chunk"]) == (7, RecordKind.FORWARD, 3, 1)
     assert (record["start_ns"], record["duration"] * 8, record["aux"] * 8) == (1_000_000_000, 8_000, 1_600)
     assert record["flags"] == Flag.AUX_RUN_QUEUE
+    assert record["ordinal"] * 8 == 2_400  # neither running nor waiting for a processor
     assert kinds == [(RecordKind.FORWARD, 6_400)]
 
 

@@ -264,6 +264,9 @@ def test_a_fault_stretches_the_spans_of_its_rank_and_steps_only(pipeline: list[d
         for span, fault in zip(injected, added, strict=True):
             # The fault adds three times the span's own time; a preemption between the two clocks may blur that.
             assert int(span["duration"]) >= 1.25 * int(fault["duration"])
+            # It slept, or waited for a processor when the sleep was about to begin.
+            idle = int(span["ordinal"]) + int(span["aux"])
+            assert int(span["duration"]) >= idle >= 0.9 * int(fault["duration"])
 
 
 def test_only_compute_and_data_know_their_microbatch(pipeline: list[dict[str, Any]]) -> None:

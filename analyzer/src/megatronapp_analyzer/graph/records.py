@@ -12,8 +12,17 @@ NESTED_KINDS = frozenset(
     {RecordKind.TP_REDUCE, RecordKind.TP_GATHER, RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD, RecordKind.GC}
 )
 """Spans that lie inside a compute span."""
-NOT_WORK_KINDS = frozenset({RecordKind.STEP, RecordKind.COPY, RecordKind.FAULT, RecordKind.METRIC, RecordKind.COUNTER})
-"""Frames around work, what other threads do, notes for users, samples.
+NOT_WORK_KINDS = frozenset(
+    {
+        RecordKind.STEP,
+        RecordKind.COPY,
+        RecordKind.FAULT,
+        RecordKind.STOPPED,
+        RecordKind.METRIC,
+        RecordKind.COUNTER,
+    }
+)
+"""Frames around work, what other threads do, times without any work, notes for users, samples.
 
 FAULT is ground truth for demonstrations: analysis must never use it.
 """

@@ -71,6 +71,7 @@ def assemble(context: RunContext) -> ScanObserver:
         stall=stall,
         host_stall=host_stall,
         layout=layout,
+        stops=native.StopMeter(),
     )
 
 

@@ -1,10 +1,11 @@
 """Observer of a rank's loop: writes spans to the ring, applies faults of the manifest and the control document."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from megatronapp_common.shared_documents import DocumentReader
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, PASS_KINDS, Flag, Metric, PassFlag, RecordKind
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, PASS_KINDS, TIMED_KINDS, Flag, Metric, PassFlag, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.layout import Layout
@@ -37,8 +38,10 @@ class SpanWriter:
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int, flags: int = 0) -> None:
         """Begin a span of this kind."""
-        ordinal = self._ordinals[kind]
-        self._ordinals[kind] = ordinal + 1
+        ordinal = 0
+        if kind not in TIMED_KINDS:  # the recorder writes another number there
+            ordinal = self._ordinals[kind]
+            self._ordinals[kind] = ordinal + 1
         fields = RecordKey(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal, flags)
         enter = self.recorder.host_enter if kind in HOST_KINDS else self.recorder.enter
         self._open[kind] = fields, enter(fields)
@@ -58,6 +61,16 @@ class SpanWriter:
             self.recorder.leave(fields, mark)
 
 
+class StopMeter(Protocol):
+    """Methods used of `megatronapp_native.StopMeter`."""
+
+    def take(self) -> Sequence[tuple[int, int]]:
+        """Return begin and end, in ns, of the times since the last call in which this process was stopped."""
+
+    def close(self) -> None:
+        """End the measurement of stops."""
+
+
 class ScanObserver:
     """The `StepObserver` of the tracer."""
 
@@ -71,6 +84,7 @@ class ScanObserver:
         stall: Callable[[int], None],
         host_stall: Callable[[int], None],
         layout: Layout,
+        stops: StopMeter,
     ) -> None:
         self._recorder = recorder
         self._layout = layout
@@ -82,6 +96,7 @@ class ScanObserver:
         self._control = control
         self._stall = stall
         self._host_stall = host_stall
+        self._stops = stops
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""
@@ -102,6 +117,7 @@ class ScanObserver:
             for metric, value in _samples(metrics):
                 self._recorder.metric(metric, value)
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics is not None and metrics.skipped else 0)
+        self._record_stops()
         self._recorder.ring.clock_pair()
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
@@ -128,9 +144,16 @@ class ScanObserver:
 
     def close(self) -> None:
         """Write pending spans and mark the ring as closed."""
+        self._record_stops()
+        self._stops.close()
         self._recorder.finish()
         self._recorder.ring.close(False)
         self._control.close()
+
+    def _record_stops(self) -> None:
+        """Record the times in which this process was stopped, under the step in which they became known."""
+        for start_ns, end_ns in self._stops.take():
+            self._recorder.interval(RecordKey(RecordKind.STOPPED), start_ns, end_ns - start_ns)
 
     def _stretch(self, kind: RecordKind) -> int:
         own_ns = self._recorder.own_ns(self._spans.mark_of(kind)) or self._plan.usual_ns(kind)

@@ -1,6 +1,7 @@
 """Conversion of time marks to records: the host recorder for the CPU, and what both recorders share."""
 
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from megatronapp_common.trace import (
     MAX_DURATION_UNITS,
     NO_COMM,
     NO_MICROBATCH,
+    TIMED_KINDS,
     Flag,
     Metric,
     RecordKind,
@@ -57,11 +59,15 @@ class TraceRing(Protocol):
 
 
 class TimeMark(NamedTuple):
-    """A moment: the host's monotonic time, this thread's run-queue delay so far, and on CUDA an event."""
+    """A moment: the host's monotonic time, this thread's run-queue delay so far, and on CUDA an event.
+
+    `processor_ns` is the thread's processor time so far; None where no span needs it.
+    """
 
     time_ns: int
     run_queue_ns: int
     event: Any = None
+    processor_ns: int | None = None
 
 
 class RecordKey(NamedTuple):
@@ -103,9 +109,11 @@ class Recorder:
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
         on_length: Callable[[RecordKey, int], None],
+        processor_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         self.ring = ring
         self.step = 0
+        self._processor_ns = processor_ns
         self._now_ns = monotonic_ns
         self._run_queue_ns = run_queue_ns
         self._on_length = on_length
@@ -125,12 +133,16 @@ class Recorder:
         waited_ns = self._run_queue_ns() - mark.run_queue_ns
         length_ns = end_ns - mark.time_ns
         flag = Flag.AUX_RUN_QUEUE
+        if mark.processor_ns is not None:
+            blocked_ns = length_ns - waited_ns - (self._processor_ns() - mark.processor_ns)
+            fields = fields._replace(ordinal=duration_units(blocked_ns))
         self._write(self.step, fields, mark.time_ns, length_ns, duration_units(waited_ns), flag)
         return max(length_ns - waited_ns, 0)
 
     def host_enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the host and publish it as open, so that a rank that hangs in it is seen."""
-        mark = self.host_mark()
+        processor_ns = self._processor_ns() if fields.kind in TIMED_KINDS else None
+        mark = TimeMark(self._now_ns(), self._run_queue_ns(), None, processor_ns)
         self.ring.open_span(fields.kind, self.step, fields.microbatch, mark.time_ns)
         return mark
 

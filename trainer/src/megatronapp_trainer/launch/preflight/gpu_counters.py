@@ -39,6 +39,7 @@ class DeviceReader:
         try:
             import pynvml
         except ImportError:
+            log.info("no GPU counters: nvidia-ml-py is not installed")
             return
         try:
             pynvml.nvmlInit()
@@ -78,6 +79,11 @@ def _handle(nvml: Any, name: int | str) -> Any:  # noqa: ANN401 - untyped librar
     return nvml.nvmlDeviceGetHandleByUUID(name)
 
 
+def _ecc_errors(nvml: Any, handle: Any, *, corrected: bool) -> float:  # noqa: ANN401 - untyped library
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED if corrected else nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    return float(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
+
+
 READERS: dict[Counter, Callable[[Any, Any], float]] = {
     Counter.GPU_SM_CLOCK_MHZ: lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
     Counter.GPU_TEMPERATURE_C: lambda nvml, handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
@@ -85,5 +91,10 @@ READERS: dict[Counter, Callable[[Any, Any], float]] = {
     Counter.GPU_THROTTLE_REASONS: lambda nvml, handle: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
     Counter.GPU_UTILISATION: lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
     Counter.GPU_MEMORY_USED_MIB: lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / BYTES_PER_MIB,
+    Counter.GPU_MEMORY_CLOCK_MHZ: lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+    Counter.GPU_POWER_LIMIT_W: lambda nvml, handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / MILLIWATT_PER_WATT,
+    Counter.GPU_ECC_CORRECTED: lambda nvml, handle: _ecc_errors(nvml, handle, corrected=True),
+    Counter.GPU_ECC_UNCORRECTED: lambda nvml, handle: _ecc_errors(nvml, handle, corrected=False),
+    Counter.GPU_PCIE_REPLAYS: lambda nvml, handle: nvml.nvmlDeviceGetPcieReplayCounter(handle),
 }
 """NVML call and unit conversion of each counter."""

@@ -22,6 +22,10 @@ US_PER_S = 1e6
 NS_PER_S = 1e9
 JOIN_S = 1.0
 PROC = pathlib.Path("/proc")
+CGROUP = pathlib.Path("/sys/fs/cgroup")
+STEAL_COLUMN = 7
+ACCOUNTED_COLUMNS = 8
+"""Columns of the line `cpu` of /proc/stat that add up to the processor time: those after it are part of others."""
 
 Sample = tuple[Counter, int, float]
 """Counter, local rank or device, and value."""
@@ -63,6 +67,69 @@ class PressureReader:
         return min(1.0, (total_us - last[1]) / US_PER_S / ((now_ns - last[0]) / NS_PER_S))
 
 
+def processor_ticks(text: str) -> tuple[int, int]:
+    """Return the stolen and all ticks of the node's processors, from the text of /proc/stat.
+
+    Raises ValueError without a whole line `cpu`.
+    """
+    for line in text.splitlines():
+        if line.startswith("cpu "):
+            ticks = [int(column) for column in line.split()[1 : 1 + ACCOUNTED_COLUMNS]]
+            if len(ticks) == ACCOUNTED_COLUMNS:
+                return ticks[STEAL_COLUMN], sum(ticks)
+    raise ValueError("no whole line 'cpu' in the kernel's statistics")
+
+
+class StealReader:
+    """Share of the node's processor time that the host of its virtual machine gave to others."""
+
+    def __init__(self, proc: pathlib.Path = PROC) -> None:
+        self._path = proc / "stat"
+        self._last: tuple[int, int] | None = None
+
+    def read(self) -> float | None:
+        """Read the share since the last call; None at the first one, and if the kernel does not say."""
+        try:
+            stolen, total = processor_ticks(self._path.read_text())
+        except (OSError, ValueError):
+            return None
+        last, self._last = self._last, (stolen, total)
+        if last is None or total <= last[1]:
+            return None
+        return min(max(stolen - last[0], 0) / (total - last[1]), 1.0)
+
+
+def throttled_us(text: str) -> int:
+    """Return the microseconds in which a limit stopped a control group, from the text of its cpu.stat.
+
+    Raises ValueError for a group without a limit.
+    """
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name == "throttled_usec":
+            return int(value)
+    raise ValueError("no line 'throttled_usec' in cpu.stat")
+
+
+class ThrottleReader:
+    """Seconds per second in which the limit of this control group stopped its threads."""
+
+    def __init__(self, cgroup: pathlib.Path = CGROUP) -> None:
+        self._path = cgroup / "cpu.stat"
+        self._last: tuple[int, int] | None = None
+
+    def read(self, now_ns: int) -> float | None:
+        """Read the rate; None at the first call, and if the group has no limit."""
+        try:
+            total_us = throttled_us(self._path.read_text())
+        except (OSError, ValueError):
+            return None
+        last, self._last = self._last, (now_ns, total_us)
+        if last is None or now_ns <= last[0]:
+            return None
+        return (total_us - last[1]) / US_PER_S / ((now_ns - last[0]) / NS_PER_S)
+
+
 class RunQueueReader:
     """Seconds per second that the threads of a process waited for a processor."""
 
@@ -101,13 +168,20 @@ class CounterSampler:
         self._pids = pids
         self._devices = devices
         self._pressure = PressureReader()
+        self._steal = StealReader()
+        self._throttle = ThrottleReader()
         self._run_queues: dict[int, RunQueueReader] = {}
 
     def sample(self, now_ns: int) -> Iterator[Sample]:
         """Yield the counters that can be read now."""
-        pressure = self._pressure.read(now_ns)
-        if pressure is not None:
-            yield Counter.CPU_PRESSURE, 0, pressure
+        node = {
+            Counter.CPU_PRESSURE: self._pressure.read(now_ns),
+            Counter.CPU_STEAL: self._steal.read(),
+            Counter.CPU_THROTTLED: self._throttle.read(now_ns),
+        }
+        for counter, value in node.items():
+            if value is not None:
+                yield counter, 0, value
         for local_rank, pid in self._pids().items():
             delay = self._run_queues.setdefault(pid, RunQueueReader(pid)).read(now_ns)
             if delay is not None:

@@ -1,0 +1,70 @@
+"""Times in which a process was stopped, and those in which it waited for a processor."""
+
+import ast
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from megatronapp_native import StopMeter, monotonic_ns, run_queue_ns
+
+STOP_S = 0.15
+METERED = """
+import sys
+from megatronapp_native import StopMeter
+meter = StopMeter()
+print("ready", flush=True)
+sys.stdin.readline()
+stops = []
+while sum(end - start for start, end in stops) < 100_000_000:
+    stops += meter.take()
+print(stops, flush=True)
+meter.close()
+"""
+BUSY = "while True: pass"
+
+
+def state_of(pid: int) -> str:
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_process_knows_for_how_long() -> None:
+    with subprocess.Popen([sys.executable, "-c", METERED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        while state_of(process.pid) != "T":
+            time.sleep(0.001)
+        stopped_ns = monotonic_ns()
+        time.sleep(STOP_S)
+        continued_ns = monotonic_ns()
+        process.send_signal(signal.SIGCONT)
+        stops = ast.literal_eval(process.communicate(b"\n")[0].decode())
+    within = sum(max(min(end, continued_ns) - max(start, stopped_ns), 0) for start, end in stops)
+    assert within >= 0.9 * (continued_ns - stopped_ns)
+
+
+def test_waiting_for_a_processor_is_no_stop() -> None:
+    core = min(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(3)]
+    try:
+        for process in busy:
+            os.sched_setaffinity(process.pid, {core})
+        os.sched_setaffinity(0, {core})
+        meter = StopMeter()
+        queued_ns, begin_ns = run_queue_ns(), monotonic_ns()
+        while run_queue_ns() - queued_ns < 200_000_000 and monotonic_ns() - begin_ns < 20_000_000_000:
+            sum(range(1000))
+        queued_ns = run_queue_ns() - queued_ns
+        stopped_ns = sum(end - start for start, end in meter.take())
+        meter.close()
+    finally:
+        os.sched_setaffinity(0, before)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert stopped_ns < queued_ns / 4
