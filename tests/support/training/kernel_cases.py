@@ -12,6 +12,7 @@ from megatronapp_trainer.inference.model.token_statistics import _entropy
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 from megatronapp_trainer.scope.capture.reductions import MEASURES, codes
+from megatronapp_trainer.scope.comparison.shard_divergence import COLUMNS, change_of, divergence_parts, merged
 from megatronapp_trainer.scope.statistics.accumulator import StatisticsAccumulator
 
 CASES = (
@@ -75,6 +76,27 @@ def check_distributions(kernels: Any, device: torch.device) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def check_comparisons(kernels: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare measures of two rows with those of plain torch, and equal rows with exactly 0."""
+    source = torch.Generator().manual_seed(0)
+    logits = (torch.randn(2, 3000, generator=source) * 10).to(dtype)
+    for first, end, token in ((0, 3000, 2999), (0, 1024, 5), (1500, 2999, 0)):
+        reference, token_1 = logits[0, first:end], torch.tensor([token])
+        expected = merged(divergence_parts(reference, logits[1], first, token_1).numpy())
+        on_device = reference.to(device), logits[1].to(device), first, token_1.to(device), len(COLUMNS)
+        found = merged(kernels.divergence(*on_device).cpu().numpy())
+        assert found.rank == expected.rank
+        for name in ("kl", "logprob_a", "logprob_b"):
+            assert math.isclose(getattr(found, name), getattr(expected, name), rel_tol=1e-9, abs_tol=1e-9), name
+        assert merged(kernels.divergence(on_device[1][first:end], *on_device[1:]).cpu().numpy()).kl == 0
+    for shape in ((4, 40), (3, 5, 130), (2, 2500)):
+        reference, values = (torch.randn(shape, generator=source).to(dtype) for _ in range(2))
+        row = torch.stack([reference, values], 1).to(device)[:, 1]  # a slot of a larger tensor
+        change = kernels.change(reference.to(device), row)
+        torch.testing.assert_close(change.cpu(), change_of(reference, values), rtol=1e-5, atol=0)
+        assert kernels.change(reference.to(device), reference.to(device)).count_nonzero() == 0
+
+
 def let_the_interpreter_loop() -> None:
     """NumPy takes an array of one number no more for an index, which the interpreter of Triton 3.6 counts on."""
     from triton.runtime import interpreter
@@ -95,6 +117,7 @@ def main() -> None:
         let_the_interpreter_loop()
     from megatronapp_trainer.inference.model import distribution_kernels
     from megatronapp_trainer.scope.capture import attention_kernels as kernels
+    from megatronapp_trainer.scope.comparison import comparison_kernels
     from megatronapp_trainer.scope.statistics import statistics_kernels
 
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -103,6 +126,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
         check_statistics(statistics_kernels, dtype, device)
         print("statistics agree:", dtype, flush=True)
+        check_comparisons(comparison_kernels, dtype, device)
+        print("comparisons agree:", dtype, flush=True)
     for sizes in CASES:
         for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
             check(kernels, sizes, dtype, device)

@@ -27,7 +27,7 @@ from megatronapp_trainer.inference.patch_sources import check_lengths, lengths_o
 from megatronapp_trainer.scope.analysis.rank_exchange import RankExchange
 from megatronapp_trainer.scope.capture.rank_shard import Span, rank_shard_of
 from megatronapp_trainer.scope.comparison.commands import TOPIC, BeginComparison, CollectRows, ComparisonCommand
-from megatronapp_trainer.scope.comparison.shard_divergence import shard_part
+from megatronapp_trainer.scope.comparison.shard_divergence import change_of, divergence_parts
 
 RESIDUAL, HEADS = site_of("residual"), site_of("head_output")
 
@@ -41,7 +41,7 @@ class RankRows:
     layers: Span
     heads: Span
     divergence: NDArray[np.float64] | None
-    """[R, 8], columns of `shard_divergence`; None but on the last stage."""
+    """[R, P, 8], P parts with the columns of `shard_divergence`; None but on the last stage."""
     drift: NDArray[np.float32] | None
     """[R, L] on the first tensor rank."""
     changes: NDArray[np.float32] | None
@@ -50,12 +50,20 @@ class RankRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RowValues:
-    """Values of the reference at one row."""
+    """Values of a branch at one row."""
 
     logits_V: torch.Tensor | None
-    """This rank's part of the vocabulary; None but on the last stage."""
+    """Whole vocabulary, of the reference this rank's part; None but on the last stage."""
     residual_LH: torch.Tensor | None
     heads_LAD: torch.Tensor | None
+
+    def owned(self, part: Span) -> "_RowValues":
+        """Return a copy with a part of the vocabulary: what a CUDA graph has written is overwritten by its next replay."""
+        return _RowValues(
+            logits_V=None if self.logits_V is None else self.logits_V[slice(*part)].clone(),
+            residual_LH=None if self.residual_LH is None else self.residual_LH.clone(),
+            heads_LAD=None if self.heads_LAD is None else self.heads_LAD.clone(),
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -183,9 +191,9 @@ class RankComparer:
             values = self._values(row, _slot_of(step, row) if step.decode else row_place, result)
             found = self._open[row.name]
             if row.branch == 0:
-                found.reference[row.index] = values
+                found.reference[row.index] = values.owned(self._vocabulary_part())
             else:
-                self._compare(found, row, values, result.logits, chosen_R)
+                self._compare(found, row, values, chosen_R)
 
     def forget(self, key: Hashable) -> None:
         """Do nothing: the only graphs are those of the runner."""
@@ -200,42 +208,32 @@ class RankComparer:
         return sites
 
     def _values(self, row: ComparedRow, place: int, result: ForwardResult) -> _RowValues:
-        """Return this rank's values of a row, in memory that no later step writes."""
+        """Return this rank's values of a row, in memory that a later step may write."""
         sites = result.collected or {}
-        residual, heads = (
-            sites[site.name][:, place].float() if site.name in sites else None for site in (RESIDUAL, HEADS)
-        )
-        logits = None if result.logits is None else result.logits[row.output, slice(*self._vocabulary_part())]
-        return _RowValues(logits_V=_own(logits), residual_LH=_own(residual), heads_LAD=_own(heads))
+        residual, heads = (sites[site.name][:, place] if site.name in sites else None for site in (RESIDUAL, HEADS))
+        logits = None if result.logits is None else result.logits[row.output]
+        return _RowValues(logits_V=logits, residual_LH=residual, heads_LAD=heads)
 
     def _vocabulary_part(self) -> Span:
         """Return the part of the vocabulary that this tensor rank compares."""
         count, size = self.shard.vocabulary, -(-self.shard.vocabulary // self.shard.tensor_size)
         return min(count, self.shard.tp * size), min(count, (self.shard.tp + 1) * size)
 
-    def _compare(
-        self,
-        found: _Open,
-        row: ComparedRow,
-        values: _RowValues,
-        logits: torch.Tensor | None,
-        chosen_R: torch.Tensor | None,
-    ) -> None:
-        """Compare a row with the reference's; `logits`: [R, V] of the step, of the whole vocabulary."""
+    def _compare(self, found: _Open, row: ComparedRow, values: _RowValues, chosen_R: torch.Tensor | None) -> None:
+        """Compare a row with the reference's."""
         lasting = found.settings.lasting
         reference = found.reference[row.index] if lasting else found.reference.pop(row.index)
         found.rows.append((row.branch, row.index))
-        if reference.logits_V is not None and values.logits_V is not None and logits is not None:
+        if reference.logits_V is not None and values.logits_V is not None:
             token = row.token if found.settings.watched is None else found.settings.watched
-            token_1 = chosen_R if token is None else torch.full((1,), token, device=logits.device)
+            token_1 = chosen_R if token is None else torch.full((1,), token, device=values.logits_V.device)
             assert token_1 is not None
-            token_b = logits[row.output].index_select(0, token_1)
-            place_1 = token_1 - self._vocabulary_part()[0]
-            found.divergence.append(shard_part(reference.logits_V, values.logits_V, place_1, token_b))
+            first, _ = self._vocabulary_part()
+            found.divergence.append(divergence_parts(reference.logits_V, values.logits_V, first, token_1))
         if reference.residual_LH is not None and values.residual_LH is not None:
-            found.drift.append(_change(reference.residual_LH, values.residual_LH))
+            found.drift.append(change_of(reference.residual_LH, values.residual_LH))
         if reference.heads_LAD is not None and values.heads_LAD is not None:
-            found.changes.append(_change(reference.heads_LAD, values.heads_LAD))
+            found.changes.append(change_of(reference.heads_LAD, values.heads_LAD))
 
     def _collect(self, command: CollectRows) -> None:
         found = self._open[command.name]
@@ -257,17 +255,6 @@ class RankComparer:
 def _slot_of(step: StepContext, row: ComparedRow) -> int:
     """Return the slot of a row of a decode step, of which the layers get one row for each slot."""
     return step.segments[step.output_rows[row.output]].slot
-
-
-def _own(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy: what a CUDA graph has written is overwritten by its next replay."""
-    return None if values is None else values.clone()
-
-
-def _change(reference: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference over that of the reference, along the last axis."""
-    change: torch.Tensor = (values - reference).norm(dim=-1) / reference.norm(dim=-1)
-    return change
 
 
 def _stacked(rows: list[torch.Tensor]) -> NDArray[Any] | None:

@@ -34,7 +34,7 @@ def row_results(ranks: Sequence[RankRows], shard: RankShard) -> list[RowResult]:
         RowResult(
             branch=branch,
             index=index,
-            divergence=merged(np.stack([part[place] for part in divergence])),
+            divergence=merged(np.concatenate([part[place] for part in divergence])),
             drift=None if drift is None else drift[place],
             heads=None if heads is None else heads[place],
         )

@@ -1,4 +1,4 @@
-"""KL divergence of two distributions from the parts of a vocabulary that tensor ranks hold.
+"""Measures of a row of two branches, and the KL divergence from the parts of a vocabulary that tensor ranks hold.
 
 With logits a and b of the two branches and Z the sums of their exponentials,
 
@@ -14,9 +14,39 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatronapp_trainer.device.compiling import can_compile
+
 COLUMNS = ("peak_a", "sum_a", "weighted", "peak_b", "sum_b", "above", "token_a", "token_b")
 """Columns of a part: largest logit and sum of exponentials of A, sum of exp(a - peak) (a - b), those of B, number of
 logits of B above that of the token, and the logits of the token in A and B, 0 on ranks that do not hold it."""
+
+
+def divergence_parts(
+    reference_V: torch.Tensor, logits: torch.Tensor, first: int, token_1: torch.Tensor
+) -> torch.Tensor:
+    """Return fp64 [P, 8], parts in the order of `COLUMNS`: one in torch, several from the kernel of a GPU.
+
+    `reference_V`: logits of A in this rank's part of the vocabulary, which begins at `first`; `logits`: those of B in
+    the whole vocabulary; `token_1`: the token, int64 [1].
+    """
+    count = reference_V.numel()
+    if count and logits.is_cuda and can_compile():
+        from megatronapp_trainer.scope.comparison import comparison_kernels
+
+        return comparison_kernels.divergence(reference_V, logits, first, token_1, len(COLUMNS))
+    part_V, token_b = logits[first : first + count], logits.index_select(0, token_1)
+    return shard_part(reference_V, part_V, token_1 - first, token_b)[None]
+
+
+def change_of(reference: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference over that of the reference, along the last axis, in fp32."""
+    if values.is_cuda and can_compile():
+        from megatronapp_trainer.scope.comparison import comparison_kernels
+
+        return comparison_kernels.change(reference, values)
+    reference, values = reference.float(), values.float()
+    change: torch.Tensor = (values - reference).norm(dim=-1) / reference.norm(dim=-1)
+    return change
 
 
 def shard_part(a_V: torch.Tensor, b_V: torch.Tensor, token_1: torch.Tensor, token_b: torch.Tensor) -> torch.Tensor:
