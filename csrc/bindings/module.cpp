@@ -15,6 +15,7 @@
 #include "megatronapp/ring_writer.hpp"
 #include "megatronapp/run_queue.hpp"
 #include "megatronapp/stop_meter.hpp"
+#include "rank_records.hpp"
 #include "step_replay.hpp"
 #include "transport.hpp"
 
@@ -181,6 +182,7 @@ PYBIND11_MODULE(_native, module) {
     megatronapp::bind_reader(module);
     megatronapp::bind_transport(module);
     megatronapp::bind_step_replay(module);
+    megatronapp::bind_rank_records(module);
     megatronapp::bind_stop_meter(module);
     module.def("monotonic_ns", &megatronapp::monotonic_ns, "CLOCK_MONOTONIC in nanoseconds.");
     module.def("run_queue_ns", &megatronapp::run_queue_ns,

@@ -1,4 +1,4 @@
-"""Trace ring in shared memory, the transport between ranks, and the replay of steps.
+"""Trace ring in shared memory, the transport between ranks, the replay of steps, and the merging of their records.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
@@ -14,6 +14,7 @@ from megatronapp_native._native import (
     TransportEndpoint,
     TransportMessage,
     interface_of,
+    merge_by_rank,
     monotonic_ns,
     run_queue_ns,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "TransportMessage",
     "TransportMismatchError",
     "interface_of",
+    "merge_by_rank",
     "monotonic_ns",
     "run_queue_ns",
 ]

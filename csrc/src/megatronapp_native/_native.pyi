@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from numpy import float64
+from numpy import float64, uint8
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
@@ -298,6 +298,13 @@ class StopMeter:
         """Return begin and end of the stops since the last call, in ns of the monotonic clock; at most 4,096."""
     def close(self) -> None:
         """End the thread, after a period at most."""
+
+def merge_by_rank(parts: list[tuple[int, NDArray[uint8]]], rows: NDArray[uint8]) -> None:
+    """Write the records of `parts` to `rows`, sorted by rank, then start; equal ones stay in order.
+
+    `parts` has ranks and bytes of their records, `rows` takes the bytes of each record and its rank (int32). ValueError
+    where sizes do not fit.
+    """
 
 def monotonic_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""

@@ -2,8 +2,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from megatronapp_analyzer.hub.http.broadcast import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
@@ -87,6 +89,12 @@ def test_each_rank_is_measured_against_the_others() -> None:
     assert against_others(np.array([2.0, 1.0])).tolist() == [2.0, 0.5]
     assert against_others(np.array([1.0, 1.0, 3.0, 1.0])).tolist() == [1.0, 1.0, 3.0, 1.0]
     assert np.isnan(against_others(np.array([1.0]))).all()
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0]), min_size=2, max_size=9))
+def test_the_median_of_the_others_is_that_of_numpy(values: list[float]) -> None:
+    expected = [value / np.median(values[:place] + values[place + 1 :]) for place, value in enumerate(values)]
+    assert against_others(np.array(values)).tolist() == expected
 
 
 def slowdowns(digester: StepDigester, *milliseconds: float) -> list[float]:

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import RANK_RECORD, RankRecords
-from megatronapp_common.trace import RECORD, RecordKind
+from megatronapp_common.trace import RecordKind
+from megatronapp_native import merge_by_rank
 
 MOVED_ON_STEPS = 2
 PATIENCE_STEPS = 64
@@ -54,13 +55,11 @@ def split_by_step(records: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.v
 
 def with_ranks(parts: Sequence[tuple[int, NDArray[np.void]]]) -> RankRecords:
     """Return RECORD rows of several ranks as RANK_RECORD rows, sorted by rank and start."""
-    # Joined as bytes: np.concatenate compares all fields of the types for every single part.
-    records = np.frombuffer(b"".join(part.tobytes() for _, part in parts), RECORD)
-    out = np.empty(len(records), RANK_RECORD)
-    for name in RECORD.names or ():
-        out[name] = records[name]
-    out["rank"] = np.repeat([rank for rank, _ in parts], [len(part) for _, part in parts])
-    return in_order(out)
+    rows = np.empty(sum(len(records) for _, records in parts), RANK_RECORD)
+    merge_by_rank(
+        [(rank, np.ascontiguousarray(records).view(np.uint8)) for rank, records in parts], rows.view(np.uint8)
+    )
+    return rows
 
 
 def in_order(rows: RankRecords) -> RankRecords:
@@ -83,8 +82,14 @@ class StepAssembler:
         """Number of records whose steps were not believed."""
         self._pending: dict[int, _PendingStep] = {}
         self._newest: dict[int, int] = {}
+        self._front = 0
+        """Newest finished step of the first rank."""
         self._closed_below = 0
         self._absent: set[int] = set()
+        self._oldest: int | None = None
+        """Pending step that is handed out next."""
+        self._awaited: set[int] = set()
+        """Ranks that `_oldest` waits for. A frame of a rank changes no other one's part in it."""
 
     @property
     def absent(self) -> frozenset[int]:
@@ -109,6 +114,7 @@ class StepAssembler:
             ended = bool((part["kind"] == RecordKind.STEP).any())
             if ended:
                 self._newest[rank] = max(step, self._newest.get(rank, step))
+                self._front = max(self._front, step)
             if step < self._closed_below:
                 late.append((step, with_ranks([(rank, part)])))
                 continue
@@ -116,11 +122,12 @@ class StepAssembler:
             pending.parts.append((rank, part))
             if ended:
                 pending.ended.add(rank)
-        if self._newest.get(rank, -1) >= self._front() - REJOIN_STEPS:
+        if rank in self._absent and self._newest.get(rank, -1) >= self._front - REJOIN_STEPS:
             self._absent.discard(rank)
+            self._oldest = None
         if lost:
             self._note_loss(lost)
-        return list(self._whole()), late
+        return list(self._whole(rank)), late
 
     def _believed(self, rank: int, records: NDArray[np.void]) -> NDArray[np.void]:
         """Return the records without those of garbled steps, and with those that waited for the rank's next ones."""
@@ -131,7 +138,7 @@ class StepAssembler:
         waiting = self._doubtful.pop(rank, None)
         if not len(records) or not self._newest:
             return records
-        bound = max(self._front(), self._newest.get(rank, 0)) + PATIENCE_STEPS
+        bound = max(self._front, self._newest.get(rank, 0)) + PATIENCE_STEPS
         if waiting is not None and records["step"][0] >= waiting[0]["step"].min():
             return np.concatenate([*waiting, records])
         self.garbled += sum(map(len, waiting or ()))
@@ -149,29 +156,33 @@ class StepAssembler:
         """Return the steps that are left, as incomplete ones; for the end of an attempt."""
         return [self._hand_out(step) for step in sorted(self._pending)]
 
-    def _front(self) -> int:
-        """Return the newest finished step of the first rank; 0 before any."""
-        return max(self._newest.values(), default=0)
-
     def _note_loss(self, lost: int) -> None:
         for pending in self._pending.values():
             pending.lost += lost
 
-    def _whole(self) -> Iterator[AssembledStep]:
-        for step in sorted(self._pending):
-            if not self._is_due(step):
+    def _whole(self, rank: int) -> Iterator[AssembledStep]:
+        """Hand out the steps that are whole, after a frame of `rank`."""
+        while self._pending:
+            step = min(self._pending)
+            if step != self._oldest:
+                self._oldest = step
+                self._awaited = {other for other in range(self._world) if self._is_awaited(step, other)}
+            elif not self._is_awaited(step, rank):
+                self._awaited.discard(rank)
+            if self._front >= step + PATIENCE_STEPS:
+                self._absent |= {other for other in range(self._world) if self._newest.get(other, -1) < step}
+            elif self._awaited:
                 return
             yield self._hand_out(step)
 
-    def _is_due(self, step: int) -> bool:
-        if self._front() >= step + PATIENCE_STEPS:
-            self._absent |= {rank for rank in range(self._world) if self._newest.get(rank, -1) < step}
-            return True
-        told = self._pending[step].ended | self._absent
-        return all(rank in told or self._newest.get(rank, -1) >= step + MOVED_ON_STEPS for rank in range(self._world))
+    def _is_awaited(self, step: int, rank: int) -> bool:
+        """Return true if a step is not whole without further records of a rank."""
+        moved_on = self._newest.get(rank, -1) >= step + MOVED_ON_STEPS
+        return not moved_on and rank not in self._absent and rank not in self._pending[step].ended
 
     def _hand_out(self, step: int) -> AssembledStep:
         pending = self._pending.pop(step)
+        self._oldest = None
         self._closed_below = max(self._closed_below, step + 1)
         return AssembledStep(
             attempt=self._attempt,

@@ -41,7 +41,10 @@ class CurvePoint:
 
 def points_of(attempt: int, rank: int, records: NDArray[np.void]) -> Iterator[CurvePoint]:
     """Yield the samples among `records`; metrics of a newer release are skipped."""
-    samples = records[records["kind"] == RecordKind.METRIC]
+    is_sample = records["kind"] == RecordKind.METRIC
+    if not is_sample.any():  # frames of all ranks but one: selecting nothing from records costs more than asking
+        return
+    samples = records[is_sample]
     values = samples["aux"].astype("<u4").view("<f4")
     for row, value in zip(samples, values, strict=True):
         if (name := NAMES.get(int(row["comm"]))) is not None:

@@ -58,7 +58,7 @@ class _RowValues:
     heads_LAD: torch.Tensor | None
 
     def owned(self, part: Span) -> "_RowValues":
-        """Return a copy with a part of the vocabulary: what a CUDA graph has written is overwritten by its next replay."""
+        """Return a copy, with a part of the vocabulary; the next replay of a CUDA graph overwrites the original."""
         return _RowValues(
             logits_V=None if self.logits_V is None else self.logits_V[slice(*part)].clone(),
             residual_LH=None if self.residual_LH is None else self.residual_LH.clone(),

@@ -1,0 +1,112 @@
+"""Records a second that the hub's ingest takes, from frames in memory to finished steps, at the size of a large job.
+
+    python bench/bench_ingest.py                     # 16,384 ranks, 6.4 million records a step, about 2 GB
+    python bench/bench_ingest.py --data 8 --steps 4  # 1,024 ranks
+
+One thread, without sockets, disks and detector; times are of the processor. `merged` are the records of a step, sorted
+by rank and start, which one native call does; `ingest` is the whole way of a step, clocks and digest included.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import bench_hub
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.hub.ingest.assembly import with_ranks
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
+
+TENSOR, PIPELINE = 8, 16
+STEP_NS = 5_000_000_000
+
+
+def ring_header(rank: int, data: int) -> dict[str, Any]:
+    """Return the RING header of a rank; workers have 8 ranks and clocks of their own."""
+    stage_size = TENSOR * data
+    stage, place = divmod(rank, stage_size)
+    world = PIPELINE * stage_size
+    pairs = [(rank - stage_size, rank), (rank, rank + stage_size), (rank + stage_size, rank), (rank, rank - stage_size)]
+    comms = [
+        {"slot": slot, "kind": "p2p", "members": list(pair)}
+        for slot, pair in enumerate(pairs)
+        if min(pair) >= 0 and max(pair) < world
+    ]
+    first = stage * stage_size + place % TENSOR
+    comms.append({"slot": len(pairs), "kind": "dp", "members": list(range(first, first + stage_size, TENSOR))})
+    worker = rank // 8
+    return {
+        "rank": rank,
+        "worker": worker,
+        "metadata": {
+            "rank": rank,
+            "localRank": rank % 8,
+            "worker": worker,
+            "node": f"node-{worker}",
+            "world": world,
+            "layout": {"tensor": TENSOR, "pipeline": PIPELINE, "data": data},
+            "coordinates": {"tp": place % TENSOR, "cp": 0, "ep": 0, "dp": place // TENSOR, "pp": stage},
+            "comms": comms,
+            "device": "cuda",
+        },
+        "bootId": f"boot-{worker}",
+        "clockPairs": [[0, time.time_ns()]],
+        "capacity": 65536,
+    }
+
+
+def bodies(templates: list[NDArray[np.void]], step: int) -> list[bytes]:
+    """Return the frames' bodies of a step, one of each stage, whose ranks send the same."""
+    found = []
+    for template in templates:
+        records = template.copy()
+        records["step"] = step
+        records["start_ns"] += np.uint64(step * STEP_NS)
+        found.append(records.tobytes())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data", type=int, default=128, help="data-parallel size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=41, help="of a step (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps to take (default: %(default)s)")
+    options = parser.parse_args()
+    bench_hub.PIPELINE, bench_hub.MICROBATCHES = PIPELINE, options.microbatches
+    world, stage_size = TENSOR * PIPELINE * options.data, TENSOR * options.data
+    load = bench_hub.Load(agents=world, steps_per_s=0.2, seconds=0)
+    templates = [bench_hub.template(stage * stage_size, load) for stage in range(PIPELINE)]
+    ingest = TraceIngest(StoreLimits(full_bytes=1 << 30))
+    for rank in range(world):
+        ingest.add_ring(0, ring_header(rank, options.data))
+    rates: dict[str, list[float]] = {"merged": [], "ingest": []}
+    for step in range(options.steps):
+        frames = bodies(templates, step)
+        parts = [(rank, np.frombuffer(frames[rank // stage_size], templates[0].dtype)) for rank in range(world)]
+        begun_s = time.process_time()
+        records = len(with_ranks(parts))
+        rates["merged"].append(records / (time.process_time() - begun_s))
+        finished = 0
+        begun_s = time.process_time()
+        for rank in range(world):
+            stage = rank // stage_size
+            header = {"rank": rank, "worker": rank // 8, "first": step * len(templates[stage]), "lost": 0}
+            finished += len(ingest.add_records(0, header, frames[stage]).finished)
+        rates["ingest"].append(records / (time.process_time() - begun_s))
+        assert finished == 1, f"{finished} steps finished"
+    print(f"{world} ranks, {records / 1e6:.2f} million records a step, {records / world:.0f} of a rank")
+    for name, found in rates.items():
+        print(f"{name}: {statistics.median(found) / 1e6:.2f} million records a second, {options.steps} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
