@@ -72,12 +72,8 @@ def bodies(templates: list[NDArray[np.void]], step: int) -> list[bytes]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data", type=int, default=128, help="data-parallel size (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=41, help="of a step (default: %(default)s)"
-    )
+    parser.add_argument("--data", type=int, default=128, help="data-parallel size (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=41, help="of a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps to take (default: %(default)s)")
     options = parser.parse_args()
     bench_hub.PIPELINE, bench_hub.MICROBATCHES = PIPELINE, options.microbatches

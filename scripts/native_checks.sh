@@ -21,7 +21,7 @@ tests() { # tests NAME CMAKE_ARGUMENTS...
     # Rings live in memory; on a busy disk the thousands of small files of these tests take half a minute.
     export TMPDIR=${TMPDIR:-/dev/shm}
     local commands=("GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX="{0,1}" build/$1/transport_tests --gtest_brief=1")
-    commands+=("build/$1/ring_tests --gtest_brief=1" "build/$1/transport_c_tests")
+    commands+=("build/$1/ring_tests --gtest_brief=1" "build/$1/nccl_tests --gtest_brief=1" "build/$1/transport_c_tests")
     # Not with the thread sanitizer: what the fuzzer writes into slots races with the ranks, as it is meant to.
     [ "$1" = tsan ] || commands+=("build/$1/transport_fuzz $fuzz_cases")
     printf '%s\n' "${commands[@]}" | xargs -P "${JOBS:-2}" -I {} bash -c {} # much of their time is waiting

@@ -32,7 +32,7 @@ RECORD = np.dtype(
         ("microbatch", "<u2"),  # index within the step and rank, or NO_MICROBATCH
         ("kind", "u1"),
         ("chunk", "u1"),  # virtual pipeline stage on this rank
-        ("layer", "u1"),  # layer within the chunk, for layer spans; of COPY its TransferPath
+        ("layer", "u1"),  # layer within the chunk, for layer spans; of COPY its TransferPath, of NCCL its NcclOperation
         ("flags", "u1"),
     ]
 )
@@ -93,6 +93,10 @@ class RecordKind(enum.IntEnum):
     """Time in which the process of the rank neither ran nor waited for a processor: it was stopped by a signal or a
     debugger, or with its control group or machine. It lies anywhere in the step, also across other spans.
     """
+    NCCL = 30
+    """A transfer of NCCL, from the begin of its kernel on this rank to its end; aux is its size, `layer` its
+    NcclOperation. The kernel waits for the other ranks, so the transfer itself begins with the last one.
+    """
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33
@@ -137,6 +141,19 @@ class TransferPath(enum.IntEnum):
     """Memory of one device, written by the copy engine of another one of the node."""
     UCX = 2
     """Network, by UCX."""
+
+
+class NcclOperation(enum.IntEnum):
+    """Operation of an NCCL record. Numbers are part of the wire format."""
+
+    OTHER = 0
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    BROADCAST = 4
+    REDUCE = 5
+    SEND = 6
+    RECEIVE = 7
 
 
 class Metric(enum.IntEnum):

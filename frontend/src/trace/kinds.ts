@@ -30,6 +30,7 @@ export const Kind = {
   CAPTURE: 26,
   PERTURB: 27,
   STOPPED: 28,
+  NCCL: 30,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -132,6 +133,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.FAULT]: { label: "Injected fault", short: "Fault", group: "fault" },
   [Kind.WEIGHT]: { label: "Weight gradients", short: "W", group: "weight" },
   [Kind.COPY]: { label: "Copy of a message", short: "Copy", group: "transfer" },
+  [Kind.NCCL]: { label: "Transfer of NCCL", short: "NCCL", group: "transfer" },
   [Kind.GC]: { label: "Garbage collection", short: "GC", group: "other" },
 };
 

@@ -79,7 +79,7 @@ export function spanAt(source: Timeline, index: number): SpanView | undefined {
 export function trackOf(kind: number): Track {
   if (kind === Kind.STEP) return "frame";
   if (kind === Kind.LAYER_FORWARD || kind === Kind.LAYER_BACKWARD) return "layer";
-  if (kind === Kind.COPY) return "copy";
+  if (kind === Kind.COPY || kind === Kind.NCCL) return "copy";
   return kind === Kind.FAULT || kind === Kind.STOPPED ? "fault" : "main";
 }
 

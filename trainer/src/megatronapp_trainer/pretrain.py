@@ -66,6 +66,10 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     with StopRequest() as stop_request, named_errors():
         apply_deterministic_mode(config)
         device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
+        if config.logging.trace_nccl:
+            from megatronapp_trainer.scan.nccl_transfers import choose_plugin
+
+            choose_plugin(is_cuda=device.is_cuda)
         initialize_groups(config, layout, device)
         if config.dpp.use_dpp and not config.fbd.enabled:  # MegaFBD compares the memory of its own messages
             from megatronapp_trainer.pipeline.dynamic import check_memory

@@ -16,6 +16,7 @@ NOT_WORK_KINDS = frozenset(
     {
         RecordKind.STEP,
         RecordKind.COPY,
+        RecordKind.NCCL,
         RecordKind.FAULT,
         RecordKind.STOPPED,
         RecordKind.METRIC,

@@ -470,6 +470,7 @@ def _intervals(config: TrainerConfig) -> Iterator[str]:
         "--save-interval needs --save DIRECTORY",
     )
     yield from require(config.logging.faults is None or config.logging.trace, "--faults needs --trace")
+    yield from require(not config.logging.trace_nccl or config.logging.trace, "--trace-nccl needs --trace")
 
 
 _RULES: tuple[Rule, ...] = (

@@ -17,4 +17,5 @@ class LoggingConfig:
     tensorboard_log_interval: int = option(1, "steps between events")
     trace: bool = option(False, "record spans into the trace ring")
     trace_capacity: int = option(65536, "records of the trace ring", bounds="[1, inf)")
+    trace_nccl: bool = option(False, "record when NCCL's kernels ran, by its profiler plugin; needs --trace and GPUs")
     faults: str | None = option(None, "JSON list of faults for demonstration; needs --trace")

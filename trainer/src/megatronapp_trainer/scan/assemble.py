@@ -14,10 +14,19 @@ from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.faults import FaultPlan, InjectedFault
 from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
+from megatronapp_trainer.scan.nccl_transfers import (
+    PROBE_ELEMENTS,
+    NcclTransfers,
+    PluginLog,
+    SlotOf,
+    communicator_of,
+    slots_of_group,
+)
 from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
@@ -58,7 +67,8 @@ def assemble(context: RunContext) -> ScanObserver:
     layout = context.layout
     table = communicators(layout, _groups())
     plan = FaultPlan(layout.global_rank, _faults(context.config.logging.faults, layout.global_world_size))
-    recorder = _recorder(_ring(context, table), plan, on_device=torch.cuda.is_available())
+    ring = _ring(context, table)
+    recorder = _recorder(ring, plan, on_device=torch.cuda.is_available())
     stall = host_stall
     if torch.cuda.is_available():
         stall = DeviceStall()
@@ -72,21 +82,44 @@ def assemble(context: RunContext) -> ScanObserver:
         host_stall=host_stall,
         layout=layout,
         stops=native.StopMeter(),
+        nccl=_nccl_transfers(ring, layout, table) if context.config.logging.trace_nccl else None,
     )
 
 
-def _groups() -> dict[str, list[int]]:
-    """Return the ranks, within torch.distributed, of the groups in which this rank runs collectives."""
+def _process_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups in which this rank runs collectives, by the kind of their communicator."""
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "mp": parallel_state.get_model_parallel_group(),
     }
-    found = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     if embedding is not None and parallel_state.is_rank_in_embedding_group():
-        found["embed"] = dist.get_process_group_ranks(embedding)
-    return found
+        groups["embed"] = embedding
+    return groups
+
+
+def _groups() -> dict[str, list[int]]:
+    """Return the ranks, within torch.distributed, of the groups in which this rank runs collectives."""
+    return {kind: dist.get_process_group_ranks(group) for kind, group in _process_groups().items()}
+
+
+def _nccl_transfers(ring: TraceRing, layout: Layout, table: list[Communicator]) -> NcclTransfers:
+    """Return the transfers of NCCL, whose communicators one reduction of each group identifies, before training."""
+    log = PluginLog()
+    pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
+    slots = {c.kind: c.slot for c in table if c.kind != "p2p"}
+    found: dict[int, SlotOf] = {}
+    groups = _process_groups() | {"pp": parallel_state.get_pipeline_model_parallel_group()}
+    for kind, group in groups.items():
+        if group.size() > 1:
+            probe = torch.zeros(PROBE_ELEMENTS, device="cuda")
+            dist.all_reduce(probe, group=group)
+            members = [layout.global_rank_of(rank) for rank in dist.get_process_group_ranks(group)]
+            found[communicator_of(log, probe.nbytes)] = slots_of_group(
+                slots.get(kind), pairs, members, layout.global_rank
+            )
+    return NcclTransfers(ring, log, found)
 
 
 def _faults(text: str | None, world_size: int) -> list[InjectedFault]:

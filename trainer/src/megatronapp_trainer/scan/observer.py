@@ -12,6 +12,7 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
+from megatronapp_trainer.scan.nccl_transfers import NcclTransfers
 from megatronapp_trainer.scan.peers import PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 from megatronapp_trainer.scan.task_transfers import TaskTransfers
@@ -85,6 +86,7 @@ class ScanObserver:
         host_stall: Callable[[int], None],
         layout: Layout,
         stops: StopMeter,
+        nccl: NcclTransfers | None = None,
     ) -> None:
         self._recorder = recorder
         self._layout = layout
@@ -97,6 +99,7 @@ class ScanObserver:
         self._stall = stall
         self._host_stall = host_stall
         self._stops = stops
+        self._nccl = nccl
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""
@@ -109,6 +112,8 @@ class ScanObserver:
         self._peers.begin_step()
         self.transfers.begin_step()
         self._spans.begin_step(step)
+        if self._nccl is not None:
+            self._nccl.begin_step(step, self._recorder.host_mark().time_ns)
         self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
     def step_end(self, metrics: StepMetrics | None) -> None:
@@ -147,6 +152,8 @@ class ScanObserver:
         self._record_stops()
         self._stops.close()
         self._recorder.finish()
+        if self._nccl is not None:
+            self._nccl.drain()
         self._recorder.ring.close(False)
         self._control.close()
 

@@ -40,7 +40,12 @@ from megatronapp_common.trace import (
 JOB_PROCESS = 1_000_000
 """Process of the curves, above any worker's index."""
 _COUNTERS = frozenset(int(counter) for counter in Counter)
-_CATEGORIES: Mapping[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step", RecordKind.COPY: "copy"}
+_CATEGORIES: Mapping[int, str] = {
+    RecordKind.FAULT: "fault",
+    RecordKind.STEP: "step",
+    RecordKind.COPY: "copy",
+    RecordKind.NCCL: "copy",
+}
 Argument = int | float | str | bool
 ARROW_END = "received"
 """Name of the event in which an arrow ends."""
@@ -192,7 +197,7 @@ def _rank_name(rank: int, ring: RankRing | None) -> str:
 def _roles(kinds: NDArray[np.uint8], flags: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the place of each record's role in TrackRole."""
     on_device = (flags & Flag.DEVICE_CLOCK) != 0
-    return np.where(kinds == RecordKind.COPY, 2, np.where(on_device, 1, 0))
+    return np.where(np.isin(kinds, (RecordKind.COPY, RecordKind.NCCL)), 2, np.where(on_device, 1, 0))
 
 
 def _placed(

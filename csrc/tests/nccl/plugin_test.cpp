@@ -1,0 +1,158 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "megatronapp/nccl/profiler_interface.hpp"
+#include "megatronapp/nccl/transfer_log.hpp"
+
+// The plugin as NCCL and its reader see it.
+extern "C" {
+extern megatronapp::nccl::Profiler ncclProfiler_v4;
+std::uint64_t megatronapp_nccl_take(megatronapp::nccl::Transfer* out, std::uint64_t capacity);
+std::uint64_t megatronapp_nccl_dropped();
+}
+
+namespace megatronapp::nccl {
+namespace {
+
+std::vector<Transfer> take(std::size_t most = 65536) {
+    std::vector<Transfer> out(most);
+    out.resize(megatronapp_nccl_take(out.data(), most));
+    return out;
+}
+
+/// A communicator that makes the calls that NCCL makes.
+class FakeNccl {
+  public:
+    FakeNccl(std::uint64_t hash, int ranks, int rank) {
+        EXPECT_EQ(ncclProfiler_v4.init(&context_, &types_, nullptr, hash, 1, ranks, rank, nullptr), kSuccess);
+        EXPECT_EQ(types_, kCollective | kPointToPoint | kKernelChannel);
+    }
+    FakeNccl(const FakeNccl&) = delete;
+    FakeNccl& operator=(const FakeNccl&) = delete;
+    ~FakeNccl() { EXPECT_EQ(ncclProfiler_v4.finalize(context_), kSuccess); }
+
+    void* collective(const char* function, std::size_t count, const char* datatype, std::uint8_t channels) {
+        EventDescription event{.type = kCollective, .parent = nullptr, .rank = 0, .collective = {}};
+        event.collective.function = function;
+        event.collective.count = count;
+        event.collective.datatype = datatype;
+        event.collective.channels = channels;
+        return enqueued(event);
+    }
+
+    void* transfer(const char* function, int peer, std::size_t count) {
+        EventDescription event{.type = kPointToPoint, .parent = nullptr, .rank = 0, .point_to_point = {}};
+        event.point_to_point = {function, nullptr, "ncclBfloat16", count, peer, 1};
+        return enqueued(event);
+    }
+
+    void* begin_channel(void* operation, std::uint64_t start_ns) {
+        EventDescription event{.type = kKernelChannel, .parent = operation, .rank = 0, .kernel_channel = {0, start_ns}};
+        void* handle = nullptr;
+        ncclProfiler_v4.start_event(context_, &handle, &event);
+        return handle;
+    }
+
+    static void end_channel(void* channel, std::uint64_t end_ns) {
+        StateArguments arguments{};
+        arguments.kernel_channel.timer_ns = end_ns;
+        ncclProfiler_v4.record_state(channel, kKernelChannelStop, &arguments);
+        ncclProfiler_v4.stop_event(channel);
+    }
+
+  private:
+    void* enqueued(EventDescription& event) {
+        void* handle = nullptr;
+        ncclProfiler_v4.start_event(context_, &handle, &event);
+        ncclProfiler_v4.stop_event(handle);
+        return handle;
+    }
+
+    void* context_ = nullptr;
+    int types_ = 0;
+};
+
+TEST(NcclPlugin, LogsAnOperationOnceItsLastChannelHasEnded) {
+    FakeNccl nccl(77, 4, 3);
+    void* operation = nccl.collective("AllReduce", 1000, "ncclFloat32", 2);
+    void* first = nccl.begin_channel(operation, 5200);
+    void* second = nccl.begin_channel(operation, 5000);
+    FakeNccl::end_channel(second, 9000);
+    EXPECT_TRUE(take().empty());
+    FakeNccl::end_channel(first, 8000);
+    const std::vector<Transfer> found = take();
+    ASSERT_EQ(found.size(), 1U);
+    EXPECT_EQ(found[0].communicator, 77U);
+    EXPECT_EQ(found[0].bytes, 4000U);
+    EXPECT_EQ(found[0].device_start_ns, 5000U);
+    EXPECT_EQ(found[0].device_end_ns, 9000U);
+    EXPECT_GT(found[0].seen_ns, 0U);
+    EXPECT_EQ(found[0].operation, Operation::kAllReduce);
+    EXPECT_EQ(found[0].ranks, 4);
+    EXPECT_EQ(found[0].rank, 3);
+    EXPECT_EQ(found[0].peer, -1);
+}
+
+TEST(NcclPlugin, CountsSendsAndReceivesOfEachPeer) {
+    FakeNccl nccl(78, 3, 0);
+    for (const auto& [function, peer] :
+         std::vector<std::pair<const char*, int>>{{"Send", 1}, {"Recv", 1}, {"Send", 2}, {"Send", 1}, {"Recv", 1}}) {
+        FakeNccl::end_channel(nccl.begin_channel(nccl.transfer(function, peer, 8), 1), 2);
+    }
+    std::vector<std::array<int, 3>> found;
+    for (const Transfer& each : take()) {
+        EXPECT_EQ(each.bytes, 16U);
+        found.push_back({static_cast<int>(each.operation), each.peer, static_cast<int>(each.sequence)});
+    }
+    const int send = static_cast<int>(Operation::kSend), receive = static_cast<int>(Operation::kReceive);
+    EXPECT_EQ(found, (std::vector<std::array<int, 3>>{
+                         {send, 1, 0}, {receive, 1, 0}, {send, 2, 0}, {send, 1, 1}, {receive, 1, 1}}));
+}
+
+TEST(NcclPlugin, DropsAndCountsWhatHasNoRoom) {
+    FakeNccl nccl(79, 2, 0);
+    const std::uint64_t before = megatronapp_nccl_dropped();
+    std::vector<void*> operations(8193);
+    std::ranges::generate(operations, [&] { return nccl.collective("AllGather", 1, "ncclInt8", 1); });
+    EXPECT_EQ(operations.back(), nullptr);
+    EXPECT_EQ(megatronapp_nccl_dropped(), before + 1);
+    EXPECT_EQ(nccl.begin_channel(nullptr, 1), nullptr);
+    operations.pop_back();
+    for (void* operation : operations) {
+        FakeNccl::end_channel(nccl.begin_channel(operation, 1), 2);
+    }
+    EXPECT_EQ(take().size(), operations.size());
+}
+
+TEST(NcclPlugin, LogsEveryOperationOfSeveralCommunicatorsAndThreads) {
+    constexpr int kThreads = 4, kOperations = 500;
+    {
+        std::vector<std::jthread> threads;
+        for (int thread = 0; thread < kThreads; ++thread) {
+            threads.emplace_back([thread] {
+                FakeNccl nccl(100U + static_cast<std::uint64_t>(thread), 2, 0);
+                for (int number = 0; number < kOperations; ++number) {
+                    void* operation = nccl.collective("ReduceScatter", 2, "ncclFloat64", 2);
+                    void* first = nccl.begin_channel(operation, 10);
+                    void* second = nccl.begin_channel(operation, 11);
+                    std::jthread other([&] { FakeNccl::end_channel(first, 20); });
+                    FakeNccl::end_channel(second, 21);
+                }
+            });
+        }
+    }
+    const std::vector<Transfer> found = take();
+    EXPECT_EQ(found.size(), static_cast<std::size_t>(kThreads * kOperations));
+    for (const Transfer& each : found) {
+        EXPECT_EQ(each.device_start_ns, 10U);
+        EXPECT_EQ(each.device_end_ns, 21U);
+    }
+}
+
+}  // namespace
+}  // namespace megatronapp::nccl

@@ -1,0 +1,169 @@
+"""Transfers of NCCL: the log of the real plugin, called as NCCL calls it, becomes records of a real ring."""
+
+import ctypes
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+import megatronapp_native as native
+from megatronapp_common.trace import NO_COMM, RECORD, Flag, NcclOperation, RecordKind
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.nccl_transfers import (
+    TRANSFER,
+    VARIABLE,
+    NcclTransfers,
+    PluginLog,
+    choose_plugin,
+    communicator_of,
+    plugin_path,
+    slots_of_group,
+)
+
+COLLECTIVE, POINT_TO_POINT, KERNEL_CHANNEL, CHANNEL_STOP = 2, 4, 64, 22
+
+
+class Collective(ctypes.Structure):
+    _fields_ = (
+        ("sequence", ctypes.c_uint64),
+        ("function", ctypes.c_char_p),
+        ("send", ctypes.c_void_p),
+        ("receive", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("root", ctypes.c_int),
+        ("datatype", ctypes.c_char_p),
+        ("channels", ctypes.c_uint8),
+        ("warps", ctypes.c_uint8),
+        ("algorithm", ctypes.c_char_p),
+        ("protocol", ctypes.c_char_p),
+    )
+
+
+class PointToPoint(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_char_p),
+        ("buffer", ctypes.c_void_p),
+        ("datatype", ctypes.c_char_p),
+        ("count", ctypes.c_size_t),
+        ("peer", ctypes.c_int),
+        ("channels", ctypes.c_uint8),
+    )
+
+
+class KernelChannel(ctypes.Structure):
+    _fields_ = (("channel", ctypes.c_uint8), ("timer_ns", ctypes.c_uint64))
+
+
+class Details(ctypes.Union):
+    _fields_ = (("collective", Collective), ("transfer", PointToPoint), ("channel", KernelChannel))
+
+
+class Event(ctypes.Structure):
+    _anonymous_ = ("details",)
+    _fields_ = (
+        ("type", ctypes.c_uint8),
+        ("parent", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("details", Details),
+    )
+
+
+Result, Pointer = ctypes.c_int, ctypes.c_void_p
+
+
+class Profiler(ctypes.Structure):
+    """The table of functions that NCCL finds in a plugin of version 4."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        (
+            "init",
+            ctypes.CFUNCTYPE(
+                Result,
+                ctypes.POINTER(Pointer),
+                ctypes.POINTER(ctypes.c_int),
+                ctypes.c_char_p,
+                ctypes.c_uint64,
+                ctypes.c_int,
+                ctypes.c_int,
+                ctypes.c_int,
+                Pointer,
+            ),
+        ),
+        ("start_event", ctypes.CFUNCTYPE(Result, Pointer, ctypes.POINTER(Pointer), ctypes.POINTER(Event))),
+        ("stop_event", ctypes.CFUNCTYPE(Result, Pointer)),
+        ("record_state", ctypes.CFUNCTYPE(Result, Pointer, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))),
+        ("finalize", ctypes.CFUNCTYPE(Result, Pointer)),
+    )
+
+
+class FakeNccl:
+    """A communicator that makes the calls that NCCL makes."""
+
+    def __init__(self, hash_: int, ranks: int) -> None:
+        self.profiler = Profiler.in_dll(ctypes.CDLL(str(plugin_path())), "ncclProfiler_v4")
+        self.context = Pointer()
+        types = ctypes.c_int()
+        self.profiler.init(ctypes.byref(self.context), ctypes.byref(types), None, hash_, 1, ranks, 0, None)
+        assert types.value == COLLECTIVE | POINT_TO_POINT | KERNEL_CHANNEL
+
+    def run(self, event: Event, start_ns: int, end_ns: int) -> None:
+        """Enqueue an operation of one channel, whose kernel runs at these times of the device."""
+        operation, channel = Pointer(), Pointer()
+        self.profiler.start_event(self.context, ctypes.byref(operation), ctypes.byref(event))
+        self.profiler.stop_event(operation)
+        begun = Event(type=KERNEL_CHANNEL, parent=operation, channel=KernelChannel(timer_ns=start_ns))
+        self.profiler.start_event(self.context, ctypes.byref(channel), ctypes.byref(begun))
+        self.profiler.record_state(channel, CHANNEL_STOP, ctypes.byref(ctypes.c_uint64(end_ns)))
+        self.profiler.stop_event(channel)
+
+
+def all_reduce(count: int) -> Event:
+    collective = Collective(function=b"AllReduce", count=count, datatype=b"ncclFloat32", channels=1)
+    return Event(type=COLLECTIVE, collective=collective)
+
+
+def send(peer: int) -> Event:
+    transfer = PointToPoint(function=b"Send", datatype=b"ncclBfloat16", count=64, peer=peer, channels=1)
+    return Event(type=POINT_TO_POINT, transfer=transfer)
+
+
+def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pathlib.Path) -> None:
+    ring = native.RingWriter(str(tmp_path / "ring"), 1024, 0, b"{}")
+    log = PluginLog()
+    known, other = FakeNccl(7, 2), FakeNccl(8, 2)
+    known.run(all_reduce(100), 1, 2)
+    assert communicator_of(log, 400) == 7
+    transfers = NcclTransfers(ring, log, {7: slots_of_group(5, {(0, 4): 3}, [0, 4], 0)})
+    now_ns = native.monotonic_ns()
+    transfers.begin_step(10, now_ns - 2_000_000_000)
+    transfers.begin_step(11, now_ns - 1_000_000_000)
+    device_ns = 50_000_000_000  # a clock of its own
+    known.run(all_reduce(256), device_ns - 1_500_000_000, device_ns - 1_400_000_000)  # in step 10
+    known.run(send(1), device_ns - 500_000_000, device_ns)
+    other.run(send(0), device_ns - 100_000, device_ns)
+    transfers.drain()
+    body, lost = native.RingReader(str(tmp_path / "ring")).read(1024)
+    records = np.frombuffer(body, RECORD)
+    assert lost == 0
+    assert (records["kind"] == RecordKind.NCCL).all()
+    assert (records["flags"] == Flag.AUX_BYTES | Flag.DEVICE_CLOCK).all()
+    columns = ("step", "comm", "layer", "ordinal", "aux", "duration")
+    assert [tuple(int(record[name]) for name in columns) for record in records] == [
+        (10, 5, NcclOperation.ALL_REDUCE, 1, 64, 12_500_000),
+        (11, 3, NcclOperation.SEND, 0, 8, 62_500_000),
+        (11, NO_COMM, NcclOperation.SEND, 0, 8, 12_500),
+    ]
+    assert TRANSFER.itemsize == 64
+
+
+def test_another_plugin_and_ranks_without_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="use no NCCL"):
+        choose_plugin(is_cuda=False)
+    monkeypatch.setenv(VARIABLE, "/other.so")
+    with pytest.raises(UsageError, match="NCCL loads one plugin"):
+        choose_plugin(is_cuda=True)
+    monkeypatch.delenv(VARIABLE)
+    choose_plugin(is_cuda=True)
+    assert os.environ[VARIABLE] == str(plugin_path())

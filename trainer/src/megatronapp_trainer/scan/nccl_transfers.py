@@ -1,0 +1,181 @@
+"""Transfers of NCCL with the times at which their kernels ran, from the profiler plugin of `megatronapp_native`.
+
+NCCL loads the plugin (`NCCL_PROFILER_PLUGIN`) when its first communicator is made, and calls it for every operation
+and for every channel of a kernel. No event is recorded on any stream. The plugin logs; the training thread takes the
+log at the boundaries of steps.
+"""
+
+import ctypes
+import os
+import pathlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import megatronapp_native as native
+from megatronapp_common.trace import BYTES_UNIT, NO_COMM, NO_MICROBATCH, Flag, NcclOperation, RecordKind
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.recorder import TraceRing
+
+TRANSFER = np.dtype(
+    [
+        ("communicator", "<u8"),
+        ("bytes", "<u8"),
+        ("device_start_ns", "<u8"),
+        ("device_end_ns", "<u8"),
+        ("seen_ns", "<u8"),
+        ("sequence", "<u4"),
+        ("operation", "<u4"),
+        ("peer", "<i4"),
+        ("ranks", "<i4"),
+        ("rank", "<i4"),
+        ("channels", "<u4"),
+    ]
+)
+"""`megatronapp::nccl::Transfer` of csrc."""
+VARIABLE = "NCCL_PROFILER_PLUGIN"
+MOST_AT_ONCE = 4096
+FIRST_TRANSFER_S = 30.0
+POLL_S = 0.001
+PROBE_ELEMENTS = 12_347
+"""Size of the reduction that identifies a communicator; no other transfer before training has it."""
+CLOCK_DRAINS = 8
+"""Drains over which the smallest delay between the end on the device and its sighting on the host is taken."""
+Transfers = NDArray[np.void]
+SlotOf = Callable[[int, int], int]
+"""Function from an operation and its peer in the communicator to the slot in the ring's table, or NO_COMM."""
+
+
+class TransferLog(Protocol):
+    """Source of finished transfers."""
+
+    def take(self) -> Transfers:
+        """Return the transfers that have finished since the last call, oldest first."""
+
+
+def plugin_path() -> pathlib.Path:
+    """Return the path of the plugin, which is installed with `megatronapp_native`."""
+    return pathlib.Path(native.__file__).with_name("libmegatronapp_nccl_profiler.so")
+
+
+def choose_plugin(*, is_cuda: bool) -> None:
+    """Make NCCL load the plugin. Call before its first communicator.
+
+    Raises UsageError without GPUs, whose transfers are not NCCL's, and for another plugin.
+    """
+    if not is_cuda:
+        raise UsageError("--trace-nccl: these ranks run on processors and use no NCCL; remove the flag")
+    path = str(plugin_path())
+    if os.environ.setdefault(VARIABLE, path) != path:
+        raise UsageError(
+            f"--trace-nccl: {VARIABLE} is set to {os.environ[VARIABLE]!r}, and NCCL loads one plugin; "
+            "unset the variable, or remove the flag"
+        )
+
+
+class PluginLog:
+    """Log of the plugin in this process."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(str(plugin_path()))
+        self._take = library.megatronapp_nccl_take
+        self._take.argtypes, self._take.restype = [ctypes.c_void_p, ctypes.c_uint64], ctypes.c_uint64
+        self._buffer = np.zeros(MOST_AT_ONCE, TRANSFER)
+
+    def take(self) -> Transfers:
+        """Return the transfers that have finished since the last call, oldest first."""
+        parts = []
+        while True:
+            count = self._take(self._buffer.ctypes.data, MOST_AT_ONCE)
+            parts.append(self._buffer[:count].copy())
+            if count < MOST_AT_ONCE:
+                return np.concatenate(parts)
+
+
+def communicator_of(log: TransferLog, num_bytes: int) -> int:
+    """Return the communicator of a transfer of this size, waiting until it has finished.
+
+    Raises UsageError if none does: NCCL has not loaded the plugin.
+    """
+    deadline_s = time.monotonic() + FIRST_TRANSFER_S
+    while time.monotonic() < deadline_s:
+        found = log.take()
+        matching = found[found["bytes"] == num_bytes]
+        if len(matching):
+            return int(matching[-1]["communicator"])
+        time.sleep(POLL_S)
+    raise UsageError(
+        "--trace-nccl: NCCL has reported no transfer to the profiler plugin; it needs NCCL 2.27 or later, and the "
+        "reason is in its log with NCCL_DEBUG=INFO; remove the flag to train without it"
+    )
+
+
+class NcclTransfers:
+    """Records of the transfers of this rank, written at the boundaries of steps.
+
+    A transfer belongs to the step in which its kernel began. Times of the device are shifted by the smallest delay
+    with which the host has seen an end lately: they are late by that much, some tens of microseconds.
+    """
+
+    def __init__(self, ring: TraceRing, log: TransferLog, slots: Mapping[int, SlotOf]) -> None:
+        """Write to `ring` what `log` has; `slots` are by the hash of a communicator."""
+        self._ring = ring
+        self._log = log
+        self._slots = slots
+        self._delays_ns: deque[int] = deque(maxlen=CLOCK_DRAINS)
+        self._steps: deque[tuple[int, int]] = deque(maxlen=64)
+        """Begin, in ns, and number of the newest steps."""
+
+    def begin_step(self, step: int, now_ns: int) -> None:
+        """Note when a step begins, and write the transfers that have finished."""
+        self._steps.append((now_ns, step))
+        self.drain()
+
+    def drain(self) -> None:
+        """Write the transfers that have finished."""
+        found = self._log.take()
+        if not len(found) or not self._steps:
+            return
+        self._delays_ns.append(int((found["seen_ns"].astype(np.int64) - found["device_end_ns"].astype(np.int64)).min()))
+        shift_ns = min(self._delays_ns)
+        for transfer in found:
+            self._write(transfer, int(transfer["device_start_ns"]) + shift_ns)
+
+    def _write(self, transfer: np.void, start_ns: int) -> None:
+        step = next((number for begun_ns, number in reversed(self._steps) if begun_ns <= start_ns), self._steps[0][1])
+        operation, peer = int(transfer["operation"]), int(transfer["peer"])
+        slot_of = self._slots.get(int(transfer["communicator"]))
+        self._ring.record(
+            start_ns,
+            int(transfer["device_end_ns"]) - int(transfer["device_start_ns"]),
+            step,
+            int(transfer["sequence"]),
+            int(transfer["bytes"]) // BYTES_UNIT,
+            NO_COMM if slot_of is None else slot_of(operation, peer),
+            NO_MICROBATCH,
+            RecordKind.NCCL,
+            0,
+            operation,
+            Flag.AUX_BYTES | Flag.DEVICE_CLOCK,
+        )
+
+
+def slots_of_group(
+    slot: int | None, pair_slots: Mapping[tuple[int, int], int], members: Sequence[int], rank: int
+) -> SlotOf:
+    """Return the slot of (operation, peer in the group) for a group with these members, seen from `rank`.
+
+    A send or receive has the slot of its directed pair, a collective that of the group; NO_COMM for one that the table lacks.
+    """
+
+    def slot_of(operation: int, peer: int) -> int:
+        if operation in {NcclOperation.SEND, NcclOperation.RECEIVE} and 0 <= peer < len(members):
+            pair = (rank, members[peer]) if operation == NcclOperation.SEND else (members[peer], rank)
+            return pair_slots.get(pair, NO_COMM)
+        return NO_COMM if slot is None else slot
+
+    return slot_of
