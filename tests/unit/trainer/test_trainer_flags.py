@@ -413,7 +413,11 @@ _ARGUMENTS = st.one_of(
 @given(arguments=st.lists(_ARGUMENTS, max_size=12))
 def test_whatever_is_on_a_command_line_is_taken_or_refused(arguments: list[str]) -> None:
     with contextlib.suppress(UsageError):
-        parse([*SMALL.split(), *arguments])
+        try:
+            parse([*SMALL.split(), *arguments])
+        except SystemExit as stopped:  # -h prints the help
+            assert stopped.code == 0
+            assert any(argument.startswith(("-h", "--h")) for argument in arguments)
 
 
 def test_all_missing_flags_are_reported_together() -> None:
