@@ -3,10 +3,10 @@
     CUDA_VISIBLE_DEVICES=0,1 python bench/gpu_faults.py --layout tensor --out faults_tensor.json
 
 Layouts are TP2 with sequence parallel, PP2 and DP2. A disturbance lasts 35 steps, between healthy stretches of 30.
-Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to the other; a kernel of known length runs
-after each pass of a rank; a rank's host stalls; its process is stopped and continued. The truth of a cost is the
+Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to the other; a kernel of known length
+runs after each pass of a rank; a rank's host stalls; its process is stopped and continued. The truth of a cost is the
 median step in the disturbance less that of the healthy steps before it. A disturbance that makes steps less than 3 %
-longer may be named or not. Exit code 1 if another one is not named with its subject and cause, or anything else is.
+longer may be named or not. Exit code 1 if another one is not named with its subject and cause, or a healthy subject is.
 """
 
 import argparse
@@ -58,14 +58,14 @@ class Disturbance:
     """A way to slow the job, and what should be named for it."""
 
     name: str
-    start: Callable[["Disturber"], None]
+    start: Callable[["GpuDisturber"], None]
     cause: str
     ranks: list[int] = dataclasses.field(default_factory=lambda: [1])
     begin: int = 0
     end: int = 0
 
 
-class Disturber:
+class GpuDisturber:
     """Starts and ends disturbances."""
 
     def __init__(self, hub: httpx.Client) -> None:
@@ -141,7 +141,7 @@ def campaign() -> list[Disturbance]:
 
 @dataclasses.dataclass(kw_only=True)
 class Named:
-    """A verdict as it was seen: at which step of the job first, and its newest state."""
+    """A verdict: the step of the job at which it was first seen, and its newest state."""
 
     seen_at: int
     verdict: dict[str, Any]
@@ -149,7 +149,7 @@ class Named:
 
 def watch(hub: httpx.Client, planned: Sequence[Disturbance]) -> dict[str, Named]:
     """Disturb the job as its steps go by, and note the real begin and end; return all confirmed verdicts."""
-    disturber = Disturber(hub)
+    disturber = GpuDisturber(hub)
     named: dict[str, Named] = {}
     changes = [change for each in planned for change in ((each.begin, each, True), (each.end, each, False))]
     deadline, step = time.monotonic() + DEADLINE_S, 0
