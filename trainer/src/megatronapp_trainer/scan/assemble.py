@@ -67,8 +67,7 @@ def assemble(context: RunContext) -> ScanObserver:
     layout = context.layout
     table = communicators(layout, _groups())
     plan = FaultPlan(layout.global_rank, _faults(context.config.logging.faults, layout.global_world_size))
-    ring = _ring(context, table)
-    recorder = _recorder(ring, plan, on_device=torch.cuda.is_available())
+    recorder = _recorder(_ring(context, table), plan, on_device=torch.cuda.is_available())
     stall = host_stall
     if torch.cuda.is_available():
         stall = DeviceStall()
@@ -82,7 +81,7 @@ def assemble(context: RunContext) -> ScanObserver:
         host_stall=host_stall,
         layout=layout,
         stops=native.StopMeter(),
-        nccl=_nccl_transfers(ring, layout, table) if context.config.logging.trace_nccl else None,
+        nccl=_nccl_transfers(recorder.ring, layout, table) if context.config.logging.trace_nccl else None,
     )
 
 
