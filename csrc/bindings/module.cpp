@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "device_recorder.hpp"
 #include "fast_record.hpp"
 #include "megatronapp/clock.hpp"
 #include "megatronapp/error.hpp"
@@ -116,6 +117,7 @@ void bind_values(py::module_& module) {
         .def_readonly("pid", &RingInfo::pid)
         .def_readonly("heartbeat_ns", &RingInfo::heartbeat_ns)
         .def_readonly("open_span", &RingInfo::open_span)
+        .def_readonly("device_span", &RingInfo::device_span)
         .def_property_readonly("clock_pairs",
                                [](const RingInfo& info) {
                                    py::list pairs;
@@ -146,7 +148,7 @@ void bind_writer(py::module_& module) {
         .def("heartbeat", &RingWriter::heartbeat)
         .def("clock_pair", &RingWriter::clock_pair)
         .def("close", &RingWriter::close, py::arg("unlink"));
-    add_fast_record(writer);
+    add_fast_record<RingWriter>(writer);
 }
 
 void bind_reader(py::module_& module) {
@@ -180,6 +182,7 @@ PYBIND11_MODULE(_native, module) {
     megatronapp::bind_values(module);
     megatronapp::bind_writer(module);
     megatronapp::bind_reader(module);
+    megatronapp::bind_device_recorder(module);
     megatronapp::bind_transport(module);
     megatronapp::bind_step_replay(module);
     megatronapp::bind_rank_records(module);

@@ -45,6 +45,26 @@ const RecordSlot* record_slots(const MappedFile& file, const FixedHeader& fixed)
     return reinterpret_cast<const RecordSlot*>(file.data() + fixed.records_offset);
 }
 
+/// The newest span that was published in these slots, or none.
+std::optional<OpenSpan> newest_span(const WordConsumer<2>& spans) {
+    Item<2> item{};
+    Copied copied{};
+    std::uint64_t newest = 0;
+    do {
+        newest = spans.committed();
+        if (newest == 0) {
+            return std::nullopt;
+        }
+        copied = spans.copy(newest - 1, 1, &item);
+    } while (copied.count == 0 && spans.committed() != newest);  // torn only by a producer that moved on
+    const std::uint64_t word = item[0];
+    if (copied.count == 0 || word >> 56U == 0) {
+        return std::nullopt;
+    }
+    return OpenSpan{item[1], static_cast<std::uint32_t>(word), static_cast<std::uint16_t>(word >> 32U),
+                    static_cast<std::uint8_t>(word >> 48U)};
+}
+
 }  // namespace
 
 RingReader::RingReader(const std::string& path)
@@ -76,26 +96,6 @@ Copied RingReader::read(Item<kRecordWords>* out, std::uint64_t room, std::uint64
     return copied;
 }
 
-std::optional<OpenSpan> RingReader::open_span() const {
-    const WordConsumer<2> spans(header().open_span, header().open_span_slots.data(), kOpenSpanSlots);
-    Item<2> item{};
-    Copied copied{};
-    std::uint64_t newest = 0;
-    do {
-        newest = spans.committed();
-        if (newest == 0) {
-            return std::nullopt;
-        }
-        copied = spans.copy(newest - 1, 1, &item);
-    } while (copied.count == 0 && spans.committed() != newest);  // torn only by a producer that moved on
-    const std::uint64_t word = item[0];
-    if (copied.count == 0 || word >> 56U == 0) {
-        return std::nullopt;
-    }
-    return OpenSpan{item[1], static_cast<std::uint32_t>(word), static_cast<std::uint16_t>(word >> 32U),
-                    static_cast<std::uint8_t>(word >> 48U)};
-}
-
 std::vector<ClockPair> RingReader::clock_pairs() const {
     const WordConsumer<2> pairs(header().clock_pairs, header().clock_slots.data(), kClockSlots);
     std::array<Item<2>, kClockPairs> items{};
@@ -122,7 +122,8 @@ RingInfo RingReader::info() const {
         .clock_id = fixed_.clock_id,
         .pid = fixed_.pid,
         .heartbeat_ns = header().heartbeat_ns.load(std::memory_order_relaxed),
-        .open_span = open_span(),
+        .open_span = newest_span({header().open_span, header().open_span_slots.data(), kOpenSpanSlots}),
+        .device_span = newest_span({header().device_span, header().device_span_slots.data(), kOpenSpanSlots}),
         .clock_pairs = clock_pairs(),
         .metadata =
             std::string(reinterpret_cast<const char*>(file_.data()) + fixed_.metadata_offset, fixed_.metadata_bytes),

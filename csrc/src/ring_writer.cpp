@@ -57,6 +57,11 @@ MappedFile create_file(const std::string& path, std::uint64_t capacity, std::uin
     return file;
 }
 
+Item<2> packed(const OpenSpan& span) noexcept {
+    return {kOpenBit | span.step | std::uint64_t{span.microbatch} << 32U | std::uint64_t{span.kind} << 48U,
+            span.start_ns};
+}
+
 RecordSlot* record_slots(const MappedFile& file) {
     const auto* header = reinterpret_cast<const RingHeader*>(file.data());
     return reinterpret_cast<RecordSlot*>(file.data() + header->fixed.records_offset);
@@ -71,7 +76,8 @@ RingWriter::RingWriter(const std::string& path, std::uint64_t capacity, std::uin
       file_(create_file(path, capacity, attempt, metadata)),
       records_(header().records, record_slots(file_), capacity),
       open_spans_(header().open_span, header().open_span_slots.data(), kOpenSpanSlots),
-      clock_pairs_(header().clock_pairs, header().clock_slots.data(), kClockSlots) {
+      clock_pairs_(header().clock_pairs, header().clock_slots.data(), kClockSlots),
+      device_spans_(header().device_span, header().device_span_slots.data(), kOpenSpanSlots) {
     heartbeat();
     clock_pair();
     file_.publish();
@@ -110,9 +116,13 @@ void RingWriter::show_open_span() noexcept {
         open_spans_.push({0, 0});
         return;
     }
-    const OpenSpan& span = stack_[depth_ <= kMaxOpenSpans ? depth_ - 1 : kMaxOpenSpans - 1];
-    open_spans_.push({kOpenBit | span.step | std::uint64_t{span.microbatch} << 32U | std::uint64_t{span.kind} << 48U,
-                      span.start_ns});
+    open_spans_.push(packed(stack_[depth_ <= kMaxOpenSpans ? depth_ - 1 : kMaxOpenSpans - 1]));
+}
+
+void RingWriter::show_device_span(const std::optional<OpenSpan>& span) noexcept {
+    if (!in_forked_child()) {
+        device_spans_.push(span ? packed(*span) : Item<2>{0, 0});
+    }
 }
 
 void RingWriter::heartbeat() noexcept {

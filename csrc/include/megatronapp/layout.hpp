@@ -13,7 +13,7 @@ namespace megatronapp {
 
 static_assert(std::endian::native == std::endian::little, "the file format is little endian");
 
-inline constexpr std::uint64_t kMagic = 0x31474E4952415041;  // "APARING1"
+inline constexpr std::uint64_t kMagic = 0x32474E4952415041;  // "APARING2"
 inline constexpr std::uint64_t kRecordBytes = 32;
 inline constexpr std::size_t kRecordWords = kRecordBytes / sizeof(std::uint64_t);
 inline constexpr std::uint64_t kMaxCapacity = std::uint64_t{1} << 26;       // 2 GiB of records
@@ -64,6 +64,9 @@ struct RingHeader {
 
     alignas(kCacheLine) RingCounters clock_pairs;
     std::array<Slot<2>, kClockSlots> clock_slots;
+
+    alignas(kCacheLine) RingCounters device_span;  // written by a thread of its own
+    std::array<Slot<2>, kOpenSpanSlots> device_span_slots;
 };
 
 inline constexpr std::uint64_t kPageBytes = 4096;

@@ -24,7 +24,8 @@ struct RingInfo {
     std::uint64_t pid;
     std::uint64_t heartbeat_ns;
     std::optional<OpenSpan> open_span;
-    std::vector<ClockPair> clock_pairs;  ///< oldest first
+    std::optional<OpenSpan> device_span;  ///< where the device is, while it has work
+    std::vector<ClockPair> clock_pairs;   ///< oldest first
     std::string metadata;
 };
 
@@ -48,7 +49,6 @@ class RingReader {
 
   private:
     void require_intact() const;
-    [[nodiscard]] std::optional<OpenSpan> open_span() const;
     [[nodiscard]] std::vector<ClockPair> clock_pairs() const;
     [[nodiscard]] const RingHeader& header() const noexcept {
         return *reinterpret_cast<const RingHeader*>(file_.data());

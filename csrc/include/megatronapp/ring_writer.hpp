@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -17,9 +18,12 @@ struct OpenSpan {
     std::uint32_t step;
     std::uint16_t microbatch;
     std::uint8_t kind;
+
+    bool operator==(const OpenSpan&) const = default;
 };
 
-/// The single producer of a ring file. One thread at a time; no call but the constructor blocks or allocates.
+/// The single producer of a ring file. One thread at a time; no call but the constructor blocks or allocates. Records
+/// and the device's span may be written by another thread than spans of the host and heartbeats.
 ///
 /// A forked child inherits the object and the mapping, and with them hooks that record. It would be a second producer
 /// in the same slots, so that in a child every call does nothing.
@@ -42,6 +46,9 @@ class RingWriter {
     void open_span(const OpenSpan& span) noexcept;
     void close_span() noexcept;
 
+    /// Publishes the span that the device is inside of; none while the device has nothing to do or is not known.
+    void show_device_span(const std::optional<OpenSpan>& span) noexcept;
+
     /// Stores the time of the last tick; record() does it too.
     void heartbeat() noexcept;
     void clock_pair() noexcept;
@@ -62,6 +69,7 @@ class RingWriter {
     WordProducer<kRecordWords> records_;
     WordProducer<2> open_spans_;
     WordProducer<2> clock_pairs_;
+    WordProducer<2> device_spans_;
     std::array<OpenSpan, kMaxOpenSpans> stack_{};
     std::size_t depth_ = 0;
     bool closed_ = false;

@@ -1,10 +1,11 @@
-"""Trace ring in shared memory, the transport between ranks, the replay of steps, and the merging of their records.
+"""Trace ring, recorder of a device, transport between ranks, replay of steps, and merging of their records.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
 
 from megatronapp_native._native import (
     PROGRESS_WORDS,
+    DeviceRecorder,
     OpenSpan,
     RingInfo,
     RingReader,
@@ -33,6 +34,7 @@ from megatronapp_native.errors import (
 __all__ = [
     "PROGRESS_WORDS",
     "DeviceError",
+    "DeviceRecorder",
     "DuplicateKeyError",
     "NativeError",
     "OpenSpan",

@@ -161,6 +161,82 @@ class TransportEndpoint:
     def close(self, drain: bool) -> None:
         """End all threads; with `drain`, wait first (within the deadline) until all queued messages have slots."""
 
+class DeviceRecorder:
+    """Recorder of spans of a CUDA stream: pooled events, read by a thread of its own, which writes the records.
+
+    `begin`, `end`, `mark` and `record` belong to one thread and never wait; arguments by position only. A stream is the
+    number by which torch names it. The thread also publishes in the ring which span the device is inside of.
+    """
+
+    def __init__(self, ring: RingWriter | None, device: int, library: str = "libcuda.so.1") -> None:
+        """Read both clocks, waiting for the device. Without a ring, records are dropped.
+
+        Raises RingError if a function of the driver fails.
+        """
+    def record(
+        self,
+        start_ns: int,
+        duration_ns: int,
+        step: int,
+        ordinal: int,
+        aux: int,
+        comm: int,
+        microbatch: int,
+        kind: int,
+        chunk: int,
+        layer: int,
+        flags: int,
+        /,
+    ) -> None:
+        """Queue one ended span of the host."""
+    def begin(
+        self,
+        kind: int,
+        step: int,
+        microbatch: int,
+        chunk: int,
+        comm: int,
+        ordinal: int,
+        layer: int,
+        flags: int,
+        stream: int,
+        /,
+    ) -> int:
+        """Begin a span. Returns its number, 0 if it was dropped because too many are pending."""
+    def end(self, number: int, flags: int, is_anchor: bool, stream: int, /) -> None:
+        """End a span and add `flags` to its flags.
+
+        An anchor is an end at which the host has just waited for the device: at most 20 us are spent to tie the clocks.
+        """
+    def mark(
+        self,
+        kind: int,
+        step: int,
+        microbatch: int,
+        chunk: int,
+        comm: int,
+        ordinal: int,
+        layer: int,
+        flags: int,
+        stream: int,
+        aux: int,
+        /,
+    ) -> None:
+        """Record a span without a length, at the time at which the stream gets there."""
+    def take_lengths(self) -> list[tuple[int, int, int]]:
+        """Return (kind, flags, ns) of spans that were read since the last call."""
+    def finish(self, timeout_ns: int) -> None:
+        """End the thread, after at most `timeout_ns` for events that the device has not passed."""
+    @property
+    def dropped(self) -> int:
+        """Spans and records that were dropped because too many were pending."""
+    @property
+    def failure(self) -> str:
+        """Failure of the driver because of which nothing more is recorded; empty without one."""
+    @property
+    def uncertainty_ns(self) -> float:
+        """By how many ns the newest time may be wrong against the host's clock."""
+
 class OpenSpan:
     """What a producer is inside of. `kind` is a Kind, `start_ns` is on the monotonic clock."""
 
@@ -199,6 +275,9 @@ class RingInfo:
     def heartbeat_ns(self) -> int: ...
     @property
     def open_span(self) -> OpenSpan | None: ...
+    @property
+    def device_span(self) -> OpenSpan | None:
+        """Span that the device is inside of while it has work; None otherwise, and for ranks without a device."""
     @property
     def clock_pairs(self) -> list[tuple[int, int]]:
         """At most 8 pairs (monotonic, real time) in nanoseconds, oldest first."""

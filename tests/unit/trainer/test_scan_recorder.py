@@ -1,6 +1,10 @@
-"""Recorders: what a mark and a span become in a real ring; the device's clock against a device of known times."""
+"""Recorders: what a mark and a span become in a real ring; the native recorder with a simulated driver."""
 
+import ctypes
 import pathlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from hypothesis import strategies as st
 
 import megatronapp_native as native
 from megatronapp_common.trace import RECORD, Flag, Metric, RecordKind
-from megatronapp_trainer.scan.device import DeviceClock, DeviceRecorder
+from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, float_bits
 
 
@@ -26,38 +30,6 @@ class FakeRingClock:
         """Return the time; it advances by itself where the test sets `ticks_ns`."""
         self.now_ns += self.ticks_ns
         return self.now_ns
-
-
-class Device:
-    """Stream that runs `lag_ns` after its host and whose events pass when the test says; `drift` is the speed of its
-    clock."""
-
-    def __init__(self, clock: FakeRingClock) -> None:
-        self.clock = clock
-        self.done_ns = 1 << 62
-        self.drift = 1.0
-        self.lag_ns = 0
-
-    def event(self) -> "DeviceEvent":
-        return DeviceEvent(self)
-
-
-class DeviceEvent:
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.at_ns = -1
-
-    def record(self) -> None:
-        self.at_ns = self.device.clock.now_ns + self.device.lag_ns
-
-    def query(self) -> bool:
-        return self.at_ns <= min(self.device.done_ns, self.device.clock.now_ns)
-
-    def synchronize(self) -> None:
-        return None
-
-    def elapsed_time(self, end: "DeviceEvent") -> float:
-        return float(np.float32((end.at_ns - self.at_ns) * self.device.drift / 1e6))
 
 
 @pytest.fixture
@@ -146,104 +118,157 @@ def test_a_metric_is_a_record_of_its_step(ring_path: pathlib.Path, clock: FakeRi
     assert record["aux"].view(np.float32) == 2.5
 
 
-def device_recorder(path: pathlib.Path, clock: FakeRingClock, device: Device) -> DeviceRecorder:
-    return DeviceRecorder(
-        ring(path),
-        monotonic_ns=clock.read_ns,
-        run_queue_ns=lambda: 0,
-        on_length=lambda fields, own_ns: None,
-        new_event=device.event,
-    )
+LONG_NS = 20_000_000
+HANG = 2**64 - 1
 
 
-def device_step(recorder: DeviceRecorder, clock: FakeRingClock, step: int, *, length_ns: int = 8_000) -> None:
-    recorder.begin_step(step)
-    fields = RecordKey(RecordKind.BACKWARD, microbatch=0)
-    mark = recorder.enter(fields)
-    clock.now_ns += length_ns
-    recorder.leave(fields, mark)
+@pytest.fixture(scope="module")
+def library_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    source = pathlib.Path(__file__).parents[2] / "support" / "training" / "simulated_cuda.c"
+    built = tmp_path_factory.mktemp("cuda") / "libsimulated_cuda.so"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(built), str(source), "-lpthread"], check=True)
+    return str(built)
 
 
-def test_device_spans_are_written_when_the_device_is_done_and_not_before(
-    ring_path: pathlib.Path, clock: FakeRingClock
+class SimulatedDevice:
+    """A native recorder whose driver is the simulated one, and what the tests order from that."""
+
+    def __init__(self, library_path: str, ring_path: pathlib.Path, *, has_ring: bool = True) -> None:
+        self.library = ctypes.CDLL(library_path)
+        self.library.simulated_launch.argtypes = [ctypes.c_uint64]
+        self.library.simulated_newest_event.restype = ctypes.c_uint64
+        self.library.simulated_reset()
+        self.lengths: list[tuple[RecordKind, int]] = []
+        writer = ring(ring_path)
+        self.reader = native.RingReader(str(ring_path))
+        self.native = native.DeviceRecorder(writer if has_ring else None, 0, library_path)
+        self.recorder = DeviceRecorder(
+            writer,
+            native=self.native,
+            current_stream=lambda: 0,
+            monotonic_ns=native.monotonic_ns,
+            run_queue_ns=native.run_queue_ns,
+            on_length=lambda fields, own_ns: self.lengths.append((fields.kind, own_ns)),
+        )
+
+    def launch(self, length_ns: int) -> None:
+        self.library.simulated_launch(length_ns)
+
+    def event_ns(self) -> int:
+        """Return when the event that was recorded last is passed."""
+        return int(self.library.simulated_newest_event())
+
+    def span(self, kind: RecordKind, length_ns: int) -> tuple[int, int]:
+        """Record a span with work of this length; return its true start and end."""
+        fields = RecordKey(kind, microbatch=3, chunk=1, ordinal=5)
+        mark = self.recorder.enter(fields)
+        start_ns = self.event_ns()
+        self.launch(length_ns)
+        self.recorder.leave(fields, mark)
+        return start_ns, self.event_ns()
+
+
+@pytest.fixture
+def device(library_path: str, ring_path: pathlib.Path) -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice(library_path, ring_path)
+    yield device
+    device.library.simulated_reset()
+    device.recorder.finish()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_span_has_the_times_of_the_device_and_the_lead_of_its_host(
+    ring_path: pathlib.Path, device: SimulatedDevice
 ) -> None:
-    device = Device(clock)
-    recorder = device_recorder(ring_path, clock, device)
-    device.done_ns = clock.now_ns - 1
-    device_step(recorder, clock, 0)
-    recorder.begin_step(1)
-    assert len(records(ring_path)) == 0
-    device.done_ns = clock.now_ns
-    recorder.begin_step(2)
+    device.recorder.begin_step(4)
+    start_ns, end_ns = device.span(RecordKind.BACKWARD, LONG_NS)
+    device.recorder.finish()
     (record,) = records(ring_path)
-    assert (record["step"], record["duration"] * 8, record["flags"]) == (0, 8_000, Flag.DEVICE_CLOCK | Flag.AUX_LEAD)
-    assert record["start_ns"] == 1_000_000_000
+    assert (record["step"], record["kind"], record["microbatch"]) == (4, RecordKind.BACKWARD, 3)
+    assert (record["chunk"], record["ordinal"]) == (1, 5)
+    assert record["flags"] == Flag.DEVICE_CLOCK | Flag.AUX_LEAD
+    error_ns = device.native.uncertainty_ns + 1_000
+    assert abs(int(record["start_ns"]) - start_ns) <= error_ns
+    assert abs(int(record["start_ns"]) + int(record["duration"]) * 8 - end_ns) <= error_ns
+    assert 0 < record["aux"] * 8 <= LONG_NS + error_ns
 
 
-@pytest.mark.parametrize("lag_ns", [0, 400, 4_000_000])
-def test_a_device_span_carries_how_far_its_host_was_ahead(
-    ring_path: pathlib.Path, clock: FakeRingClock, lag_ns: int
+def test_lengths_are_reported_at_a_later_step(device: SimulatedDevice) -> None:
+    device.recorder.begin_step(0)
+    start_ns, end_ns = device.span(RecordKind.GRAD_NORM, 1_000_000)
+    assert not device.lengths
+
+    def reported() -> bool:
+        device.recorder.begin_step(1)
+        return bool(device.lengths)
+
+    wait_until(reported)
+    ((kind, length_ns),) = device.lengths
+    assert kind == RecordKind.GRAD_NORM
+    assert length_ns == pytest.approx(end_ns - start_ns, abs=2 * device.native.uncertainty_ns + 1_000)
+
+
+def test_a_device_that_hangs_is_seen_inside_its_span_while_its_host_is_in_another(
+    ring_path: pathlib.Path, device: SimulatedDevice
 ) -> None:
-    device = Device(clock)
-    recorder = device_recorder(ring_path, clock, device)
-    device.lag_ns = lag_ns
-    device_step(recorder, clock, 0)
-    clock.now_ns += lag_ns  # by then the device is done, too
-    recorder.finish()
-    (record,) = records(ring_path)
-    assert record["start_ns"] == 1_000_000_000 + lag_ns
-    assert record["aux"] * 8 == lag_ns
-
-
-def test_the_device_clock_follows_drift(clock: FakeRingClock) -> None:
-    device = Device(clock)
-    device.drift = 1.0001
-    watch = DeviceClock(device.event, lambda: clock.now_ns)
-    for _ in range(1000):
-        clock.now_ns += 500_000_000
-        anchor = device.event()
-        anchor.record()
-        watch.advance(anchor, clock.now_ns, clock.now_ns + 20_000)
-        assert abs(watch.host_ns(anchor) - clock.now_ns) <= 20_000
-
-
-@pytest.mark.parametrize("drift", [1.00001, 0.99999])
-def test_leads_stay_right_however_long_a_run_lasts(ring_path: pathlib.Path, clock: FakeRingClock, drift: float) -> None:
-    """Let the device end each span just after its host, with a clock that is wrong by 10 us a second."""
-    device = Device(clock)
-    device.drift = drift
-    recorder = device_recorder(ring_path, clock, device)
-    for step in range(200):
-        device_step(recorder, clock, step, length_ns=400_000_000)
-        clock.now_ns += 100_000_000
-    recorder.finish()
-    assert max(record["aux"] * 8 for record in records(ring_path)) < 50_000
-
-
-def test_finish_writes_what_is_pending(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
-    recorder = device_recorder(ring_path, clock, Device(clock))
-    device_step(recorder, clock, 0)
-    recorder.finish()
-    assert len(records(ring_path)) == 1
-
-
-def test_a_post_on_a_device_records_when_the_stream_reached_it(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
-    recorder = device_recorder(ring_path, clock, Device(clock))
-    recorder.begin_step(0)
-    mark = recorder.host_mark()
-    clock.now_ns += 5_000
-    recorder.transfer(RecordKey(RecordKind.SEND_POST, comm=1, ordinal=2), mark, 4096)
-    recorder.finish()
-    (record,) = records(ring_path)
-    assert (record["start_ns"], record["duration"]) == (1_000_005_000, 0)
-    assert (record["aux"] * 16, record["flags"]) == (4096, Flag.AUX_BYTES | Flag.DEVICE_CLOCK)
-
-
-def test_finish_abandons_a_stuck_stream(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
-    device = Device(clock)
-    recorder = device_recorder(ring_path, clock, device)
-    device.done_ns = clock.now_ns - 1
-    device_step(recorder, clock, 0)
-    clock.ticks_ns = 200_000_000
-    recorder.finish()
+    device.recorder.begin_step(7)
+    device.span(RecordKind.BACKWARD, HANG)
+    fields = RecordKey(RecordKind.GRAD_NORM)
+    mark = device.recorder.enter(fields)
+    wait_until(lambda: device.reader.info().device_span is not None)
+    inside, host = device.reader.info().device_span, device.reader.info().open_span
+    assert inside is not None
+    assert (inside.kind, inside.step, inside.microbatch) == (RecordKind.BACKWARD, 7, 3)
+    assert host is not None
+    assert host.kind == RecordKind.GRAD_NORM
+    device.recorder.leave(fields, mark)
     assert len(records(ring_path)) == 0
+
+
+def test_a_post_has_the_time_at_which_the_stream_gets_there(ring_path: pathlib.Path, device: SimulatedDevice) -> None:
+    device.recorder.begin_step(0)
+    device.launch(LONG_NS)
+    device.recorder.transfer(RecordKey(RecordKind.SEND_POST, comm=1, ordinal=2), device.recorder.host_mark(), 4096)
+    reached_ns = device.event_ns()
+    device.recorder.finish()
+    (record,) = records(ring_path)
+    assert abs(int(record["start_ns"]) - reached_ns) <= device.native.uncertainty_ns + 1_000
+    assert (record["duration"], record["aux"] * 16) == (0, 4096)
+    assert record["flags"] == Flag.AUX_BYTES | Flag.DEVICE_CLOCK
+
+
+def test_records_of_the_host_are_written_too(ring_path: pathlib.Path, device: SimulatedDevice) -> None:
+    device.recorder.begin_step(2)
+    device.recorder.metric(Metric.LOSS, 2.5)
+    device.recorder.finish()
+    (record,) = records(ring_path)
+    assert (record["kind"], record["step"]) == (RecordKind.METRIC, 2)
+
+
+def test_without_a_ring_lengths_are_still_reported(library_path: str, ring_path: pathlib.Path) -> None:
+    device = SimulatedDevice(library_path, ring_path, has_ring=False)
+    device.span(RecordKind.FORWARD, 0)
+    device.recorder.finish()
+    device.recorder.begin_step(1)
+    assert [kind for kind, _ in device.lengths] == [RecordKind.FORWARD]
+
+
+def test_a_failure_of_the_driver_is_logged_once(device: SimulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
+    device.library.simulated_fail(700)
+    device.span(RecordKind.FORWARD, 0)
+    wait_until(lambda: bool(device.native.failure))
+    device.recorder.begin_step(1)
+    device.recorder.begin_step(2)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "cuEventQuery failed with CUDA_ERROR_SIMULATED (700)" in message
+
+
+def test_a_library_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(native.RingError, match="cannot be loaded"):
+        native.DeviceRecorder(None, 0, "libno-such-driver.so")

@@ -161,6 +161,7 @@ def _record_cost_ns(path: pathlib.Path) -> float | None:
         return None
     recorder = _recorder(scratch, FaultPlan(0, []), on_device=on_device)
     cost_ns = span_cost_ns(recorder, native.monotonic_ns, torch.cuda.synchronize if on_device else lambda: None)
+    recorder.finish()
     scratch.close(True)
     return cost_ns
 
@@ -170,12 +171,22 @@ def _recorder(ring: TraceRing, plan: FaultPlan, *, on_device: bool) -> Recorder:
         if not fields.flags & Flag.INJECTED:
             plan.observe(fields.kind, own_ns)
 
-    if not on_device:
+    def host_recorder(ring: TraceRing) -> Recorder:
         return Recorder(ring, monotonic_ns=native.monotonic_ns, run_queue_ns=native.run_queue_ns, on_length=on_length)
+
+    if not on_device:
+        return host_recorder(ring)
+    device = torch.cuda.current_device()
+    try:
+        recorder = native.DeviceRecorder(ring if isinstance(ring, native.RingWriter) else None, device)
+    except native.RingError as error:
+        log.warning("tracing is off on this rank: %s", error)
+        return host_recorder(NullRing())
     return DeviceRecorder(
         ring,
+        native=recorder,
+        current_stream=lambda: torch._C._cuda_getCurrentRawStream(device),
         monotonic_ns=native.monotonic_ns,
         run_queue_ns=native.run_queue_ns,
         on_length=on_length,
-        new_event=lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
     )

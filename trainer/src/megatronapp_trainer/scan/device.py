@@ -1,92 +1,102 @@
-"""Spans of the CUDA compute stream: pooled events, read by polling, never synchronised.
+"""Spans of the CUDA compute stream, recorded by the native recorder and read by its thread, never synchronised.
 
 Events are recorded on the compute stream only: timing events on communication streams break the overlap that Megatron
-relies on when CUDA_DEVICE_MAX_CONNECTIONS is 1. A finished step is read at the boundary of a later one, when its events
-are done anyway.
+relies on when CUDA_DEVICE_MAX_CONNECTIONS is 1.
 """
 
-import collections
-import dataclasses
-import time
+import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from megatronapp_common.trace import BYTES_UNIT, Flag
-from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark, TraceRing, duration_units
+from megatronapp_common.trace import BYTES_UNIT, Flag, RecordKind
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark, TraceRing
 
-CALIBRATIONS = 5
-NS_PER_MS = 1e6
-IDLE_POLLS = 20
-"""Polls of an idle stream: an event is done some 10 us after it was recorded; a poll takes 1 to 2 us."""
 FINISH_NS = 1_000_000_000
-FINISH_POLL_S = 0.005
+ANCHOR_KINDS = frozenset({RecordKind.GRAD_NORM})
+"""Kinds at whose end the host has just waited for the device: only there can the two clocks be compared closely."""
+
+log = logging.getLogger(__name__)
 
 
-class CudaEvent(Protocol):
-    """Methods used of `torch.cuda.Event(enable_timing=True)`."""
+class NativeDeviceRecorder(Protocol):
+    """Methods used of `megatronapp_native.DeviceRecorder`."""
 
-    def record(self) -> None:
-        """Record the event in the current stream."""
+    def record(  # noqa: PLR0917 - the hot path takes positions only
+        self,
+        start_ns: int,
+        duration_ns: int,
+        step: int,
+        ordinal: int,
+        aux: int,
+        comm: int,
+        microbatch: int,
+        kind: int,
+        chunk: int,
+        layer: int,
+        flags: int,
+        /,
+    ) -> None:
+        """Queue one ended span of the host."""
 
-    def query(self) -> bool:
-        """Return True if the stream has passed it."""
+    def begin(  # noqa: PLR0917 - the hot path takes positions only
+        self,
+        kind: int,
+        step: int,
+        microbatch: int,
+        chunk: int,
+        comm: int,
+        ordinal: int,
+        layer: int,
+        flags: int,
+        stream: int,
+        /,
+    ) -> int:
+        """Begin a span; returns its number."""
 
-    def synchronize(self) -> None:
-        """Wait until the stream has passed it."""
+    def end(self, number: int, flags: int, is_anchor: bool, stream: int, /) -> None:
+        """Record the end of a span."""
 
-    def elapsed_time(self, end: Any) -> float:  # noqa: ANN401 - an event of the same kind
-        """Return the milliseconds from this event to `end`, as a 32-bit float."""
+    def mark(  # noqa: PLR0917 - the hot path takes positions only
+        self,
+        kind: int,
+        step: int,
+        microbatch: int,
+        chunk: int,
+        comm: int,
+        ordinal: int,
+        layer: int,
+        flags: int,
+        stream: int,
+        aux: int,
+        /,
+    ) -> None:
+        """Record a span without a length."""
 
+    def take_lengths(self) -> list[tuple[int, int, int]]:
+        """Return (kind, flags, ns) of spans that were read."""
 
-class DeviceClock:
-    """Host time of events, by chaining elapsed times from anchor to anchor.
+    def finish(self, timeout_ns: int) -> None:
+        """Read what is pending and end the thread."""
 
-    A 32-bit float of milliseconds resolves 0.5 us at 4 to 8 s, so every step gets a separate anchor. The drift between
-    the clocks is bounded by two facts: an event cannot be done before the host recorded it, nor after the host saw it
-    done.
-    """
+    @property
+    def dropped(self) -> int:
+        """Number of spans that were dropped."""
 
-    def __init__(self, new_event: Callable[[], CudaEvent], now_ns: Callable[[], int]) -> None:
-        brackets = [_bracket(new_event(), now_ns) for _ in range(CALIBRATIONS)]
-        width_ns, self._anchor_ns, self._anchor = min(brackets, key=lambda bracket: bracket[0])
-        self.uncertainty_ns = width_ns // 2
-
-    def advance(self, anchor: CudaEvent, recorded_ns: int, seen_ns: int) -> None:
-        """Continue from a newer anchor that is done."""
-        predicted_ns = self.host_ns(anchor)
-        self._anchor, self._anchor_ns = anchor, min(max(predicted_ns, recorded_ns), seen_ns)
-
-    def host_ns(self, event: CudaEvent) -> int:
-        """Return the monotonic host time, in ns, at which a finished event was passed."""
-        return self._anchor_ns + round(self._anchor.elapsed_time(event) * NS_PER_MS)
-
-
-def _bracket(event: CudaEvent, now_ns: Callable[[], int]) -> tuple[int, int, CudaEvent]:
-    before_ns = now_ns()
-    event.record()
-    event.synchronize()  # before training: the only place where the host waits for the device
-    after_ns = now_ns()
-    return after_ns - before_ns, (before_ns + after_ns) // 2, event
-
-
-@dataclasses.dataclass(slots=True)
-class _PendingSpan:
-    step: int
-    fields: RecordKey
-    start: CudaEvent
-    end: CudaEvent
-    launched_ns: int = 0
-    """Time at which the host had launched all of the span; 0 for a post."""
-    aux: int = 0
-    flags: int = Flag.DEVICE_CLOCK | Flag.AUX_LEAD
+    @property
+    def failure(self) -> str:
+        """Failure of the driver; empty without one."""
 
 
-@dataclasses.dataclass(slots=True)
-class _ClockAnchor:
-    event: CudaEvent
-    recorded_ns: int
-    seen_ns: int | None = None
-    """Time at which it was first seen to be done."""
+class QueuedRing:
+    """The ring of a rank with a device: the native recorder's thread writes the records, so the host's are queued."""
+
+    def __init__(self, ring: TraceRing, native: NativeDeviceRecorder) -> None:
+        self.record = native.record
+        self.open_span = ring.open_span
+        self.close_span = ring.close_span
+        self.heartbeat = ring.heartbeat
+        self.clock_pair = ring.clock_pair
+        self.close = ring.close
 
 
 class DeviceRecorder(Recorder):
@@ -96,51 +106,45 @@ class DeviceRecorder(Recorder):
         self,
         ring: TraceRing,
         *,
+        native: NativeDeviceRecorder,
+        current_stream: Callable[[], int],
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
         on_length: Callable[[RecordKey, int], None],
-        new_event: Callable[[], CudaEvent],
     ) -> None:
-        super().__init__(ring, monotonic_ns=monotonic_ns, run_queue_ns=run_queue_ns, on_length=on_length)
-        self._new_event = new_event
-        self._free: list[CudaEvent] = []
-        self._pending: collections.deque[_PendingSpan | _ClockAnchor] = collections.deque()
-        self._anchor: _ClockAnchor | None = None
-        """Anchor of the step, until it was seen to be done."""
-        self.clock = DeviceClock(new_event, monotonic_ns)
+        queued = QueuedRing(ring, native)
+        super().__init__(queued, monotonic_ns=monotonic_ns, run_queue_ns=run_queue_ns, on_length=on_length)
+        self._native = native
+        self._current_stream = current_stream
+        self._dropped = 0
+        self._has_failed = False
 
     def begin_step(self, step: int) -> None:
-        """Assign later spans to `step`; writes finished spans of earlier steps."""
+        """Assign later spans to `step`; reports the lengths of spans that the device has ended."""
         super().begin_step(step)
-        self._harvest()
-        idle = not self._pending
-        recorded_ns = self._now_ns()
-        self._anchor = _ClockAnchor(self._recorded_event(), recorded_ns)
-        self._pending.append(self._anchor)
-        for _ in range(IDLE_POLLS if idle else 1):
-            self._poll_anchor()
+        for kind, flags, length_ns in self._native.take_lengths():
+            self._on_length(RecordKey(RecordKind(kind), flags=flags), length_ns)
+        self._warn()
 
     def enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the compute stream."""
-        self._poll_anchor()
-        now_ns = self._now_ns()
-        self.ring.open_span(fields.kind, self.step, fields.microbatch, now_ns)
-        return TimeMark(now_ns, 0, self._recorded_event())
+        kind, microbatch, chunk, comm, ordinal, flags = fields
+        number = self._native.begin(kind, self.step, microbatch, chunk, comm, ordinal, 0, flags, self._current_stream())
+        return TimeMark(0, 0, number)
 
     def leave(self, fields: RecordKey, mark: TimeMark) -> None:
         """End the span that `enter` began."""
-        end = self._recorded_event()
-        self._pending.append(_PendingSpan(self.step, fields, mark.event, end, self._now_ns()))
-        self.ring.close_span()
+        self._native.end(mark.event, fields.flags, fields.kind in ANCHOR_KINDS, self._current_stream())
 
     def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
         """Record when the compute stream reached the post: only then is a tensor ready to be sent or filled.
 
         The host posts long before, so its clock would make every delivery seem late.
         """
-        reached = self._recorded_event()
-        flags = Flag.DEVICE_CLOCK | Flag.AUX_BYTES
-        self._pending.append(_PendingSpan(self.step, fields, reached, reached, 0, size_bytes // BYTES_UNIT, flags))
+        kind, microbatch, chunk, comm, ordinal, flags = fields
+        flags |= Flag.AUX_BYTES
+        units, stream = size_bytes // BYTES_UNIT, self._current_stream()
+        self._native.mark(kind, self.step, microbatch, chunk, comm, ordinal, 0, flags, stream, units)
 
     def own_ns(self, mark: TimeMark) -> int:
         """Return 0: only the device will know the length, later."""
@@ -148,41 +152,16 @@ class DeviceRecorder(Recorder):
 
     def finish(self) -> None:
         """Write finished spans, waiting a moment for the last events; a stream that is stuck blocks no caller."""
-        deadline_ns = self._now_ns() + FINISH_NS
-        self._harvest()
-        while self._pending and self._now_ns() < deadline_ns:
-            time.sleep(FINISH_POLL_S)
-            self._harvest()
+        self._native.finish(FINISH_NS)
+        self._warn()
 
-    def _recorded_event(self) -> CudaEvent:
-        event = self._free.pop() if self._free else self._new_event()
-        event.record()
-        return event
-
-    def _poll_anchor(self) -> None:
-        """Poll the anchor: the sooner it is seen to be done, the closer the clocks stay, from which leads follow."""
-        if self._anchor is not None and self._anchor.event.query():
-            self._anchor.seen_ns = self._now_ns()
-            self._anchor = None
-
-    def _harvest(self) -> None:
-        """Write the finished spans. The stream passes events in order, so the first one not done ends the search."""
-        while self._pending:
-            head = self._pending[0]
-            if not (head.event if isinstance(head, _ClockAnchor) else head.end).query():
-                return
-            self._pending.popleft()
-            if isinstance(head, _ClockAnchor):
-                self.clock.advance(head.event, head.recorded_ns, head.seen_ns or self._now_ns())
-            else:
-                self._write_pending(head)
-
-    def _write_pending(self, span: _PendingSpan) -> None:
-        start_ns = self.clock.host_ns(span.start)
-        length_ns = 0 if span.start is span.end else round(span.start.elapsed_time(span.end) * NS_PER_MS)
-        aux = span.aux
-        if span.flags & Flag.AUX_LEAD:
-            aux = duration_units(start_ns + length_ns - span.launched_ns)
-        self._write(span.step, span.fields, start_ns, length_ns, aux, span.flags)
-        self._on_length(span.fields, length_ns)
-        self._free += {span.start, span.end}
+    def _warn(self) -> None:
+        """Log once that recording has failed, and whenever spans were dropped."""
+        if not self._has_failed and (failure := self._native.failure):
+            self._has_failed = True
+            log.warning("spans of the device are no longer recorded: %s", failure)
+        if (dropped := self._native.dropped) > self._dropped:
+            log.warning(
+                "%d spans were dropped: more were pending than the recorder has events for", dropped - self._dropped
+            )
+            self._dropped = dropped
