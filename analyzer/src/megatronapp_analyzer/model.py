@@ -160,6 +160,8 @@ class RankLiveness:
     heartbeat_ns: int
     now_ns: int
     open_span: CurrentSpan | None
+    device_span: CurrentSpan | None = None
+    """The span that the rank's device is inside of while it has work; the host may be ahead of it."""
     process_state: str | None = None
     """Letter of /proc/PID/stat where the agent can see it: `T` means stopped, `D` waiting for a device."""
     attempt: int | None = None

@@ -188,6 +188,7 @@ class FakeAgent:
             "heartbeatNs": now_ns,
             "nowNs": now_ns,
             "openSpan": None,
+            "deviceSpan": None,
             "lost": 0,
             "closed": False,
             "alive": True,

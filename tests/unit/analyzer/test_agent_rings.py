@@ -37,6 +37,7 @@ class Info:
     pid: int = dataclasses.field(default_factory=os.getpid)
     heartbeat_ns: int = 5
     open_span: Any = None
+    device_span: Any = None
     clock_pairs: list[tuple[int, int]] = dataclasses.field(default_factory=lambda: [(0, 1)])
     metadata: bytes = b'{"world": 1}'
 
@@ -181,6 +182,7 @@ def test_a_process_that_was_never_seen_counts_as_alive(shelf: Shelf, monkeypatch
         "heartbeatNs": 5,
         "nowNs": 0,
         "openSpan": None,
+        "deviceSpan": None,
         "lost": 0,
         "closed": False,
         "alive": True,

@@ -55,6 +55,14 @@ def test_a_rank_without_any_report_is_silent() -> None:
     assert ranks.rank_state(None, now_ns=0, usual_step_s=None, hung=()) == "silent"
 
 
+def test_the_span_of_the_device_is_read() -> None:
+    span = {"kind": int(RecordKind.BACKWARD), "step": 4, "microbatch": 1, "startNs": 0}
+    found = status(deviceSpan=span).liveness.device_span
+    assert found is not None
+    assert (found.kind, found.step, found.microbatch) == (RecordKind.BACKWARD, 4, 1)
+    assert status().liveness.device_span is None
+
+
 def test_open_span_is_read() -> None:
     span = {"kind": int(RecordKind.RECV_WAIT), "step": 4, "microbatch": None, "startNs": 98 * S}
     found = status(openSpan=span)

@@ -1,5 +1,6 @@
 """Offsets between nodes are found from the traffic, within what the model says of itself."""
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
+from megatronapp_analyzer.align.device_clocks import FITTED_NS
 from megatronapp_analyzer.graph.build import build
 from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import Flag, RecordKind
 
 
 def _learn(
@@ -64,6 +67,41 @@ def test_a_single_boot_id_needs_no_alignment(sim: ModuleType) -> None:
     assert not model.offset_ns.any()
     assert model.worst_ns() == 0.0
     assert model.apply(view) is view
+
+
+def _of_devices(view: StepRecords, rank: int = 0, shift_ns: int = 0) -> StepRecords:
+    """Return the step as ranks with devices record it, the times of one rank's device shifted."""
+    records = view.records.copy()
+    of_device = (records["kind"] != RecordKind.DATA) & (records["kind"] != RecordKind.METRIC)
+    records["flags"][of_device] |= np.uint8(Flag.DEVICE_CLOCK)
+    records["start_ns"][of_device & (records["rank"] == rank)] += np.uint64(shift_ns)
+    return dataclasses.replace(view, records=records)
+
+
+def test_devices_that_contradict_nothing_are_trusted_as_far_as_they_were_fitted(sim: ModuleType) -> None:
+    layout = JobLayout.grid(pp=2, dp=4)
+    view = _of_devices(sim.Simulator(sim.Job(layout=layout, noise=sim.GPU), 1).step(0))
+    model = ClockAligner(layout).observe(view)
+    assert not model.devices.offset_ns.any()
+    assert model.pair_uncertainty_ns(0, 5) == 2 * FITTED_NS
+    assert model.apply(view) is view
+
+
+def test_a_device_that_leaves_collectives_before_others_enter_is_corrected(sim: ModuleType) -> None:
+    layout = JobLayout.grid(dp=4)
+    view = sim.Simulator(sim.Job(layout=layout, noise=sim.GPU), 1).step(0)
+    model = ClockAligner(layout).observe(_of_devices(view, rank=2, shift_ns=30_000_000))
+    assert model.devices.offset_ns[2] == pytest.approx(30e6, abs=2e6)
+    assert not model.devices.offset_ns[[0, 1, 3]].any()
+    assert model.worst_ns() > 20e6  # from few collectives
+
+
+def test_between_devices_whose_messages_arrive_before_they_were_sent_nothing_is_judged(sim: ModuleType) -> None:
+    layout = JobLayout.grid(pp=4)
+    view = sim.Simulator(sim.Job(layout=layout, noise=sim.GPU), 1).step(0)
+    model = ClockAligner(layout).observe(_of_devices(view, rank=1, shift_ns=15_000_000))
+    assert model.pair_uncertainty_ns(1, 2) > 5e6
+    assert model.pair_uncertainty_ns(2, 3) == 2 * FITTED_NS
 
 
 def test_without_messages_the_ends_of_collectives_tie_clocks_together(sim: ModuleType) -> None:

@@ -24,6 +24,7 @@ def _rank(
     closed: bool = False,
     state: str | None = None,
     attempt: int | None = None,
+    device: RecordKind | None = None,
 ) -> RankLiveness:
     heartbeat_ns = NOW_NS - int(silent_s * 1e9)
     span = None if kind is None else CurrentSpan(kind=int(kind), step=7, microbatch=0, start_ns=heartbeat_ns)
@@ -35,6 +36,7 @@ def _rank(
         heartbeat_ns=heartbeat_ns,
         now_ns=NOW_NS,
         open_span=span,
+        device_span=None if device is None else CurrentSpan(kind=int(device), step=7, microbatch=0, start_ns=NOW_NS),
         process_state=state,
     )
 
@@ -53,6 +55,30 @@ def test_everything_that_is_no_wait_makes_a_culprit(kind: RecordKind | None) -> 
     found = find([_rank(0, 20, kind), _rank(1, 20, RecordKind.RECV_WAIT)], 0.5, SETTINGS)
     assert found is not None
     assert found.culprits == (0,)
+
+
+@pytest.mark.parametrize("victim", [RecordKind.GRAD_REDUCE, RecordKind.STEP, None])
+def test_the_device_that_hangs_is_the_culprit_where_all_hosts_are_ahead_in_a_wait(victim: RecordKind | None) -> None:
+    ranks = [
+        _rank(0, 20, RecordKind.GRAD_NORM, device=victim),
+        _rank(1, 20, RecordKind.GRAD_NORM, device=RecordKind.BACKWARD),
+        _rank(2, 20, RecordKind.GRAD_NORM, device=RecordKind.GRAD_NORM),
+    ]
+    found = find(ranks, 0.5, SETTINGS)
+    assert found is not None
+    assert (found.culprits, found.victims, found.certain) == ((1,), (0, 2), True)
+    assert "device" in found.reason
+
+
+def test_a_device_inside_a_collective_waits_wherever_its_host_is() -> None:
+    ranks = [
+        _rank(0, 20, RecordKind.OPTIMIZER, device=RecordKind.GRAD_REDUCE),
+        _rank(1, 20, RecordKind.FORWARD),  # never gets to the collective; its device has nothing to do
+    ]
+    found = find(ranks, 0.5, SETTINGS)
+    assert found is not None
+    assert (found.culprits, found.victims) == ((1,), (0,))
+    assert "device" not in found.reason
 
 
 def test_a_stopped_process_is_the_culprit_even_inside_a_wait() -> None:

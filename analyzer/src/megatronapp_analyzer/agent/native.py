@@ -44,6 +44,9 @@ class NativeRingInfo(Protocol):
     def open_span(self) -> NativeOpenSpan | None: ...
 
     @property
+    def device_span(self) -> NativeOpenSpan | None: ...
+
+    @property
     def clock_pairs(self) -> list[tuple[int, int]]: ...
 
     @property

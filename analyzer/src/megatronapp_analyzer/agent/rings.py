@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatronapp_analyzer.agent.buffer import RecordsPacket, RingId
-from megatronapp_analyzer.agent.native import RingReader
+from megatronapp_analyzer.agent.native import NativeOpenSpan, RingReader
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
@@ -36,6 +36,18 @@ def native_library() -> RingLibrary:
     import megatronapp_native
 
     return RingLibrary(open=megatronapp_native.RingReader, error=megatronapp_native.RingError)
+
+
+def _entry_of(span: NativeOpenSpan | None) -> dict[str, Any] | None:
+    """Return a span of a ring's header as an entry of a STATUS frame."""
+    if span is None:
+        return None
+    return {
+        "kind": span.kind,
+        "step": span.step,
+        "microbatch": None if span.microbatch == NO_MICROBATCH else span.microbatch,
+        "startNs": span.start_ns,
+    }
 
 
 def process_state(pid: int) -> str | None:
@@ -134,18 +146,12 @@ class RingSource:
 
     def status(self, now_ns: int) -> dict[str, Any]:
         """Return the entry of this ring for a STATUS frame."""
-        span = self._info.open_span
         return {
             "rank": self.ring,
             "heartbeatNs": self._info.heartbeat_ns,
             "nowNs": now_ns,
-            "openSpan": span
-            and {
-                "kind": span.kind,
-                "step": span.step,
-                "microbatch": None if span.microbatch == NO_MICROBATCH else span.microbatch,
-                "startNs": span.start_ns,
-            },
+            "openSpan": _entry_of(self._info.open_span),
+            "deviceSpan": _entry_of(self._info.device_span),
             "lost": self.lost,
             "closed": self._info.closed,
             "alive": self._alive(),

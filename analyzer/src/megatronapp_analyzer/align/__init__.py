@@ -1,1 +1,4 @@
-"""Estimation of clock offsets between nodes from the training's own traffic. Ranks of one boot id share a clock."""
+"""Estimation of clock offsets between nodes from the training's own traffic, and a check of the clocks of devices.
+
+Ranks of one boot id share the clock of their node; each device has its own.
+"""

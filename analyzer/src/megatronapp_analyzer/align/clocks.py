@@ -1,4 +1,7 @@
-"""Clock model of a job: offset and drift of every node's clock against the clock of the first rank."""
+"""Clock model of a job: offset and drift of every node's clock against the clock of the first rank.
+
+The clock of a device is another domain, (boot id, device): its records are corrected apart from its host's.
+"""
 
 import collections
 import dataclasses
@@ -7,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.anchors import anchors_of
+from megatronapp_analyzer.align.device_clocks import DeviceClocks, check, has_device_clock
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
@@ -23,27 +27,37 @@ class ClockModel:
     """Offsets to subtract from each rank's times, and their uncertainty, in ns."""
 
     offset_ns: Index
+    """Offset of the node's clock."""
     uncertainty_ns: NDArray[np.float64]
     """Uncertainty against the clock of the first rank; 0 on the same clock, infinite where nothing ties the two."""
+    devices: DeviceClocks
+    """The same for times of devices, against the clocks of their nodes."""
 
     def apply(self, view: StepRecords) -> StepRecords:
         """Return the step on the clock of the first rank."""
-        if not self.offset_ns.any():
+        if not self.offset_ns.any() and not self.devices.offset_ns.any():
             return view
         records = view.records.copy()
-        shifted = records["start_ns"].astype(np.int64) - self.offset_ns[records["rank"]]
-        records["start_ns"] = shifted.astype(np.uint64)
+        shift = self.offset_ns[records["rank"]]
+        shift += np.where(has_device_clock(records), self.devices.offset_ns[records["rank"]], 0)
+        records["start_ns"] = (records["start_ns"].astype(np.int64) - shift).astype(np.uint64)
         return dataclasses.replace(view, records=records)
+
+    def rank_uncertainty_ns(self) -> NDArray[np.float64]:
+        """Return the uncertainty of each rank's times, those of its device included."""
+        return self.uncertainty_ns + self.devices.uncertainty_ns
 
     def worst_ns(self) -> float:
         """Return the largest finite uncertainty."""
-        return float(self.uncertainty_ns[np.isfinite(self.uncertainty_ns)].max(initial=0.0))
+        uncertainty_ns = self.rank_uncertainty_ns()
+        return float(uncertainty_ns[np.isfinite(uncertainty_ns)].max(initial=0.0))
 
     def pair_uncertainty_ns(self, first: int, second: int) -> float:
         """Return the uncertainty of a difference of times between two ranks."""
+        devices = float(self.devices.uncertainty_ns[first] + self.devices.uncertainty_ns[second])
         if self.offset_ns[first] == self.offset_ns[second]:
-            return 0.0
-        return float(self.uncertainty_ns[first] + self.uncertainty_ns[second])
+            return devices
+        return float(self.uncertainty_ns[first] + self.uncertainty_ns[second]) + devices
 
 
 class ClockAligner:
@@ -58,15 +72,18 @@ class ClockAligner:
         boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
         names = list(dict.fromkeys(boots))
         domain = np.array([names.index(boot) for boot in boots], np.int64)
+        devices = check(view, domain)
         if len(names) == 1:
-            return ClockModel(offset_ns=np.zeros(self._world, np.int64), uncertainty_ns=np.zeros(self._world))
+            zeros = np.zeros(self._world)
+            return ClockModel(offset_ns=zeros.astype(np.int64), uncertainty_ns=zeros, devices=devices)
         time_s = _time_s(view, domain)
         for anchor in anchors_of(view, domain):
             key = (names[anchor.first], names[anchor.second])
             points = self._points.setdefault(key, collections.deque(maxlen=WINDOW))
             points.append((time_s, anchor.offset_ns, anchor.uncertainty_ns))
         offset, doubt = self._spread(names, time_s)
-        return ClockModel(offset_ns=np.round(offset[domain]).astype(np.int64), uncertainty_ns=doubt[domain])
+        rounded = np.round(offset[domain]).astype(np.int64)
+        return ClockModel(offset_ns=rounded, uncertainty_ns=doubt[domain], devices=devices)
 
     def _spread(self, names: list[str], time_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatronapp_analyzer.detect.settings import DetectorSettings
-from megatronapp_analyzer.model import RankLiveness
+from megatronapp_analyzer.model import CurrentSpan, RankLiveness
 from megatronapp_common.trace import COLLECTIVE_KINDS, RecordKind
 
 WAITING_KINDS = COLLECTIVE_KINDS | {RecordKind.RECV_WAIT, RecordKind.SEND_WAIT}
@@ -45,9 +45,20 @@ def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: De
     )
 
 
+def position(rank: RankLiveness) -> CurrentSpan | None:
+    """Return the span that holds up the rank: its device's while that has work, otherwise its host's.
+
+    Hosts run ahead: when a device hangs, its host and those of all others are inside the next wait for a device. The
+    span of the whole step says nothing about what the device does there.
+    """
+    device = rank.device_span
+    return rank.open_span if device is None or device.kind == RecordKind.STEP else device
+
+
 def waits(rank: RankLiveness) -> bool:
     """Return true if the rank is inside a wait for others."""
-    return rank.open_span is not None and rank.open_span.kind in WAITING_KINDS
+    span = position(rank)
+    return span is not None and span.kind in WAITING_KINDS
 
 
 def _culprits(silent: list[RankLiveness]) -> tuple[list[RankLiveness], bool, str]:
@@ -56,11 +67,17 @@ def _culprits(silent: list[RankLiveness]) -> tuple[list[RankLiveness], bool, str
         return stopped, True, "its process is stopped"
     working = [rank for rank in silent if not waits(rank)]
     if working:
-        return working, True, "it is not inside a wait, while others wait"
+        return working, True, _reason(working)
     order = sorted(silent, key=_silent_s, reverse=True)
     if len(order) > 1 and _silent_s(order[0]) - _silent_s(order[1]) > CLEARLY_EARLIER_S:
         return order[:1], False, "all wait, and it was the first to fall silent"
     return order, False, "all wait for each other"
+
+
+def _reason(working: list[RankLiveness]) -> str:
+    if all(rank.device_span is not None and position(rank) is rank.device_span for rank in working):
+        return "its device has not finished its work, while others wait"
+    return "it is not inside a wait, while others wait"
 
 
 def _silent_s(rank: RankLiveness) -> float:

@@ -77,6 +77,7 @@ def parse_status(entry: Mapping[str, Any], received_ns: int, attempt: int | None
             heartbeat_ns=int(entry["heartbeatNs"]),
             now_ns=int(entry["nowNs"]),
             open_span=_open_span(entry["openSpan"]),
+            device_span=_open_span(entry.get("deviceSpan")),
             process_state=entry.get("processState"),
             attempt=attempt,
         )
