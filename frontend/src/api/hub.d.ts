@@ -4,6 +4,26 @@
  */
 
 export interface paths {
+    "/api/v1/blame": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Blame
+         * @description Time that one step lost: the culprit, the ranks that waited because of it, and the spans that show it.
+         */
+        get: operations["getBlame"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/codes": {
         parameters: {
             query?: never;
@@ -607,6 +627,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/slowdowns": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Slowdowns
+         * @description Time that the newest whole steps lost, and to which ranks: at most 32 steps of the range.
+         */
+        get: operations["getSlowdowns"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/steps": {
         parameters: {
             query?: never;
@@ -679,6 +719,26 @@ export interface paths {
          * @description Trace of the steps that are held in full, with arrows from sends to receives.
          */
         get: operations["getTrace"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/tracer": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Tracer
+         * @description Completeness, clocks and cost of the trace, by worker.
+         */
+        get: operations["getTracer"];
         put?: never;
         post?: never;
         delete?: never;
@@ -1033,6 +1093,73 @@ export interface components {
             token: number;
             /** Tokens */
             tokens: number[];
+        };
+        /**
+         * BlameView
+         * @description Time that one step lost. Spans are places in the columns of the step's timeline (getTimeline).
+         */
+        BlameView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Blamed
+             * @description At most 32, largest first; the first is the culprit.
+             */
+            blamed: components["schemas"]["BlamedView"][];
+            /**
+             * Blamedseconds
+             * @description Sum of all blame; recorded less ideal, but for the error of the method.
+             */
+            blamedSeconds: number;
+            /**
+             * Culpritspans
+             * @description Those of the path in which the culprit was slow.
+             */
+            culpritSpans: number[];
+            /** Idealseconds */
+            idealSeconds: number;
+            /**
+             * Path
+             * @description Spans that the length of the step depends on, in order.
+             */
+            path: number[];
+            /**
+             * Peers
+             * @enum {string}
+             */
+            peers: "work" | "pooled";
+            /** Recordedseconds */
+            recordedSeconds: number;
+            /** Step */
+            step: number;
+            /**
+             * Victimspans
+             * @description Spans in which victims waited.
+             */
+            victimSpans: number[];
+            /**
+             * Victims
+             * @description At most 256, nearest to the culprit first.
+             */
+            victims: components["schemas"]["VictimView"][];
+        };
+        /**
+         * BlamedView
+         * @description Time that a step lost to one cause of some ranks.
+         */
+        BlamedView: {
+            /**
+             * Cause
+             * @enum {string}
+             */
+            cause: "compute" | "host" | "link" | "collective" | "other";
+            /**
+             * Ranks
+             * @description Of a link [source, destination].
+             */
+            ranks: number[];
+            /** Seconds */
+            seconds: number;
         };
         /**
          * BranchToken
@@ -2213,6 +2340,12 @@ export interface components {
             refit: true;
         };
         /**
+         * PeerSet
+         * @description Operations that are expected to take equally long.
+         * @enum {string}
+         */
+        PeerSet: "pooled" | "work";
+        /**
          * Perturbation
          * @description One change of the model. Selections that are omitted select everything.
          */
@@ -3222,6 +3355,114 @@ export interface components {
             zero: number;
         };
         /**
+         * SlowCell
+         * @description Ranks of one stage and data-parallel rank, which are slow together.
+         */
+        SlowCell: {
+            /** Ranks */
+            ranks: number[];
+            /**
+             * Replica
+             * @description Data-parallel rank, or the first of `replicasPerCell`.
+             */
+            replica: number;
+            /**
+             * Slowdown
+             * @description Ideal steps with only this cell as recorded, over ideal steps; null if not replayed.
+             */
+            slowdown: number | null;
+            /** Stage */
+            stage: number;
+            /**
+             * Steps
+             * @description The same of each step.
+             */
+            steps: (number | null)[];
+        };
+        /**
+         * SlowLink
+         * @description Messages from one rank to another.
+         */
+        SlowLink: {
+            /** Crossesnodes */
+            crossesNodes: boolean;
+            /** Destination */
+            destination: number;
+            /** Messages */
+            messages: number;
+            /**
+             * Seconds
+             * @description Median from when both ends were ready to the end of the receive.
+             */
+            seconds: number;
+            /** Source */
+            source: number;
+            /**
+             * Usualseconds
+             * @description Median of the links between or within nodes, as this one is.
+             */
+            usualSeconds: number;
+        };
+        /**
+         * SlowdownsView
+         * @description Time that the newest whole steps lost, and to which ranks, by replays with usual durations.
+         */
+        SlowdownsView: {
+            /** Attempt */
+            attempt: number;
+            /** Cells */
+            cells: components["schemas"]["SlowCell"][];
+            /** Idealseconds */
+            idealSeconds: number[];
+            /**
+             * Kinds
+             * @description S_t: slowdown with only spans of a kind as recorded.
+             */
+            kinds: {
+                [key: string]: number;
+            };
+            /**
+             * Laststagefraction
+             * @description M_S: the same of the last stage.
+             */
+            lastStageFraction: number | null;
+            /**
+             * Links
+             * @description At most 1,024, those with the longest delay first.
+             */
+            links: components["schemas"]["SlowLink"][];
+            /**
+             * Peers
+             * @description Operations that are expected to take equally long.
+             * @enum {string}
+             */
+            peers: "work" | "pooled";
+            /** Recordedseconds */
+            recordedSeconds: number[];
+            /**
+             * Replicaspercell
+             * @description Above 1 in very large jobs; a cell is then the slowest.
+             */
+            replicasPerCell: number;
+            /**
+             * Skippedsteps
+             * @description Steps whose records depend on each other in a circle.
+             */
+            skippedSteps: number;
+            /**
+             * Slowdown
+             * @description S: recorded over ideal; null without steps.
+             */
+            slowdown: number | null;
+            /**
+             * Slowestfraction
+             * @description M_W: fraction of the lost time that the slowest 3 % of the cells cost.
+             */
+            slowestFraction: number | null;
+            /** Steps */
+            steps: number[];
+        };
+        /**
          * StateSelection
          * @description Parts of the model that are captured.
          */
@@ -3591,6 +3832,33 @@ export interface components {
          */
         TraceFormat: "chrome" | "perfetto";
         /**
+         * TracedWorker
+         * @description Trace of one worker in the newest attempt.
+         */
+        TracedWorker: {
+            /**
+             * Clockseconds
+             * @description What its times may be wrong by against worker 0; null where unknown.
+             */
+            clockSeconds: number | null;
+            /**
+             * Connected
+             * @description Whether its agent is connected.
+             */
+            connected: boolean;
+            /**
+             * Lost
+             * @description Records overwritten in a ring or dropped by the agent, of all attempts.
+             */
+            lost: number;
+            /** Node */
+            node: string;
+            /** Ranks */
+            ranks: number;
+            /** Worker */
+            worker: number;
+        };
+        /**
          * TracerHealth
          * @description Completeness of the trace.
          */
@@ -3622,6 +3890,45 @@ export interface components {
              * @enum {string}
              */
             state: "ok" | "lossy" | "off";
+        };
+        /**
+         * TracerView
+         * @description State of the tracer: completeness, clocks, and what it costs.
+         */
+        TracerView: {
+            /** Detectorfailures */
+            detectorFailures: number;
+            /**
+             * Lagseconds
+             * @description End of the newest whole step to its analysis.
+             */
+            lagSeconds: number | null;
+            /** Missingranks */
+            missingRanks: number[];
+            /**
+             * Overhead
+             * @description Estimated cost of recording over step time, of the rank with the largest.
+             */
+            overhead: number | null;
+            /**
+             * Records
+             * @description Records received since the hub started.
+             */
+            records: number;
+            /**
+             * Skippedsteps
+             * @description Steps that the detector was too slow to judge.
+             */
+            skippedSteps: number;
+            /** Storedbytes */
+            storedBytes: number;
+            /**
+             * Storedsteps
+             * @description Steps stored with all spans.
+             */
+            storedSteps: number;
+            /** Workers */
+            workers: components["schemas"]["TracedWorker"][];
         };
         /**
          * TrainingView
@@ -3782,6 +4089,26 @@ export interface components {
             subject: components["schemas"]["Subject"];
             until: components["schemas"]["Moment"] | null;
         };
+        /**
+         * VictimView
+         * @description A rank that waited because of the culprit.
+         */
+        VictimView: {
+            /**
+             * Distance
+             * @description 1 if it waited for the culprit itself.
+             */
+            distance: number;
+            /** Rank */
+            rank: number;
+            /** Seconds */
+            seconds: number;
+            /**
+             * Waitedfor
+             * @description The culprit, or a victim nearer to it.
+             */
+            waitedFor: number;
+        };
     };
     responses: never;
     parameters: never;
@@ -3791,6 +4118,60 @@ export interface components {
 }
 export type $defs = Record<string, never>;
 export interface operations {
+    getBlame: {
+        parameters: {
+            query?: {
+                /** @description The newest whole step if absent. */
+                step?: number | null;
+                /** @description Attempt; the newest with that step if absent. */
+                attempt?: number | null;
+                /** @description Operations that are expected to take equally long: `work`, those of a kind on one stage and chunk; `pooled`, all of a kind. If absent, `work` where a stage has several ranks. */
+                peers?: components["schemas"]["PeerSet"] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["BlameView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     addCode: {
         parameters: {
             query?: never;
@@ -6468,6 +6849,51 @@ export interface operations {
             };
         };
     };
+    getSlowdowns: {
+        parameters: {
+            query?: {
+                /** @description First step; all if absent. */
+                from?: number | null;
+                /** @description Last step, included; the newest if absent. */
+                to?: number | null;
+                /** @description Operations that are expected to take equally long: `work`, those of a kind on one stage and chunk; `pooled`, all of a kind. If absent, `work` where a stage has several ranks. */
+                peers?: components["schemas"]["PeerSet"] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SlowdownsView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     listSteps: {
         parameters: {
             query?: {
@@ -6647,6 +7073,44 @@ export interface operations {
             };
             /** @description Not Found */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getTracer: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TracerView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
                 headers: {
                     [name: string]: unknown;
                 };

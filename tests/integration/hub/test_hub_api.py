@@ -100,6 +100,33 @@ async def test_empty_hub_answers(hub: Any) -> None:
         assert set(answer.json()) == {"code", "message", "hint"}
 
 
+async def test_slowdowns_blame_and_the_tracer_of_whole_steps(hub: Any, fake_job: Any, feed: Any) -> None:
+    assert (await hub.get("/api/v1/slowdowns"))["steps"] == []
+    assert (await hub.get("/api/v1/tracer"))["workers"] == []
+    await feed(fake_job(), range(10))
+    found = await hub.get("/api/v1/slowdowns?from=3&to=8")
+    assert (found["steps"], found["peers"], found["slowdown"]) == ([3, 4, 5, 6, 7, 8], "work", 1.0)
+    assert [(cell["stage"], cell["replica"], cell["ranks"]) for cell in found["cells"]] == [
+        (0, 0, [0]),
+        (0, 1, [1]),
+        (1, 0, [2]),
+        (1, 1, [3]),
+    ]
+    assert (await hub.get("/api/v1/slowdowns?peers=pooled"))["peers"] == "pooled"
+    blame = await hub.get("/api/v1/blame")
+    assert (blame["step"], blame["blamed"], blame["victims"]) == (9, [], [])
+    tracer = await hub.get("/api/v1/tracer")
+    assert [(worker["worker"], worker["ranks"], worker["lost"]) for worker in tracer["workers"]] == [
+        (0, 2, 0),
+        (1, 2, 0),
+    ]
+    assert tracer["overhead"] == pytest.approx(5 * 1000 / 10e6, rel=0.3)
+    async with hub.client() as client:
+        missing = await client.get("/api/v1/blame?step=77")
+        assert (missing.status_code, missing.json()["code"]) == (404, "step-not-held")
+        assert (await client.get("/api/v1/slowdowns?peers=some")).status_code == 422
+
+
 async def test_ranges_are_inclusive(hub: Any, fake_job: Any, feed: Any) -> None:
     await feed(fake_job(), range(10))
     assert [step["step"] for step in await hub.get("/api/v1/steps?from=3&to=5")] == [3, 4, 5]

@@ -46,17 +46,22 @@ def stream(records: RankRecords) -> RankRecords:
 
     What begins after a rank's STEP span has ended (evaluation, checkpoint) belongs to no step.
     """
-    kept: RankRecords = records[~is_kind(records["kind"], NESTED_KINDS | NOT_WORK_KINDS)]
-    kept = kept[kept["start_ns"] <= _step_ends_ns(records)[kept["rank"]]]
-    if _is_in_order(kept):
-        return kept
-    ordered: RankRecords = kept[np.lexsort((kept["start_ns"], kept["rank"]))]
+    ordered: RankRecords = records[stream_rows(records)]
     return ordered
 
 
-def _is_in_order(records: RankRecords) -> bool:
-    """Return true if records are sorted by rank, then start, as those of a stored step are: sorting costs more."""
-    rank, start = records["rank"], records["start_ns"]
+def stream_rows(records: RankRecords) -> NDArray[np.int64]:
+    """Return the rows of `records` that `stream` returns, in its order."""
+    work = ~is_kind(records["kind"], NESTED_KINDS | NOT_WORK_KINDS)
+    rows = np.flatnonzero(work & (records["start_ns"] <= _step_ends_ns(records)[records["rank"]]))
+    rank, start = records["rank"][rows], records["start_ns"][rows]
+    if _is_in_order(rank, start):
+        return rows
+    return rows[np.lexsort((start, rank))]
+
+
+def _is_in_order(rank: NDArray[np.int32], start: NDArray[np.uint64]) -> bool:
+    """Return true where records are sorted by rank, then start, as those of a hub are: sorting costs more."""
     follows = (rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (start[1:] >= start[:-1]))
     return bool(follows.all())
 

@@ -22,6 +22,8 @@ class Waits:
     waiter: Index
     cause: Index
     seconds: Seconds
+    span: Index
+    """Span of the waiter in which it waited, an index into the stream of the step."""
 
     def imposed_by(self, ranks: tuple[int, ...]) -> dict[int, float]:
         """Return seconds that each other rank waited for any of `ranks`, largest first."""
@@ -42,6 +44,7 @@ def attribute(graph: StepGraph) -> Waits:
         waiter=np.concatenate([part.waiter for part in parts]),
         cause=np.concatenate([part.cause for part in parts]),
         seconds=np.concatenate([part.seconds for part in parts]),
+        span=np.concatenate([part.span for part in parts]),
     )
 
 
@@ -67,7 +70,7 @@ def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
     late = np.minimum(end_s[send], end_s[recv]) - start_s[recv]
-    return _kept(messages.destination[matched], messages.source[matched], late)
+    return _kept(messages.destination[matched], messages.source[matched], late, recv)
 
 
 def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[Waits, Index]:
@@ -84,7 +87,7 @@ def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[
     last[instance[final]] = final
     late = start_s[member[last[instance]]] - start_s[member] if len(member) else np.empty(0)
     cause = rank[last[instance]] if len(member) else rank
-    return _kept(rank, cause, late), instance[_real(rank, cause, late)]
+    return _kept(rank, cause, late, member), instance[_real(rank, cause, late)]
 
 
 def _real(waiter: Index, cause: Index, seconds: Seconds) -> NDArray[np.bool_]:
@@ -92,6 +95,11 @@ def _real(waiter: Index, cause: Index, seconds: Seconds) -> NDArray[np.bool_]:
     return mask
 
 
-def _kept(waiter: Index, cause: Index, seconds: Seconds) -> Waits:
+def _kept(waiter: Index, cause: Index, seconds: Seconds, span: Index) -> Waits:
     real = _real(waiter, cause, seconds)
-    return Waits(waiter=waiter[real].astype(np.int64), cause=cause[real].astype(np.int64), seconds=seconds[real])
+    return Waits(
+        waiter=waiter[real].astype(np.int64),
+        cause=cause[real].astype(np.int64),
+        seconds=seconds[real],
+        span=span[real].astype(np.int64),
+    )

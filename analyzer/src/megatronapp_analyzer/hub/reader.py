@@ -6,8 +6,10 @@ from typing import Protocol
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
 from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
+from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.answer_cache import AnswerCache
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
@@ -63,6 +65,12 @@ class HubReader(Protocol):
 
     @property
     def roles(self) -> RolesCache: ...
+
+    @property
+    def graphs(self) -> StepGraphs: ...
+
+    @property
+    def answers(self) -> AnswerCache: ...
 
     @property
     def plan_samples(self) -> PlanSamples: ...

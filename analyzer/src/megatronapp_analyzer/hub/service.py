@@ -18,10 +18,12 @@ from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
 from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
 from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
+from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.answer_cache import AnswerCache
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
 from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
@@ -65,6 +67,8 @@ class Hub:
         self.totals = HubTotals()
         self.passes = PassesCache()
         self.roles = RolesCache()
+        self.graphs = StepGraphs()
+        self.answers = AnswerCache()
         self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.ready = False

@@ -1,0 +1,261 @@
+"""Usual durations of a job's operations, and steps replayed with some of them usual and the others as recorded.
+
+The definitions are those of the what-if analysis of OSDI'25 "Understanding Stragglers in Large Model Training": a step
+is ideal if every operation takes as long as alike operations usually do; S_w is an ideal step in which only the
+operations of w take as long as recorded, over the ideal step. Time between the spans of a rank is an operation here,
+too, so that a host that stalls is found.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
+from megatronapp_analyzer.graph.matching import Index
+from megatronapp_analyzer.graph.records import is_kind
+from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
+from megatronapp_analyzer.model import JobLayout
+from megatronapp_common.trace import COMPUTE_KINDS
+
+Mask = NDArray[np.bool_]
+SCENARIOS_AT_ONCE = 16
+"""Scenarios replayed together; bounds the memory of a replay, which holds two rows of all edges for each."""
+MAX_CELLS = 256
+"""Cells that are replayed at most: those with the most time beyond the usual."""
+_WORKERS_PERCENT = 3
+_COMPUTES = 1 << 48
+_LEAST_LOSS = 1e-6
+"""Fraction of the ideal steps below which a loss is an error of rounding, and has no parts."""
+
+
+class PeerSet(enum.StrEnum):
+    """Operations that are expected to take equally long."""
+
+    POOLED = "pooled"
+    """All operations of a kind, as published: of computation the mean, of the others the median. A stage with more work
+    than others is found slow, and a slow rank of few makes what is usual longer."""
+    WORK = "work"
+    """All of a kind on one stage and chunk: the lower median over the ranks of each rank's median is usual."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cells:
+    """Ranks by stage and data-parallel rank. Ranks that meet inside their spans (tensor, context and expert groups) are
+    slow together and have a cell in common. Arrays are by cell, or by rank.
+    """
+
+    stage: Index
+    replica: Index
+    of_rank: Index
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @classmethod
+    def of(cls, layout: JobLayout) -> "Cells":
+        """Return the cells of a job, sorted by stage, then replica."""
+        replicas = np.array([at.dp // layout.ep for at in layout.coordinates], np.int64)
+        stages = np.array(layout.stages, np.int64)
+        width = int(replicas.max()) + 1
+        names, of_rank = np.unique(stages * width + replicas, return_inverse=True)
+        return cls(stage=names // width, replica=names % width, of_rank=of_rank.astype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdowns:
+    """Slowdowns of a job over T steps and of its C cells, each 1 where nothing is lost. NaN for a cell not replayed."""
+
+    recorded_T: Seconds
+    """Seconds of each step as recorded."""
+    ideal_T: Seconds
+    """Seconds of each step with usual durations."""
+    cells: Cells
+    cells_CT: NDArray[np.float64]
+    """Slowdown of each cell in each step."""
+    kinds: dict[int, float]
+    """Slowdown if only spans of one kind, and the time before them, take as long as recorded; largest first."""
+    slowest_fraction: float | None
+    """M_W: the fraction of the lost time that is saved if the slowest 3 % of cells are ideal; None without a loss."""
+    last_stage_fraction: float | None
+    """M_S: the same of the last stage."""
+
+    @property
+    def slowdown(self) -> float:
+        """Return S, the recorded steps over the ideal ones."""
+        return float(self.recorded_T.sum() / self.ideal_T.sum())
+
+    @property
+    def cells_C(self) -> NDArray[np.float64]:
+        """Return S_w of each cell over all steps."""
+        over: NDArray[np.float64] = (self.cells_CT * self.ideal_T).sum(axis=1) / self.ideal_T.sum()
+        return over
+
+
+def usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet) -> list[Seconds]:
+    """Return the usual weight of the edges of each graph, from the recorded weights of alike edges of all graphs."""
+    weights = np.concatenate([graph.edges.weight for graph in graphs])
+    keys = np.concatenate([_keys(graph, layout, peers) for graph in graphs])
+    names, group = np.unique(keys, return_inverse=True)
+    if peers is PeerSet.WORK:
+        ranks = np.concatenate([graph.spans["rank"][graph.edges.span] for graph in graphs])
+        usual = _of_usual_rank(group, ranks.astype(np.int64), weights)
+    else:
+        usual = _medians(group, weights, len(names))
+        computes = (names & _COMPUTES) != 0
+        means = np.bincount(group, weights, minlength=len(names)) / np.bincount(group, minlength=len(names))
+        usual[computes] = means[computes]
+    sizes = np.cumsum([len(graph.edges.weight) for graph in graphs])[:-1]
+    parts: list[Seconds] = np.split(usual[group], sizes)
+    return parts
+
+
+def _keys(graph: StepGraph, layout: JobLayout, peers: PeerSet) -> Index:
+    """Return a number for each edge, equal for alike edges; those of computation have the bit `_COMPUTES`."""
+    edges, spans = graph.edges, graph.spans[graph.edges.span]
+    own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
+    computes = own & is_kind(spans["kind"], COMPUTE_KINDS)
+    key: Index = np.where(computes, _COMPUTES, 0) | (edges.kind.astype(np.int64) << 8) | spans["kind"]
+    if peers is PeerSet.WORK:
+        stages = np.array(layout.stages, np.int64)[spans["rank"]]
+        key |= (stages << 24) | (spans["chunk"].astype(np.int64) << 16)
+    return key
+
+
+def _of_usual_rank(group: Index, ranks: Index, values: Seconds) -> Seconds:
+    """Return for each group the lower median over ranks of each rank's median: of two ranks that of the faster one."""
+    names, of_rank = np.unique((group << 24) | ranks, return_inverse=True)
+    own_group, medians = names >> 24, _medians(of_rank, values, len(names))
+    order = np.lexsort((medians, own_group))
+    begin = np.searchsorted(own_group[order], np.arange(int(own_group[-1]) + 2))
+    lower: Seconds = medians[order][begin[:-1] + (np.diff(begin) - 1) // 2]
+    return lower
+
+
+def _medians(group: Index, values: Seconds, groups: int) -> Seconds:
+    order = np.lexsort((values, group))
+    begin = np.searchsorted(group[order], np.arange(groups + 1))
+    size, ordered = np.diff(begin), values[order]
+    found: Seconds = (ordered[begin[:-1] + (size - 1) // 2] + ordered[begin[:-1] + size // 2]) / 2
+    return found
+
+
+def find_slowdowns(
+    graphs: Sequence[StepGraph],
+    layout: JobLayout,
+    peers: PeerSet,
+    *,
+    max_cells: int = MAX_CELLS,
+    replayer: Replayer = replay,
+) -> Slowdowns:
+    """Return the slowdowns over the steps of `graphs`, of which there is at least one."""
+    window = _Window(graphs, layout, peers, replayer)
+    replayed = window.heaviest(max_cells)
+    kinds = sorted({int(kind) for graph in graphs for kind in np.unique(graph.spans["kind"][graph.edges.span])})
+    table = window.seconds(
+        lambda edges: [
+            np.ones(len(edges.cell), np.bool_),
+            np.zeros(len(edges.cell), np.bool_),
+            ~edges.in_last_stage,
+            *(edges.cell == cell for cell in replayed),
+            *(edges.kind == kind for kind in kinds),
+        ]
+    )
+    recorded_T, ideal_T, without_last_T = table[:3]
+    by_cell, by_kind = table[3 : 3 + len(replayed)], table[3 + len(replayed) :]
+    cells_CT = np.full((len(window.cells), len(graphs)), np.nan)
+    cells_CT[replayed] = by_cell / ideal_T
+    ratios = {kind: float(row.sum() / ideal_T.sum()) for kind, row in zip(kinds, by_kind, strict=True)}
+    slowest = replayed[np.argsort(-by_cell.sum(axis=1), kind="stable")]
+    slowest = slowest[: -(-len(window.cells) * _WORKERS_PERCENT // 100)]
+    (without_slowest_T,) = window.seconds(lambda edges: [~np.isin(edges.cell, slowest)])
+    return Slowdowns(
+        recorded_T=recorded_T,
+        ideal_T=ideal_T,
+        cells=window.cells,
+        cells_CT=cells_CT,
+        kinds=dict(sorted(ratios.items(), key=lambda item: -item[1])),
+        slowest_fraction=_saved_fraction(recorded_T, ideal_T, without_slowest_T),
+        last_stage_fraction=_saved_fraction(recorded_T, ideal_T, without_last_T),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _EdgeOwners:
+    """Cell, kind of span and stage of each edge of a graph."""
+
+    cell: Index
+    kind: NDArray[np.uint8]
+    in_last_stage: Mask
+
+
+class _Window:
+    """Steps with their usual weights, which can be replayed in scenarios."""
+
+    def __init__(self, graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet, replayer: Replayer) -> None:
+        self._graphs, self._replayer = graphs, replayer
+        self._usual = usual_weights(graphs, layout, peers)
+        self.cells = Cells.of(layout)
+        is_last = np.isin(layout.stages, layout.loss_stages)
+        owners = [graph.spans[graph.edges.span] for graph in graphs]
+        self._edges = [
+            _EdgeOwners(self.cells.of_rank[owner["rank"]], owner["kind"], is_last[owner["rank"]]) for owner in owners
+        ]
+
+    def heaviest(self, count: int) -> Index:
+        """Return the cells with the most time beyond the usual, in order of their numbers."""
+        excess = np.zeros(len(self.cells))
+        for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
+            over = np.maximum(graph.edges.weight - ideal, 0.0)
+            excess += np.bincount(edges.cell, over, minlength=len(self.cells))
+        return np.sort(np.argsort(-excess, kind="stable")[:count])
+
+    def seconds(self, scenarios: Callable[[_EdgeOwners], Sequence[Mask]]) -> Seconds:
+        """Return the length of each step, [scenarios, T]: an edge is as recorded where its mask is true."""
+        columns = []
+        for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
+            masks, parts = scenarios(edges), []
+            for first in range(0, len(masks), SCENARIOS_AT_ONCE):
+                recorded = np.stack(masks[first : first + SCENARIOS_AT_ONCE], axis=1)
+                weights = np.where(recorded, graph.edges.weight[:, None], ideal[:, None])
+                parts.append(makespan_s(graph, self._replayer(graph, weights)))
+            columns.append(np.concatenate(parts))
+        return np.stack(columns, axis=1)
+
+
+def _saved_fraction(recorded_T: Seconds, ideal_T: Seconds, seconds_T: Seconds) -> float | None:
+    lost_s = recorded_T.sum() - ideal_T.sum()
+    if lost_s <= _LEAST_LOSS * ideal_T.sum():
+        return None
+    return float((recorded_T.sum() - seconds_T.sum()) / lost_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Deliveries:
+    """Directed pairs of ranks that exchanged messages. Parallel arrays."""
+
+    source: Index
+    destination: Index
+    seconds: Seconds
+    """Median from when both ends were ready to the end of the receive."""
+    count: Index
+
+
+def deliveries_of(graphs: Sequence[StepGraph]) -> Deliveries:
+    """Return the deliveries of the matched messages of all graphs."""
+    sources, destinations, seconds = [], [], []
+    for graph in graphs:
+        chosen = graph.edges.kind == EdgeKind.DELIVERY
+        sources.append(graph.spans["rank"][graph.edges.source[chosen] // 2].astype(np.int64))
+        destinations.append(graph.spans["rank"][graph.edges.span[chosen]].astype(np.int64))
+        seconds.append(graph.edges.weight[chosen])
+    key = (np.concatenate(sources) << 32) | np.concatenate(destinations)
+    names, group = np.unique(key, return_inverse=True)
+    return Deliveries(
+        source=names >> 32,
+        destination=names & 0xFFFF_FFFF,
+        seconds=_medians(group, np.concatenate(seconds), len(names)) if len(names) else np.empty(0),
+        count=np.bincount(group, minlength=len(names)),
+    )

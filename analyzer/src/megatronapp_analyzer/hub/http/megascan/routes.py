@@ -1,0 +1,96 @@
+"""Routes by which users see what a job loses, to which ranks, and whether its trace is complete."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+
+from megatronapp_analyzer.graph.usual import PeerSet
+from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.megascan import schemas, views
+from megatronapp_analyzer.hub.http.pipeline_view import choose_steps
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.reader import HubReader
+from megatronapp_common.web.models import Problem
+from megatronapp_common.web.problems import HttpError
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
+NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
+COST_STEPS = 16
+"""Newest steps in which the cost of tracing is measured."""
+
+router = APIRouter(prefix="/api/v1", responses=PROBLEMS)
+
+From = Annotated[int | None, Query(alias="from", ge=0, description="First step; all if absent.")]
+To = Annotated[int | None, Query(ge=0, description="Last step, included; the newest if absent.")]
+Peers = Annotated[
+    PeerSet | None,
+    Query(
+        description="Operations that are expected to take equally long: `work`, those of a kind on one stage and "
+        "chunk; `pooled`, all of a kind. If absent, `work` where a stage has several ranks."
+    ),
+]
+
+
+@router.get("/slowdowns", operation_id="getSlowdowns")
+async def slowdowns(hub: HubOf, first: From = None, to: To = None, peers: Peers = None) -> schemas.SlowdownsView:
+    """Time that the newest whole steps lost, and to which ranks: at most 32 steps of the range."""
+    chosen = choose_steps(hub, first, to)
+    by = PeerSet.POOLED if chosen.layout is None else peers or views.default_peers(chosen.layout)
+
+    def compute() -> schemas.SlowdownsView:
+        return views.slowdowns_view(chosen.attempt, chosen.layout, chosen.steps, by, hub.graphs)
+
+    version = (chosen.attempt, chosen.steps[-1].view.step if chosen.steps else None)
+    return await asyncio.to_thread(hub.answers.answer, ("slowdowns", first, to, by), version, compute)
+
+
+@router.get("/blame", operation_id="getBlame", responses=NOT_FOUND)
+async def blame(
+    hub: HubOf,
+    step: Annotated[int | None, Query(ge=0, description="The newest whole step if absent.")] = None,
+    attempt: Annotated[int | None, Query(ge=0, description="Attempt; the newest with that step if absent.")] = None,
+    peers: Peers = None,
+) -> schemas.BlameView:
+    """Time that one step lost: the culprit, the ranks that waited because of it, and the spans that show it."""
+    found = hub.ingest.store.find(_newest(hub) if step is None else step, attempt)
+    layout = None if found is None else hub.ingest.attempts[found.view.attempt].layout
+    if found is None or layout is None:
+        raise HttpError(
+            404,
+            "step-not-held",
+            f"step {step} is not held in full" if step is not None else "no whole step is held in full",
+            "Only the newest steps are; older ones are kept as sums for the heat map.",
+        )
+    before = _steps_before(hub, found)
+    by = peers or views.default_peers(layout)
+    view = await asyncio.to_thread(
+        hub.answers.answer,
+        ("blame", found.key, by),
+        len(found.view.records),
+        lambda: views.blame_view(found, before, layout, by, hub.graphs),
+    )
+    if view is None:
+        text = f"the records of step {found.view.step} make no graph"
+        raise HttpError(404, "no-graph", text, "Ask for another step; records of this one are missing or out of order.")
+    return view
+
+
+def _newest(hub: HubReader) -> int | None:
+    """Return the newest step that all ranks have delivered."""
+    steps = choose_steps(hub, None, None).steps
+    return steps[-1].view.step if steps else None
+
+
+def _steps_before(hub: HubReader, step: StoredStep) -> list[StoredStep]:
+    """Return the whole steps of the same attempt before a step, as many as say what is usual."""
+    attempt, number = step.key
+    older = hub.ingest.store.select(max(0, number - views.REFERENCE_STEPS), number - 1, newest=views.REFERENCE_STEPS)
+    return [before for before in older if before.view.attempt == attempt and before.digest.complete]
+
+
+@router.get("/tracer", operation_id="getTracer")
+async def tracer(hub: HubOf) -> schemas.TracerView:
+    """Completeness, clocks and cost of the trace, by worker."""
+    recent = [step for step in hub.ingest.store.newest(COST_STEPS) if step.digest.complete]
+    return await asyncio.to_thread(views.tracer_view, hub, recent)

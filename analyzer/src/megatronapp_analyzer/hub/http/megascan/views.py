@@ -1,0 +1,216 @@
+"""Answers about slowdowns, computed from the steps of the store."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.graph.blame import find_blame
+from megatronapp_analyzer.graph.records import stream_rows
+from megatronapp_analyzer.graph.usual import (
+    MAX_CELLS,
+    Cells,
+    PeerSet,
+    Slowdowns,
+    deliveries_of,
+    find_slowdowns,
+    usual_weights,
+)
+from megatronapp_analyzer.hub.http.megascan import schemas
+from megatronapp_analyzer.hub.ingest import step_totals
+from megatronapp_analyzer.hub.ingest.step_graphs import GraphOfStep, StepGraphs, aligned
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.reader import HubReader
+from megatronapp_analyzer.hub.state.ranks import kind_name
+from megatronapp_analyzer.model import JobLayout
+
+WINDOW_STEPS = 32
+"""Steps in an answer at most: the newest of the range."""
+REFERENCE_STEPS = 16
+"""Steps up to that whose blame is requested, which say what is usual."""
+EDGE_REPLAYS = 40_000_000
+"""Edges times scenarios of an answer, about a second of a core."""
+LEAST_CELLS = 8
+EDGES_PER_SPAN = 3
+EXTRA_SCENARIOS = 16
+"""Scenarios in addition to those of cells: recorded, ideal, one for each kind of span."""
+SHOWN_CELLS, SHOWN_LINKS, SHOWN_BLAMED, SHOWN_VICTIMS = 4096, 1024, 32, 256
+DECIMALS = 7
+
+
+def default_peers(layout: JobLayout) -> PeerSet:
+    """Return the peers that are expected to take equally long: equal work, where another rank has it."""
+    stages = layout.stages
+    return PeerSet.WORK if len(Cells.of(layout)) > len(set(stages)) else PeerSet.POOLED
+
+
+def slowdowns_view(
+    attempt: int, layout: JobLayout | None, steps: Sequence[StoredStep], peers: PeerSet, graphs: StepGraphs
+) -> schemas.SlowdownsView:
+    """Return the slowdowns over the newest of `steps`, whole ones of one attempt, as many as are replayed quickly."""
+    chosen = [] if layout is None else _few_enough(steps, Cells.of(layout))
+    found = [] if layout is None else graphs.of(chosen, layout)
+    if layout is None or not found:
+        return schemas.SlowdownsView(
+            attempt=attempt, peers=peers.value, steps=[], recorded_seconds=[], ideal_seconds=[], slowdown=None,
+            cells=[], replicas_per_cell=1, kinds={}, slowest_fraction=None, last_stage_fraction=None, links=[],
+            skipped_steps=len(chosen),
+        )  # fmt: skip
+    edges = sum(len(of_step.graph.edges.weight) for of_step in found)
+    cells = int(np.clip(EDGE_REPLAYS // max(edges, 1), LEAST_CELLS, MAX_CELLS))
+    result = find_slowdowns([of_step.graph for of_step in found], layout, peers, max_cells=cells)
+    per_cell = -(-len(result.cells) // SHOWN_CELLS)
+    return schemas.SlowdownsView(
+        attempt=attempt,
+        peers=peers.value,
+        steps=[of_step.step for of_step in found],
+        recorded_seconds=_numbers(result.recorded_T),
+        ideal_seconds=_numbers(result.ideal_T),
+        slowdown=round(result.slowdown, DECIMALS),
+        cells=_cells(result, per_cell),
+        replicas_per_cell=per_cell,
+        kinds={kind_name(kind): round(ratio, DECIMALS) for kind, ratio in result.kinds.items()},
+        slowest_fraction=result.slowest_fraction,
+        last_stage_fraction=result.last_stage_fraction,
+        links=_links(found, layout),
+        skipped_steps=len(chosen) - len(found),
+    )
+
+
+def _few_enough(steps: Sequence[StoredStep], cells: Cells) -> list[StoredStep]:
+    """Return the newest steps, at least one, whose replays with each cell stay within EDGE_REPLAYS."""
+    newest = list(steps[-WINDOW_STEPS:])
+    scenarios = min(len(cells), MAX_CELLS) + EXTRA_SCENARIOS
+    edges = np.cumsum([EDGES_PER_SPAN * len(step.view.records) * scenarios for step in reversed(newest)])
+    count = max(1, int(np.searchsorted(edges, EDGE_REPLAYS, side="right")))
+    return newest[-count:]
+
+
+def _cells(result: Slowdowns, per_cell: int) -> list[schemas.SlowCell]:
+    """Return the cells, or of each `per_cell` neighbours of a stage the slowest one with the ranks of all."""
+    members: dict[tuple[int, int], list[int]] = {}
+    for number, (stage, replica) in enumerate(
+        zip(result.cells.stage.tolist(), result.cells.replica.tolist(), strict=True)
+    ):
+        members.setdefault((stage, replica // per_cell * per_cell), []).append(number)
+    overall, by_rank = result.cells_C, np.argsort(result.cells.of_rank, kind="stable")
+    begin = np.searchsorted(result.cells.of_rank[by_rank], np.arange(len(result.cells) + 1))
+    shown = []
+    for (stage, replica), numbers in members.items():
+        slowest = max(numbers, key=lambda number: -math.inf if math.isnan(overall[number]) else overall[number])
+        shown.append(
+            schemas.SlowCell(
+                stage=stage,
+                replica=replica,
+                ranks=[rank for number in numbers for rank in by_rank[begin[number] : begin[number + 1]].tolist()],
+                slowdown=_number(overall[slowest]),
+                steps=_nullable(result.cells_CT[slowest]),
+            )
+        )
+    return shown
+
+
+def _links(found: Sequence[GraphOfStep], layout: JobLayout) -> list[schemas.SlowLink]:
+    pairs = deliveries_of([of_step.graph for of_step in found])
+    nodes = np.unique(np.array(layout.nodes), return_inverse=True)[1]
+    crosses = nodes[pairs.source] != nodes[pairs.destination]
+    usual = np.zeros(len(crosses))
+    for alike in (crosses, ~crosses):
+        if alike.any():
+            usual[alike] = np.median(pairs.seconds[alike])
+    order = np.argsort(usual - pairs.seconds, kind="stable")[:SHOWN_LINKS]
+    return [
+        schemas.SlowLink(
+            source=int(pairs.source[place]),
+            destination=int(pairs.destination[place]),
+            messages=int(pairs.count[place]),
+            seconds=round(float(pairs.seconds[place]), 9),
+            usual_seconds=round(float(usual[place]), 9),
+            crosses_nodes=bool(crosses[place]),
+        )
+        for place in order.tolist()
+    ]
+
+
+def blame_view(
+    step: StoredStep, before: Sequence[StoredStep], layout: JobLayout, peers: PeerSet, graphs: StepGraphs
+) -> schemas.BlameView | None:
+    """Return where a step lost its time, against what is usual in it and in the steps before; None without a graph."""
+    cells = Cells.of(layout)
+    found = graphs.of([*_few_enough(before, cells), step], layout)
+    if not found or (found[-1].attempt, found[-1].step) != step.key:
+        return None
+    ideal = usual_weights([of_step.graph for of_step in found], layout, peers)[-1]
+    blame = find_blame(found[-1].graph, ideal, cells.of_rank)
+    rows = stream_rows(aligned(step).records)
+    return schemas.BlameView(
+        attempt=step.view.attempt,
+        step=step.view.step,
+        peers=peers.value,
+        recorded_seconds=round(blame.recorded_s, DECIMALS),
+        ideal_seconds=round(blame.ideal_s, DECIMALS),
+        blamed_seconds=round(blame.blamed_s, DECIMALS),
+        blamed=[
+            schemas.BlamedView(ranks=list(item.ranks), cause=item.cause.value, seconds=round(item.seconds, DECIMALS))
+            for item in blame.items[:SHOWN_BLAMED]
+        ],
+        victims=[
+            schemas.VictimView(
+                rank=victim.rank,
+                waited_for=victim.waited_for,
+                seconds=round(victim.seconds, DECIMALS),
+                distance=victim.distance,
+            )
+            for victim in blame.victims[:SHOWN_VICTIMS]
+        ],
+        path=rows[blame.path].tolist(),
+        culprit_spans=rows[blame.culprit_spans].tolist(),
+        victim_spans=rows[blame.victim_spans].tolist(),
+    )
+
+
+def tracer_view(hub: HubReader, recent: Sequence[StoredStep]) -> schemas.TracerView:
+    """Return the state of the tracer; `recent` are the steps that its cost is measured in."""
+    state, analysis = hub.ingest.newest, hub.analysis
+    lost = hub.ingest.lost_by_worker()
+    rings = {} if state is None else state.rings
+    connected = {worker for attempt, worker in hub.links if state is None or attempt == state.attempt}
+    by_worker: dict[int, list[int]] = {}
+    for rank, ring in rings.items():
+        by_worker.setdefault(ring.worker, []).append(rank)
+    costs = {rank: ring.record_cost_ns for rank, ring in rings.items() if ring.record_cost_ns is not None}
+    doubts = {} if state is None else state.clock_uncertainty_s
+    return schemas.TracerView(
+        workers=[
+            schemas.TracedWorker(
+                worker=worker,
+                node=rings[ranks[0]].node,
+                ranks=len(ranks),
+                connected=worker in connected,
+                lost=lost.get(worker, 0),
+                clock_seconds=_number(max(doubts.get(rank, 0.0) for rank in ranks)),
+            )
+            for worker, ranks in sorted(by_worker.items())
+        ],
+        missing_ranks=[] if state is None else state.missing,
+        overhead=step_totals.overhead_ratio(recent, costs),
+        records=hub.totals.records,
+        stored_steps=hub.ingest.store.full_steps,
+        stored_bytes=hub.ingest.store.full_bytes,
+        lag_seconds=None if analysis.lag_s is None else round(analysis.lag_s, 3),
+        skipped_steps=analysis.skipped,
+        detector_failures=analysis.failures,
+    )
+
+
+def _numbers(values: NDArray[np.float64]) -> list[float]:
+    return [round(value, DECIMALS) for value in values.tolist()]
+
+
+def _nullable(values: NDArray[np.float64]) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float | None:
+    return round(float(value), DECIMALS) if math.isfinite(value) else None

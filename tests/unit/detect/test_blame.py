@@ -1,0 +1,227 @@
+"""Slowdowns of cells by replay, and the blame of a step: the injected fault is the culprit, and blame adds up."""
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.graph.blame import StepBlame, find_blame
+from megatronapp_analyzer.graph.build import StepGraph, build
+from megatronapp_analyzer.graph.replay import makespan_s, replay
+from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
+from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view
+from megatronapp_analyzer.hub.http.views import timeline
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.state.answer_cache import REST_FACTOR, AnswerCache
+from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import RecordKind
+
+Graphs = Callable[..., list[StepGraph]]
+FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[int, ...]]] = {
+    "compute": ({"pp": 4, "dp": 2}, {"rank": 5, "kind": "compute", "factor": 1.5}, (5,)),
+    "compute of a tensor group": ({"pp": 2, "tp": 2, "dp": 2}, {"rank": 5, "kind": "compute", "factor": 1.5}, (4, 5)),
+    "host": ({"pp": 2, "dp": 2}, {"rank": 1, "kind": "host", "factor": 3.0}, (1,)),
+    "link": ({"pp": 2, "dp": 2}, {"rank": 1, "peer": 3, "kind": "link", "factor": 4.0}, (3, 1)),
+}
+
+
+@pytest.fixture
+def steps_of(sim: ModuleType) -> Callable[..., list[StepRecords]]:
+    def steps(layout: JobLayout, *faults: dict[str, Any], count: int = 6, seed: int = 3) -> list[StepRecords]:
+        job = sim.Job(
+            layout=layout, microbatches=8, noise=sim.GPU, faults=tuple(sim.Fault(**fault) for fault in faults)
+        )
+        return list(sim.Simulator(job, seed).steps(1, count))
+
+    return steps
+
+
+@pytest.fixture
+def graphs_of(steps_of: Callable[..., list[StepRecords]]) -> Graphs:
+    def graphs(layout: JobLayout, *faults: dict[str, Any], **how: int) -> list[StepGraph]:
+        units = Cells.of(layout).of_rank
+        return [build(view, unit_of_rank=units) for view in steps_of(layout, *faults, **how)]
+
+    return graphs
+
+
+def blamed(graphs: list[StepGraph], layout: JobLayout) -> StepBlame:
+    ideal = usual_weights(graphs, layout, PeerSet.WORK)[-1]
+    return find_blame(graphs[-1], ideal, Cells.of(layout).of_rank)
+
+
+def cell_of(found: Slowdowns, rank: int) -> float:
+    return float(found.cells_C[found.cells.of_rank[rank]])
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_the_injected_fault_is_the_culprit_and_its_cell_the_slowest(graphs_of: Graphs, case: str) -> None:
+    grid, fault, ranks = FAULTS[case]
+    layout = JobLayout.grid(**grid)
+    graphs = graphs_of(layout, fault)
+
+    found = find_slowdowns(graphs, layout, PeerSet.WORK)
+    assert cell_of(found, fault["rank"]) == pytest.approx(found.slowdown, rel=0.02)
+    assert found.slowdown > 1.15
+    others = np.delete(found.cells_C, found.cells.of_rank[fault["rank"]])
+    assert others.max() < 1.01
+    assert found.slowest_fraction == pytest.approx(1, abs=0.05)
+
+    blame = blamed(graphs, layout)
+    assert blame.items[0].ranks == ranks
+    assert str(blame.items[0].cause) == fault["kind"]
+    assert blame.items[0].seconds > 0.95 * blame.lost_s
+    assert set(graphs[-1].spans["rank"][blame.culprit_spans]) <= {*ranks}
+    assert len(blame.culprit_spans) > 0
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    grid=st.sampled_from([{"dp": 3}, {"pp": 3, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}, {"pp": 2, "tp": 2}]),
+    factors=st.lists(st.floats(1, 2), min_size=2, max_size=2),
+    seed=st.integers(0, 1000),
+    peers=st.sampled_from(PeerSet),
+)
+def test_blame_sums_to_the_time_lost(
+    graphs_of: Graphs, grid: dict[str, int], factors: list[float], seed: int, peers: PeerSet
+) -> None:
+    layout = JobLayout.grid(**grid)
+    faults = [{"rank": rank, "kind": "compute", "factor": factor} for rank, factor in enumerate(factors)]
+    graphs = graphs_of(layout, *faults, count=3, seed=seed)
+    ideal = usual_weights(graphs, layout, peers)
+
+    blame = find_blame(graphs[-1], ideal[-1], Cells.of(layout).of_rank)
+    assert blame.recorded_s == pytest.approx(float(makespan_s(graphs[-1], replay(graphs[-1], graphs[-1].edges.weight))))
+    assert blame.ideal_s == pytest.approx(float(makespan_s(graphs[-1], replay(graphs[-1], ideal[-1]))))
+    assert blame.blamed_s == pytest.approx(blame.lost_s, abs=0.01 * blame.recorded_s)
+
+
+def test_a_second_slow_rank_that_nothing_waits_for_has_a_slowdown_and_no_blame(graphs_of: Graphs) -> None:
+    layout = JobLayout.grid(dp=5)
+    slow = [{"rank": rank, "kind": "compute", "factor": factor} for rank, factor in ((1, 1.5), (3, 1.4))]
+    graphs = graphs_of(layout, *slow)
+    found, blame = find_slowdowns(graphs, layout, PeerSet.WORK), blamed(graphs, layout)
+    assert (found.cells_C > 1.3).tolist() == [False, True, False, True, False]
+    assert blame.items[0].ranks == (1,)
+    assert all(item.seconds < 0.05 * blame.lost_s for item in blame.items[1:])
+
+
+def test_victims_wait_for_the_culprit_or_for_each_other(graphs_of: Graphs) -> None:
+    layout = JobLayout.grid(pp=4)
+    graphs = graphs_of(layout, {"rank": 3, "kind": "compute", "factor": 2.0, "from_step": 6}, count=6)
+    blame = blamed(graphs, layout)
+    distance = {victim.rank: victim.distance for victim in blame.victims}
+    assert blame.items[0].ranks == (3,)
+    assert distance[2] == 1
+    for victim in blame.victims:
+        assert victim.distance == 1 + (0 if victim.waited_for == 3 else distance[victim.waited_for])
+    spans = graphs[-1].spans
+    assert 3 not in set(spans["rank"][blame.victim_spans])
+    waits = {RecordKind.RECV_WAIT, RecordKind.GRAD_NORM, RecordKind.GRAD_REDUCE}
+    assert {RecordKind(kind) for kind in spans["kind"][blame.victim_spans]} <= waits
+
+
+def test_pooled_peers_take_a_heavy_stage_for_slow_and_equal_work_does_not(sim: ModuleType) -> None:
+    layout = JobLayout.grid(pp=2, dp=2)
+    job = sim.Job(layout=layout, noise=sim.QUIET, stage_weight=(1.0, 1.5))
+    graphs = [build(view) for view in sim.Simulator(job, 1).steps(1, 3)]
+    pooled, work = (find_slowdowns(graphs, layout, peers) for peers in (PeerSet.POOLED, PeerSet.WORK))
+    assert pooled.last_stage_fraction is not None
+    assert pooled.last_stage_fraction > 0.9
+    assert pooled.slowdown > 1.1
+    assert work.slowdown == pytest.approx(1, abs=0.01)
+
+
+def test_deliveries_name_the_slow_pair(graphs_of: Graphs) -> None:
+    layout = JobLayout.grid(pp=2, dp=2)
+    pairs = deliveries_of(graphs_of(layout, FAULTS["link"][1]))
+    slowest = int(np.argmax(pairs.seconds))
+    assert (pairs.source[slowest], pairs.destination[slowest]) == (3, 1)
+    assert pairs.count[slowest] == 6 * 8
+    assert np.sort(pairs.seconds)[-2] < 0.1 * pairs.seconds[slowest]
+
+
+def stored(view: StepRecords, offsets_ns: list[int]) -> StoredStep:
+    """Return a step as the store has it; `offsets_ns` bring the clock of each rank back to that of the simulator."""
+    records = view.records.copy()
+    records["start_ns"] = records["start_ns"] - np.array(offsets_ns)[records["rank"]].astype(np.uint64)
+    values = np.zeros((len(METRICS), len(offsets_ns)), np.float32)
+    digest = StepDigest(
+        attempt=0,
+        step=view.step,
+        start_real_ns=0,
+        duration_ns=view.end_ns - view.start_ns,
+        complete=True,
+        values=values,
+    )
+    return StoredStep(
+        view=dataclasses.replace(view, records=records), digest=digest, offsets_ns=np.array(offsets_ns, np.int64)
+    )
+
+
+def test_views_show_cells_links_and_spans_of_the_timeline(steps_of: Callable[..., list[StepRecords]]) -> None:
+    layout = JobLayout.grid(pp=2, dp=2, ranks_per_node=2)
+    fault = {"rank": 2, "kind": "compute", "factor": 2.0, "from_step": 4}
+    steps = [stored(view, [0, 0, 5_000_000, 5_000_000]) for view in steps_of(layout, fault)]
+    peers, graphs = default_peers(layout), StepGraphs()
+
+    found = slowdowns_view(0, layout, steps, peers, graphs)
+    assert found.steps == [1, 2, 3, 4, 5, 6]
+    (slow,) = [cell for cell in found.cells if cell.ranks == [2]]
+    assert (slow.stage, slow.replica) == (1, 0)
+    assert [value is not None and value > 1.3 for value in slow.steps] == [False] * 3 + [True] * 3
+    assert {(link.source, link.destination) for link in found.links} == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    assert all(link.crosses_nodes for link in found.links)
+
+    blame = blame_view(steps[-1], steps[:-1], layout, peers, graphs)
+    assert blame is not None
+    assert (blame.blamed[0].ranks, blame.blamed[0].cause) == ([2], "compute")
+    columns = timeline(steps[-1], layout)
+    assert {columns.rank[span] for span in blame.culprit_spans} == {2}
+    assert {columns.kind_names[columns.kind[span]] for span in blame.culprit_spans} == {"forward", "backward"}
+    assert set(blame.culprit_spans) <= set(blame.path)
+
+
+def test_without_whole_steps_nothing_is_slow() -> None:
+    view = slowdowns_view(0, None, [], PeerSet.WORK, StepGraphs())
+    assert (view.slowdown, view.cells, view.links) == (None, [], [])
+
+
+def test_large_jobs_are_shown_in_blocks_with_their_slowest_cell(
+    steps_of: Callable[..., list[StepRecords]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = JobLayout.grid(pp=2, dp=4)
+    monkeypatch.setattr("megatronapp_analyzer.hub.http.megascan.views.SHOWN_CELLS", 4)
+    fault = {"rank": 6, "kind": "compute", "factor": 2.0}
+    steps = [stored(view, [0] * 8) for view in steps_of(layout, fault, count=3)]
+    view = slowdowns_view(0, layout, steps, PeerSet.WORK, StepGraphs())
+    assert view.replicas_per_cell == 2
+    assert [(cell.stage, cell.replica, cell.ranks) for cell in view.cells] == [
+        (0, 0, [0, 1]),
+        (0, 2, [2, 3]),
+        (1, 0, [4, 5]),
+        (1, 2, [6, 7]),
+    ]
+    assert max(view.cells, key=lambda cell: cell.slowdown or 0).ranks == [6, 7]
+
+
+def test_an_answer_that_took_long_is_computed_again_only_after_a_rest() -> None:
+    now, computed = [0.0], []
+
+    def compute() -> int:
+        computed.append(now[0])
+        now[0] += 2
+        return len(computed)
+
+    cache = AnswerCache(lambda: now[0])
+    assert [cache.answer(("a",), version, compute) for version in (1, 1, 2)] == [1, 1, 1]
+    now[0] += 2 * REST_FACTOR
+    assert cache.answer(("a",), 1, compute) == 1
+    assert cache.answer(("a",), 2, compute) == 2
