@@ -187,6 +187,26 @@ def test_metric_switch_and_table_show_the_same_numbers_as_the_hub(page: pw.Page,
     assert shown == (f"{value * 1e3:.1f} ms" if value < 0.0995 else f"{value * 1e3:.0f} ms")
 
 
+def test_slow_ranks_show_cost_culprit_and_victims(page: pw.Page, verdict: pw.Locator) -> None:
+    slow = page.get_by_test_id("slow-ranks")
+    suspect = slow.get_by_test_id("suspects").get_by_role("row").nth(1)
+    pw.expect(suspect).to_contain_text(re.compile(r"Rank 2.*slow compute.*confirmed.*\+[\d.]+ ms"))
+    slow.get_by_role("button", name="Numbers").click()
+    cells = slow.get_by_role("region", name="Slowdowns of stages and replicas")
+    pw.expect(cells.get_by_role("row", name=re.compile("▲ stage 1, data 0"))).to_contain_text("2")
+    places = slow.get_by_role("application", name=re.compile("^Slowdown of stages"))
+    places.focus()
+    page.keyboard.press("ArrowDown")
+    pw.expect(slow.get_by_text(re.compile(r"^stage 1, data 0, rank 2: [\d.]+\S$"))).to_be_attached()
+    assert query(page)["rank"] == "2"
+    step = choose_evidence(page, verdict)
+    blame = page.get_by_test_id("blame")
+    pw.expect(blame.get_by_role("heading", name=f"Lost time of step {step}")).to_be_visible()
+    pw.expect(blame.get_by_test_id("blamed").get_by_role("row").first).to_contain_text(re.compile("Rank 2.*compute"))
+    pw.expect(blame.get_by_test_id("victims")).to_contain_text(re.compile(r"waited [\d.]+ m?s for rank 2"))
+    pw.expect(page.get_by_test_id("tracer")).to_contain_text("worker 1")
+
+
 @pytest.mark.full("axe opens the same table")
 def test_all_evidence_as_a_table(page: pw.Page, verdict: pw.Locator) -> None:
     verdict.get_by_role("button", name=re.compile("as a table")).click()
@@ -270,7 +290,7 @@ def test_axe_finds_nothing(shown: pw.Page, scheme: Any) -> None:
     pw.expect(shown.locator("html")).to_have_attribute("data-theme", scheme)
     shown.get_by_test_id("timeline").focus()
     shown.keyboard.press("ArrowRight")
-    for table in (re.compile("^Table$"), re.compile("as a table$")):
+    for table in (re.compile("^Table$"), re.compile("^Numbers$"), re.compile("as a table$")):
         shown.get_by_role("button", name=table).click()
     assert violations(shown, RULES if scheme == "dark" else CONTRAST) == []
 

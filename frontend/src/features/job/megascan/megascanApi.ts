@@ -1,0 +1,86 @@
+/** What the hub answers about slow ranks, with the requests for it: only this screen needs them. */
+import { asApiError, type ApiClient } from "../../../api/client";
+import type { Schemas, Timeline } from "../../../api/types";
+import { buildTimeline, type TimelineModel } from "../../../trace/timeline";
+
+export type Slowdowns = Schemas["SlowdownsView"];
+export type SlowCell = Schemas["SlowCell"];
+export type SlowLink = Schemas["SlowLink"];
+export type Blame = Schemas["BlameView"];
+export type Blamed = Schemas["BlamedView"];
+export type Victim = Schemas["VictimView"];
+export type Tracer = Schemas["TracerView"];
+export type Peers = Slowdowns["peers"];
+
+export interface StepRange {
+  readonly from: number;
+  readonly to: number;
+}
+
+async function get<T>(
+  client: ApiClient,
+  path: string,
+  query: Record<string, string | number | null>,
+  signal: AbortSignal,
+): Promise<T> {
+  const given = Object.entries(query).flatMap(([name, value]) =>
+    value === null ? [] : [[name, String(value)]],
+  );
+  const response = await client.send(`${client.root}${path}?${new URLSearchParams(given).toString()}`, {
+    signal,
+  });
+  try {
+    return (await response.json()) as T;
+  } catch (error) {
+    throw asApiError(error);
+  }
+}
+
+/** Slowdowns of the newest whole steps, or of those of a range; peers null: as the hub chooses. */
+export const fetchSlowdowns = (
+  client: ApiClient,
+  peers: Peers | null,
+  range: StepRange | null,
+  signal: AbortSignal,
+): Promise<Slowdowns> =>
+  get(client, "slowdowns", { peers, from: range?.from ?? null, to: range?.to ?? null }, signal);
+
+export const fetchTracer = (client: ApiClient, signal: AbortSignal): Promise<Tracer> =>
+  get(client, "tracer", {}, signal);
+
+export interface BlamedStep {
+  readonly blame: Blame;
+  readonly model: TimelineModel;
+}
+
+/** Lanes of a blamed step at most: those of its path and its victims. */
+export const MOST_LANES = 24;
+
+/** The blame of a step (null: the newest), with its spans on the ranks that it is about. */
+export async function fetchBlame(
+  client: ApiClient,
+  step: number | null,
+  signal: AbortSignal,
+): Promise<BlamedStep> {
+  const blame = await get<Blame>(client, "blame", { step }, signal);
+  const timeline = await get<Timeline>(
+    client,
+    "timeline",
+    { step: blame.step, attempt: blame.attempt },
+    signal,
+  );
+  return { blame, model: modelOf(blame, timeline) };
+}
+
+/** The timeline with the lanes of the culprit, of the ranks on the path, and of the nearest victims. */
+export function modelOf(blame: Blame, timeline: Timeline): TimelineModel {
+  const model = buildTimeline(timeline);
+  const about = new Set([
+    ...(blame.blamed[0]?.ranks ?? []),
+    ...blame.path.map((span) => timeline.rank[span] ?? -1),
+    ...blame.victims.map(({ rank }) => rank),
+  ]);
+  const shown = new Set([...about].slice(0, MOST_LANES));
+  const lanes = model.lanes.filter(({ rank }) => shown.has(rank));
+  return { ...model, lanes, laneOf: new Map(lanes.map(({ rank }, lane) => [rank, lane])) };
+}

@@ -1,0 +1,164 @@
+/** Slowdowns as rows and sentences. Pure. */
+import type { RankView, Verdict } from "../../../api/types";
+import { ABSENT, clock, compact, integer, percent, ratio, seconds } from "../../../store/format";
+import { causeName, costOf, subjectName } from "../../../store/verdicts";
+import { roleNamed } from "../../../trace/kinds";
+import type { SlowCell, SlowLink, Slowdowns } from "./megascanApi";
+
+export interface Grid {
+  readonly rows: readonly string[];
+  readonly columns: readonly string[];
+  readonly values: readonly (readonly (number | null)[])[];
+}
+
+/** A stage, with its role where ranks have roles: stages of backward ranks are numbered after those of forward ranks. */
+export function stageName(cell: SlowCell, ranks: readonly RankView[]): string {
+  const first = ranks.find(({ rank }) => rank === cell.ranks[0]);
+  const role = roleNamed(first?.role);
+  return role ? `${role.charAt(0).toUpperCase()} ${first?.pp ?? cell.stage}` : `stage ${cell.stage}`;
+}
+
+export const cellName = (cell: SlowCell, ranks: readonly RankView[]): string =>
+  `${stageName(cell, ranks)}, data ${cell.replica}`;
+
+/** Stages by data-parallel ranks. */
+export function placeGrid({ cells }: Slowdowns, ranks: readonly RankView[]): Grid {
+  const stages = [...new Map(cells.map((cell) => [cell.stage, stageName(cell, ranks)]))];
+  const replicas = [...new Set(cells.map(({ replica }) => replica))].sort((left, right) => left - right);
+  const value = new Map(cells.map((cell) => [`${cell.stage} ${cell.replica}`, cell.slowdown]));
+  return {
+    rows: stages.map(([, name]) => name),
+    columns: replicas.map(String),
+    values: stages.map(([stage]) => replicas.map((replica) => value.get(`${stage} ${replica}`) ?? null)),
+  };
+}
+
+/** The cell at a place of `placeGrid`. */
+export function cellAtPlace({ cells }: Slowdowns, row: number, column: number): SlowCell | undefined {
+  const stages = [...new Set(cells.map(({ stage }) => stage))];
+  const replicas = [...new Set(cells.map(({ replica }) => replica))].sort((left, right) => left - right);
+  return cells.find(({ stage, replica }) => stage === stages[row] && replica === replicas[column]);
+}
+
+/** Cells at most in the map over steps: the slowest ones. */
+export const MOST_ROWS = 32;
+
+/** Cells of the map over steps, in the order of stages and replicas. */
+export function cellsOverSteps({ cells }: Slowdowns): readonly SlowCell[] {
+  const size = (cell: SlowCell): number => Math.max(...cell.steps.map((value) => value ?? 0), 0);
+  const least = [...cells].sort((left, right) => size(right) - size(left)).slice(0, MOST_ROWS);
+  const shown = new Set(least);
+  return cells.filter((cell) => shown.has(cell));
+}
+
+export function stepsGrid(slowdowns: Slowdowns, ranks: readonly RankView[]): Grid {
+  const shown = cellsOverSteps(slowdowns);
+  return {
+    rows: shown.map((cell) => `${stageName(cell, ranks)} · ${cell.replica}`),
+    columns: slowdowns.steps.map(String),
+    values: shown.map(({ steps }) => steps),
+  };
+}
+
+export function slowFacts(slowdowns: Slowdowns): (readonly [string, string])[] {
+  const { slowdown, slowestFraction, lastStageFraction, kinds, recordedSeconds, idealSeconds } = slowdowns;
+  const mean = (values: readonly number[]): number =>
+    values.reduce((sum, value) => sum + value, 0) / Math.max(values.length, 1);
+  const [kind] = Object.entries(kinds);
+  return [
+    ["Step", `${seconds(mean(recordedSeconds))}, ${seconds(mean(idealSeconds))} if nothing were slow`],
+    ["Slowdown of the job", ratio(slowdown)],
+    ["GPU time lost", slowdown === null ? ABSENT : percent(Math.max(0, 1 - 1 / slowdown))],
+    ["Of it by the slowest 3 % of cells", percent(slowestFraction)],
+    ["Of it by the last stage", percent(lastStageFraction)],
+    [
+      "Most of it in",
+      kind && kind[1] > 1.005 ? `${kind[0].replaceAll("_", " ")} (${ratio(kind[1])})` : ABSENT,
+    ],
+  ];
+}
+
+/** GPU-hours that a verdict has cost up to a step, where every rank waits for the slowest. */
+export function gpuHours(verdict: Verdict, newestStep: number, world: number): number {
+  return (costOf(verdict, newestStep, undefined).totalS * world) / 3600;
+}
+
+export const gpuHoursText = (hours: number): string =>
+  hours === 0 ? ABSENT : hours < 0.01 ? "< 0.01" : hours < 10 ? hours.toFixed(2) : compact(hours);
+
+export interface SuspectRow {
+  readonly id: string;
+  readonly rank: number | null;
+  readonly step: number | null;
+  readonly cells: readonly string[];
+}
+
+export const SUSPECT_COLUMNS = [
+  "Subject",
+  "Cause",
+  "State",
+  "Confidence",
+  "On every step",
+  "GPU-hours",
+  "Since",
+];
+
+export function suspectRows(
+  verdicts: readonly Verdict[],
+  newestStep: number | null,
+  world: number,
+): SuspectRow[] {
+  return verdicts.map((verdict) => {
+    const hours = gpuHours(verdict, newestStep ?? verdict.since.step, world);
+    const until = verdict.until ? ` to ${verdict.until.step}` : "";
+    return {
+      id: verdict.id,
+      rank: verdict.subject.ranks.at(-1) ?? null,
+      step: verdict.evidence.steps.at(-1) ?? null,
+      cells: [
+        subjectName(verdict),
+        causeName(verdict),
+        verdict.state,
+        percent(verdict.confidence),
+        verdict.cause === "hang" ? ABSENT : `+${seconds(verdict.effect.secondsPerStep)}`,
+        gpuHoursText(hours),
+        `step ${verdict.since.step}${until}, ${clock(verdict.since.time)}`,
+      ],
+    };
+  });
+}
+
+/** Ranks of a matrix of links at most; above it the links are listed only. */
+export const MOST_LINKED = 64;
+
+/** Median deliveries from ranks (rows) to ranks; null where there are too many, or no messages. */
+export function linkGrid(links: readonly SlowLink[]): Grid | null {
+  const ranks = [...new Set(links.flatMap(({ source, destination }) => [source, destination]))].sort(
+    (left, right) => left - right,
+  );
+  if (ranks.length === 0 || ranks.length > MOST_LINKED) return null;
+  const value = new Map(links.map((link) => [`${link.source} ${link.destination}`, link.seconds]));
+  const names = ranks.map((rank) => `rank ${rank}`);
+  return {
+    rows: names,
+    columns: ranks.map(String),
+    values: ranks.map((source) => ranks.map((to) => value.get(`${source} ${to}`) ?? null)),
+  };
+}
+
+export const LINK_COLUMNS = ["Link", "Median delivery", "Beyond the others", "Messages", "Between"];
+
+export const linkCells = ({
+  source,
+  destination,
+  seconds: median,
+  usualSeconds,
+  messages,
+  crossesNodes,
+}: SlowLink): string[] => [
+  `${source} → ${destination}`,
+  seconds(median),
+  median > usualSeconds ? `+${seconds(median - usualSeconds)}` : ABSENT,
+  integer(messages),
+  crossesNodes ? "nodes" : "ranks of a node",
+];

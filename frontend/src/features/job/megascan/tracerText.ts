@@ -1,0 +1,40 @@
+/** The state of the tracer as facts and rows. Pure. */
+import type { TracerHealth } from "../../../api/types";
+import { ABSENT, compact, integer, rankList, seconds } from "../../../store/format";
+import type { Tracer } from "./megascanApi";
+
+export function tracerFacts(tracer: Tracer, health: TracerHealth | undefined): (readonly [string, string])[] {
+  const lost = tracer.workers.reduce((sum, worker) => sum + worker.lost, 0);
+  return [
+    ["Records received", compact(tracer.records)],
+    ["Records lost", lost === 0 ? "none" : integer(lost)],
+    ["Ranks without records", tracer.missingRanks.length === 0 ? "none" : rankList(tracer.missingRanks)],
+    [
+      "Cost of recording",
+      tracer.overhead === null ? ABSENT : `${(tracer.overhead * 100).toPrecision(2)} % of a step`,
+    ],
+    ["Analysis is late by", seconds(tracer.lagSeconds ?? health?.lagSeconds ?? null)],
+    [
+      "Steps not judged",
+      tracer.skippedSteps + tracer.detectorFailures === 0
+        ? "none"
+        : `${integer(tracer.skippedSteps)} too many, ${integer(tracer.detectorFailures)} failed`,
+    ],
+    ["Steps stored in full", integer(tracer.storedSteps)],
+  ];
+}
+
+export const WORKER_COLUMNS = ["Worker", "Node", "Ranks", "Agent", "Records lost", "Clock"];
+
+export const workerCells = (worker: Tracer["workers"][number]): string[] => [
+  `worker ${worker.worker}`,
+  worker.node,
+  integer(worker.ranks),
+  worker.connected ? "connected" : "disconnected",
+  worker.lost === 0 ? "none" : integer(worker.lost),
+  worker.clockSeconds === null
+    ? "unknown"
+    : worker.clockSeconds === 0
+      ? "shared"
+      : `± ${seconds(worker.clockSeconds)}`,
+];
