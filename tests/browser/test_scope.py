@@ -261,7 +261,7 @@ def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, rep
             picture = pathlib.Path(download.value.path()).read_bytes()
             check_picture(panel, picture)
             panels += 1
-    assert panels == 9
+    assert panels == 12
 
 
 def check_picture(panel: pw.Locator, picture: bytes) -> None:

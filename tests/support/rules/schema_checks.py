@@ -20,6 +20,8 @@ SEEDS = (1, 2, 3, 4) if FULL else (1, 2)
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "320" if FULL else "6"))
 """Requests of each kind to an operation, over all seeds."""
 REQUEST_TIMEOUT_S = 120
+TOO_LARGE = "413"
+"""Status of bodies beyond the limit, which refuses a wrong request as well as one that is valid."""
 CHECKS = (
     not_a_server_error,
     checks.status_code_conformance,
@@ -59,6 +61,8 @@ def check(
     `examples`: how many requests over all seeds.
     """
     selected = [check for check in (*CHECKS, *more) if check is not but]
+    rejects = operation.schema.config.checks.negative_data_rejection
+    rejects.expected_statuses = [*rejects.expected_statuses, TOO_LARGE]
     for seed in seeds():
 
         @hypothesis.seed(seed)

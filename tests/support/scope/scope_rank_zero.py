@@ -105,8 +105,7 @@ class RankZero:
             self.publish(self.probe(probe, ProbeRequest.model_validate(document)))
             return JSONResponse({"probe": probe})
         if path in {"scores", "analyses"}:
-            found = self.read_again(path, document)
-            return Response(frames.encode(found), media_type="application/octet-stream")
+            return self.read_again(path, document)
         kind = path.partition("/")[0].removesuffix("s")
         if kind in {"comparison", "sweep"} and method == "GET":
             return branches_answer(path, kind, self.branches_state)
@@ -122,11 +121,17 @@ class RankZero:
         }
         return JSONResponse(started.get(path, {}) if method == "POST" else {})
 
-    def read_again(self, path: str, document: Any) -> Frame:
+    def read_again(self, path: str, document: Any) -> Response:
         """Scores of a text, or another analysis."""
         if path == "scores":
-            return scope_session.scores_frame(self.recording, document["ids"], document["candidates"])
-        return scope_analysis.analysis_frame(self.recording, document)
+            found = scope_session.scores_frame(self.recording, document["ids"], document["candidates"])
+            return Response(frames.encode(found), media_type="application/octet-stream")
+        for name in ("token", "against"):
+            if (document.get(name) or 0) >= self.recording.shape.vocabulary:
+                message = f"{name}: there is no token {document[name]}"
+                return JSONResponse({"code": "invalid-request", "message": message, "hint": ""}, 422)
+        found = scope_analysis.analysis_frame(self.recording, document)
+        return Response(frames.encode(found), media_type="application/octet-stream")
 
     def probe(self, name: str, request: ProbeRequest) -> Frame:
         """PART with what was asked for."""

@@ -68,13 +68,13 @@ class ProcessBackend:
         """Run the job to its end. Signals stop it: the first with a checkpoint, the second at once."""
         spawn.become_subreaper()
         self._hold_api()
-        with signals.blocked() as numbers, self._cleaned_up():
+        with signals.received() as arrived, self._cleaned_up():
             while True:
                 wake_at = self._step()
                 if self._finished():
-                    self._write_to_the_end(numbers)
+                    self._write_to_the_end(arrived)
                     return self._job.status
-                number = signals.wait(numbers, min(TICK_S, wake_at - self._now()))
+                number = arrived.wait(min(TICK_S, wake_at - self._now()))
                 if number is not None and number is not signal.SIGCHLD:
                     self._stop(number)
 
@@ -85,14 +85,14 @@ class ProcessBackend:
         self._api = ReservedPort(*self._settings.serve)
         files.write_json(self._settings.paths.serve, {"url": self._api.url})
 
-    def _write_to_the_end(self, numbers: frozenset[signal.Signals]) -> None:
+    def _write_to_the_end(self, arrived: signals.SignalPipe) -> None:
         """Store how the job ended; retry for a while on a full disk, or until the next signal."""
         self._store()
         if self._state.unwritable:
             self._state.warn(f"retrying for {FINAL_STATUS_RETRY_S:g} s to write the last state; Ctrl-C ends the wait")
         until = time.monotonic() + FINAL_STATUS_RETRY_S
         while self._state.unwritable and time.monotonic() < until:
-            number = signals.wait(numbers, TICK_S)
+            number = arrived.wait(TICK_S)
             if number is not None and number is not signal.SIGCHLD:
                 break
             self._store()

@@ -1,42 +1,59 @@
-"""Synchronous waiting for signals, in place of handlers."""
+"""Synchronous waiting for signals."""
 
 import contextlib
+import os
+import select
 import signal
+import time
 from collections.abc import Iterator
 
 WAKING = frozenset({signal.SIGCHLD})
 FORCING = signal.SIGQUIT
 """Signal that stops at once. A second SIGTERM does, too, but two equal pending signals arrive as one."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FORCING)
-ALARM = signal.SIGALRM
-SHORTEST_S = 0.001
-"""Seconds of the shortest timer: one of 0 would never expire."""
+
+
+class SignalPipe:
+    """Signals that have arrived, in order.
+
+    Handlers write them to a pipe, whatever thread the kernel delivers them to: libraries start threads when they are
+    imported, and a signal that the main thread blocks would end the process by way of one of these.
+    """
+
+    def __init__(self, read_end: int) -> None:
+        self._read_end = read_end
+
+    def wait(self, timeout_s: float) -> signal.Signals | None:
+        """Return the next signal, or None after `timeout_s` seconds. A stop of this process counts for the time."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            if not select.select([self._read_end], [], [], left_s)[0]:
+                return None
+            number = os.read(self._read_end, 1)[0]
+            if number in WAKING or number in STOPPING:
+                return signal.Signals(number)
 
 
 @contextlib.contextmanager
-def blocked() -> Iterator[frozenset[signal.Signals]]:
-    """Block the signals that the backend handles; yield the set to wait for. Main thread only.
+def received() -> Iterator[SignalPipe]:
+    """Receive the signals that the backend handles. Main thread only.
 
-    Must be called before any other thread is started (they inherit the mask): the kernel delivers a signal to any
-    thread that does not block it, which would end the process. Ignored signals stay ignored: `nohup` relies on that.
+    Ignored signals stay ignored: `nohup` relies on that.
     """
-    stopping = {number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
-    numbers = frozenset(WAKING | stopping)
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, numbers | {ALARM})
+    numbers = WAKING | {number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _leave_to_the_pipe) for number in numbers}
     try:
-        yield numbers
+        yield SignalPipe(read_end)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(read_end)
+        os.close(write_end)
 
 
-def wait(numbers: frozenset[signal.Signals], timeout_s: float) -> signal.Signals | None:
-    """Return the next of these signals, or None after `timeout_s` seconds. The signals must be blocked.
-
-    An alarm is the time limit: CPython's sigtimedwait returns a signal number from uninitialised memory if this process
-    was stopped and the time had run out when it was continued.
-    """
-    signal.setitimer(signal.ITIMER_REAL, max(SHORTEST_S, timeout_s))
-    found = signal.Signals(signal.sigwaitinfo(numbers | {ALARM}).si_signo)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.sigtimedwait({ALARM}, 0)  # discard an alarm of the meantime
-    return None if found is ALARM else found
+def _leave_to_the_pipe(_number: int, _frame: object) -> None:
+    """Do nothing: the interpreter has written the number to the pipe."""
