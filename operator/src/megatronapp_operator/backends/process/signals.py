@@ -16,7 +16,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FORCING)
 class SignalPipe:
     """Signals that have arrived, in order.
 
-    Handlers write them to a pipe, whatever thread the kernel delivers them to: libraries start threads when they are
+    Handlers write them to a pipe, in any thread that the kernel chooses: libraries start threads when they are
     imported, and a signal that the main thread blocks would end the process by way of one of these.
     """
 
