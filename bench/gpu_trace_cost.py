@@ -52,6 +52,8 @@ GOAL, BOUND_GOAL = 0.001, 0.002
 """Mean cost of tracing and upper end of its bounds, as parts of a step."""
 RESOLVED = 0.001
 """Half width of the control's interval up to which a difference is resolved."""
+LEAST_CONTROLS = 4
+"""Comparisons of A with A below which an interval says nothing."""
 PREFIX = "trace-cost"
 
 
@@ -197,7 +199,8 @@ def compared(groups: list[list[float]]) -> dict[str, Any]:
         "cost_upper_95": upper,
         "control": control_mean,
         "control_half_width": half,
-        "resolved": half <= RESOLVED,
+        "controls": len(controls),
+        "resolved": half <= RESOLVED and len(controls) >= LEAST_CONTROLS,
     }
 
 
