@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from detect.noise import Floats
-from detect.runner import DETECTORS, DetectionOutcome, as_json, run, table
-from detect.suite import LAYOUTS, PUBLISHED, ROWS, DetectionCase, draw
+from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
+from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
 
 
 def main() -> None:
     options = parse_options()
-    rows, names = chosen(options.rows, ROWS, "--rows"), chosen(options.detectors, DETECTORS, "--detectors")
+    rows = chosen(options.rows or ",".join(TABLE), ROWS, "--rows")
+    names = chosen(options.detectors, DETECTORS, "--detectors")
     first = PUBLISHED if options.published else options.seed
     layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
     cases = [draw(ROWS[row], seed, layouts) for row in rows for seed in range(first, first + options.windows)]
@@ -31,6 +32,7 @@ def main() -> None:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
     outcomes = run_all(cases, names, options.processes)
     print(table(outcomes))
+    print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
     seconds = {name: sum(outcome.seconds_per_step[name] for outcome in outcomes) / len(outcomes) for name in names}
     print("\nms a step: " + ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in seconds.items()))
     if options.json:
@@ -76,7 +78,7 @@ def chosen(text: str, known: Mapping[str, object], option: str) -> list[str]:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10, help="windows of each row")
-    parser.add_argument("--rows", default="", help="rows, comma-separated; all by default")
+    parser.add_argument("--rows", default="", help="rows, comma-separated; by default all but streams")
     parser.add_argument("--layouts", default="", help="layouts, comma-separated; those of the row by default")
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
     parser.add_argument("--seed", type=int, default=1, help="first seed, for tuning")

@@ -8,8 +8,8 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
     compute rank=5 factor=1.2 from=30 period=20 on=7  active in the first 7 of every 20 steps
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
     stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
-    link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= alone:
-                                                    all messages to that rank
+    link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= or
+                                                    source= alone: all messages to, or from, that rank
 
 `from=0` is a subject that is slow from the start. Several faults may be active at once.
 """
@@ -45,7 +45,9 @@ class SimulatedFault:
 
     kind: str
     ranks: tuple[int, ...]
-    """Ranks at fault; of a link source and destination, or the destination alone."""
+    """Ranks at fault; of a link source and destination, or the one that is at fault alone."""
+    sends: bool = False
+    """True if all messages from the rank are late, and not those to it."""
     begin: int = 0
     steps: int = FOREVER
     factor: float = 1.0
@@ -110,6 +112,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     return SimulatedFault(
         kind=kind,
         ranks=_ranks(line, kind, values, grid),
+        sends=kind == "link" and "target" not in values,
         begin=int(values.get("from", 0)),
         steps=int(values.get("steps", FOREVER)),
         factor=values.get("factor", 1.0),
@@ -126,8 +129,8 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
 def _ranks(line: str, kind: str, values: dict[str, float], grid: Grid) -> tuple[int, ...]:
     if kind == "link":
         ends = [int(values[name]) for name in ("source", "target") if name in values]
-        if "target" not in values or any(not 0 <= rank < grid.world for rank in ends):
-            raise ValueError(f"'{line}' needs target= and may have source=, both ranks of a job of {grid.world}")
+        if not ends or any(not 0 <= rank < grid.world for rank in ends):
+            raise ValueError(f"'{line}' needs target=, source= or both, ranks of a job of {grid.world}")
         if len(ends) == 2 and not _exchange(grid, *ends):
             raise ValueError(f"'{line}': ranks {ends[0]} and {ends[1]} exchange no messages; write neighbour stages")
         return tuple(ends)
@@ -151,8 +154,8 @@ class Effects:
     stall: Floats
     duty: Floats
     cycle_s: Floats
-    delays: tuple[tuple[int | None, int, Floats], ...]
-    """(source or None for every one, destination, delay in each step)."""
+    delays: tuple[tuple[int | None, int | None, Floats], ...]
+    """(source or None for every one, destination or None for every one, delay in each step)."""
 
     @property
     def stops(self) -> bool:
@@ -164,7 +167,7 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
     shape = (len(steps), world)
     factor, stall, duty = np.ones(shape), np.zeros(shape), np.zeros(shape)
     cycle = np.full(shape, 0.1)
-    delays: list[tuple[int | None, int, Floats]] = []
+    delays: list[tuple[int | None, int | None, Floats]] = []
     for fault in faults:
         on, where = fault.active(steps)[:, None], list(fault.ranks)
         if fault.kind == "compute":
@@ -175,6 +178,7 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
             duty[:, where] = np.maximum(duty[:, where], np.where(on, fault.duty, 0.0))
             cycle[:, where] = fault.cycle_s
         else:
-            source = fault.ranks[0] if len(fault.ranks) == 2 else None
-            delays.append((source, fault.ranks[-1], np.where(on[:, 0], fault.delay, 0.0)))
+            source = fault.ranks[0] if len(fault.ranks) == 2 or fault.sends else None
+            destination = None if fault.sends else fault.ranks[-1]
+            delays.append((source, destination, np.where(on[:, 0], fault.delay, 0.0)))
     return Effects(factor=factor, stall=stall, duty=duty, cycle_s=cycle, delays=tuple(delays))

@@ -13,7 +13,7 @@ from detect.current import CurrentDetector
 from detect.faults import SimulatedFault
 from detect.layout import Grid
 from detect.protocol import Detector, Verdict
-from detect.score import Score, Truth, Window, quantile, score
+from detect.score import Score, Truth, Window, quantile, reliability, score
 from detect.simulation import Floats, JobSimulation
 from detect.suite import DetectionCase
 
@@ -112,6 +112,16 @@ def table(outcomes: Sequence[DetectionOutcome]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for row, name, windows in _groups(outcomes):
         lines.append(_line(row, name, score(windows)))
+    return "\n".join(lines)
+
+
+def reliability_table(outcomes: Sequence[DetectionOutcome], name: str) -> str:
+    """Return stated confidence against observed precision of a detector, over all rows, as a Markdown table."""
+    pairs = score([outcome.windows[name] for outcome in outcomes]).confidences
+    lines = ["| confidence | subjects | stated, mean | right |", "|---" * 4 + "|"]
+    lines += [
+        f"| {bounds} | {count} | {stated:.3f} | {right:.3f} |" for bounds, count, stated, right in reliability(pairs)
+    ]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ A window is one job, watched from its first step on. A named subject is
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,8 @@ from detect.protocol import NamedSubject, Verdict
 
 GRACE = 20
 """Steps after the end of a fault in which its name may still be given."""
+CONFIDENCE_BINS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01)
+"""Bounds of the bins of the reliability table."""
 HARMLESS = 0.005
 """Share of the step that a fault must cost to count."""
 
@@ -79,6 +82,8 @@ class Score:
     named_fraction: list[float] = dataclasses.field(default_factory=list)
     """Share of the remaining steps of each found fault in which it was named."""
     cost_errors: list[float] = dataclasses.field(default_factory=list)
+    confidences: list[tuple[float, bool]] = dataclasses.field(default_factory=list)
+    """First confidence of each distinct named subject that is right or wrong, and true if it was right."""
 
     @property
     def precision(self) -> float:
@@ -126,6 +131,18 @@ def judge(window: Window, subject: NamedSubject, step: int) -> tuple[str, Truth 
     return "false", None
 
 
+def reliability(confidences: Sequence[tuple[float, bool]]) -> list[tuple[str, int, float, float]]:
+    """Return for each bin of stated confidence: its name, verdicts, mean confidence, and part that was right."""
+    rows = []
+    for low, high in itertools.pairwise(CONFIDENCE_BINS):
+        inside = [pair for pair in confidences if low <= pair[0] < high]
+        if inside:
+            stated = sum(confidence for confidence, _ in inside) / len(inside)
+            right = sum(correct for _, correct in inside) / len(inside)
+            rows.append((f"{low:g} to {min(high, 1.0):g}", len(inside), stated, right))
+    return rows
+
+
 def macro_f1(confusion: Counter[tuple[str, str]]) -> float:
     """Mean of the F1 of each right cause; NaN without any."""
     scores = []
@@ -153,6 +170,9 @@ def poisson_upper(events: int, level: float = 0.95) -> float:
 def _add(total: Score, window: Window) -> None:
     judged = _distinct(window)
     kinds = Counter(kind for kind, _ in judged.values())
+    for (_, kind), confidence in _first_confidences(window, judged).items():
+        if kind != "neutral":
+            total.confidences.append((confidence, kind != "false"))
     total.parts += kinds["part"]
     total.wide += kinds["wide"]
     total.false += kinds["false"]
@@ -178,6 +198,19 @@ def _distinct(window: Window) -> dict[tuple[NamedSubject, str], tuple[str, Truth
             kind, truth = judge(window, verdict.subject, step)
             judged.setdefault((verdict.subject, kind), (kind, truth))
     return judged
+
+
+def _first_confidences(
+    window: Window, judged: dict[tuple[NamedSubject, str], tuple[str, Truth | None]]
+) -> dict[tuple[NamedSubject, str], float]:
+    """Return the confidence with which each named subject was named first."""
+    first: dict[tuple[NamedSubject, str], float] = {}
+    for step in sorted(window.named):
+        for verdict in window.named[step]:
+            key = verdict.subject, judge(window, verdict.subject, step)[0]
+            if key in judged:
+                first.setdefault(key, verdict.confidence)
+    return first
 
 
 def _add_fault(total: Score, window: Window, truth: Truth) -> None:

@@ -66,6 +66,8 @@ class SimulatedJob:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     """Spread of the clocks of nodes: sigma of offset and drift; 0: all nodes have one clock."""
+    stop_records: bool = True
+    """True if ranks record when their process was stopped."""
 
     def microbatches_at(self, step: int) -> int:
         return max([(self.microbatches)] + [count for first, count in self.events.ramp_up if first <= step], default=0)
@@ -200,6 +202,22 @@ class _Stops:
         self.phase = block.extra_rng.random(block.shape) * self.cycle
         self.affected = bool((self.running < 1.0).any())
 
+    def records(self, begin: Floats, end: Floats) -> list[SpanColumn]:
+        """Return the stops between `begin` and `end`; those of ranks that are not stopped have no length."""
+        if not self.affected:
+            return []
+        on = self.running * self.cycle
+        columns = []
+        first = np.floor((begin + self.phase) / self.cycle)
+        last = np.floor((end + self.phase) / self.cycle)
+        count = int(np.where(self.running < 1.0, last - first, 0.0).max()) + 1
+        for number in range(count):
+            cycle = (first + number) * self.cycle - self.phase
+            start = np.clip(cycle + on, begin, end)
+            stop = np.where(self.running < 1.0, np.clip(cycle + self.cycle, begin, end), start)
+            columns.append(SpanColumn(RecordKind.STOPPED, start, stop))
+        return columns
+
     def end(self, start: Floats, seconds: Floats) -> Floats:
         """Return when work that begins at `start` ends; what waits ends when the process runs."""
         if not self.affected:
@@ -233,6 +251,8 @@ class _Tail:
             self.columns.append(SpanColumn(RecordKind.PARAM_GATHER, begin, end, slot=DATA_SLOT))
             self.end = end
         self.step_end = self.end
+        if job.stop_records:
+            self.columns += stops.records(zero, self.step_end)
         for kind, every, seconds in (
             (RecordKind.EVALUATE, job.events.evaluate_every, job.events.evaluate_s),
             (RecordKind.CHECKPOINT, job.events.checkpoint_every, job.events.checkpoint_s),
@@ -300,6 +320,8 @@ class StageRun:
         norm_end = sync + tail.norm_end
         self.columns.append(SpanColumn(RecordKind.GRAD_NORM, self.norm_begin, norm_end, slot=WORLD_SLOT))
         shifted = [column.shifted(sync) for column in tail.columns]
+        if self.job.stop_records:
+            self.columns += self.stops.records(self.begin, self.norm_begin)
         whole = SpanColumn(
             RecordKind.STEP, self.begin, sync + tail.step_end, aux=self.queued, flags=int(Flag.AUX_RUN_QUEUE)
         )
@@ -377,9 +399,10 @@ class StageRun:
         late, size = np.zeros(self.block.shape), self.grid.stage_size
         flat = late.reshape(len(late), -1)
         for source, destination, delay in self.block.effects.delays:
-            here = destination // size == self.stage and (source is None or source // size == sender)
-            if here:
-                flat[:, destination % size] += delay * self.forward_s * self.grid.vpp
+            here = destination is None or destination // size == self.stage
+            if here and (source is None or source // size == sender):
+                place = destination if destination is not None else source
+                flat[:, (place or 0) % size] += delay * self.forward_s * self.grid.vpp
         return late
 
     def _stall(self, forwards: int) -> None:

@@ -71,7 +71,16 @@ class Recorder:
             ("flags", [column.flags for column in there]),
         ):
             out[name] = np.array(values)[None, :]
+        if any(column.kind == RecordKind.STOPPED for column in there):
+            return _in_order(out.ravel())
         return out.ravel()
+
+
+def _in_order(records: NDArray[np.void]) -> NDArray[np.void]:
+    """Drop stops of ranks that were not stopped, and sort by rank and start."""
+    there = records[(records["kind"] != RecordKind.STOPPED) | (records["duration"] > 0)]
+    ordered: NDArray[np.void] = there[np.lexsort((there["start_ns"], there["rank"]))]
+    return ordered
 
 
 def _of(aux: Floats | float, place: int) -> Floats:

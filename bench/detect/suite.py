@@ -24,12 +24,17 @@ LAYOUTS = {
     "dp4-pp2-tp2": Grid(dp=4, pp=2, tp=2, ranks_per_worker=8, ranks_per_node=8),
     "dp8-pp8": Grid(dp=8, pp=8, ranks_per_worker=8, ranks_per_node=8),
     "dp4-pp4-vpp2": Grid(dp=4, pp=4, vpp=2, ranks_per_worker=4, ranks_per_node=4),
+    "dp4": Grid(dp=4, ranks_per_worker=2, ranks_per_node=2),
+    "dp2-pp2": Grid(dp=2, pp=2, ranks_per_worker=2, ranks_per_node=2),
     "1k": Grid(dp=16, pp=8, tp=8),
     "16k": Grid(dp=128, pp=16, tp=8),
 }
 SMALL = ("dp8", "dp4-pp2", "dp4-pp4", "dp2-pp4", "dp4-pp2-tp2", "dp8-pp8", "dp4-pp4-vpp2")
 """Layouts of the main table."""
 STEPS = 120
+STREAM_STEPS = 3600
+STREAM_FORWARD_S = 1.5
+"""Forward pass of long healthy jobs: with 4 microbatches a step takes 18 s, in two stages 22 s."""
 Draw = Callable[[Grid, np.random.Generator], str]
 
 
@@ -43,6 +48,8 @@ class Row:
     steps: int = STEPS
     layouts: tuple[str, ...] = SMALL
     events: Callable[[np.random.Generator], Events] = lambda rng: Events()
+    forward_s: float = 20e-3
+    microbatches: tuple[int, ...] = (8, 16)
     spread: float = 0.03
     """By how much the work of stages differs from their mean, at most."""
     lost: float = 0.0
@@ -72,7 +79,8 @@ def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
     job = SimulatedJob(
         grid=grid,
         noise=NOISES[row.noise],
-        microbatches=int(rng.choice([8, 16])),
+        microbatches=int(rng.choice(row.microbatches)),
+        forward_s=row.forward_s,
         stage_weight=weights,
         faults=faults,
         events=row.events(rng),
@@ -138,6 +146,12 @@ def link(grid: Grid, rng: np.random.Generator) -> str:
     return f"link {ends} delay={rng.uniform(0.3, 1.5):.3f} from={_begin(rng)}"
 
 
+def network(grid: Grid, rng: np.random.Generator) -> str:
+    """Return a rank in the middle of the pipeline, all of whose messages in one direction are late."""
+    rank = int(rng.integers(grid.stage_size, grid.world - grid.stage_size))
+    return f"link {rng.choice(['source', 'target'])}={rank} delay={rng.uniform(0.3, 1.5):.3f} from={_begin(rng)}"
+
+
 def several(grid: Grid, rng: np.random.Generator) -> str:
     """Two to five faults of different ranks, each begun at its own step."""
     count = int(rng.integers(2, 6))
@@ -165,7 +179,20 @@ def uneven(rng: np.random.Generator) -> Events:
     return Events(uneven=float(rng.uniform(0.05, 0.3)))
 
 
+def stream(name: str, events: Callable[[np.random.Generator], Events]) -> Row:
+    """Return a row of long healthy jobs: 4 ranks, 3,600 steps of about 20 s, so that a window is about 20 hours."""
+    return Row(
+        name=name,
+        events=events,
+        steps=STREAM_STEPS,
+        layouts=("dp4", "dp2-pp2"),
+        forward_s=STREAM_FORWARD_S,
+        microbatches=(4,),
+    )
+
+
 PIPELINES = tuple(name for name in SMALL if LAYOUTS[name].pp > 1)
+DEEP = tuple(name for name in PIPELINES if LAYOUTS[name].pp > 2 and LAYOUTS[name].vpp == 1)
 CPU_LAYOUTS = ("dp4-pp2", "dp2-pp4")
 ROWS = {
     row.name: row
@@ -183,6 +210,7 @@ ROWS = {
         Row(name="host stalls", faults=stall),
         Row(name="stopped and continued", faults=stop),
         Row(name="slow link", faults=link, layouts=PIPELINES),
+        Row(name="slow network of a rank", faults=network, layouts=DEEP),
         Row(name="2 to 5 faults", faults=several),
         Row(name="20 % lost records", faults=compute(1.05, 3.0), lost=0.2),
         Row(name="clocks 5 ms and 20 ppm", faults=compute(1.05, 3.0), clock_offset_s=5e-3, clock_drift_ppm=20),
@@ -197,5 +225,10 @@ ROWS = {
         Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
         Row(name="healthy: 20 % lost records", lost=0.2),
         Row(name="healthy: cpu", noise="cpu", layouts=CPU_LAYOUTS),
+        stream("stream", lambda rng: Events()),
+        stream("stream: variable lengths", uneven),
+        stream("stream: eventful", lambda rng: dataclasses.replace(eventful(rng), ramp_up=((40, 5), (80, 6)))),
     )
 }
+TABLE = tuple(name for name, row in ROWS.items() if row.steps < STREAM_STEPS)
+"""Rows of the main table."""

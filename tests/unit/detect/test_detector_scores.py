@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from detect.layout import Grid
 from detect.protocol import NamedSubject, Verdict
-from detect.score import Truth, Window, judge, macro_f1, poisson_upper, score
+from detect.score import Truth, Window, judge, macro_f1, poisson_upper, reliability, score
 
 GRID = Grid(dp=4, pp=2, tp=2, ranks_per_worker=8, ranks_per_node=8)
 RANK_3 = NamedSubject((3,))
@@ -90,3 +90,14 @@ def test_f1_is_the_mean_over_causes() -> None:
 @pytest.mark.parametrize(("events", "bound"), [(0, 2.9957), (1, 4.7439), (10, 16.9622)])
 def test_upper_bounds_of_counts(events: int, bound: float) -> None:
     assert poisson_upper(events) == pytest.approx(bound, abs=1e-4)  # tables of the Poisson distribution
+
+
+def test_confidence_is_compared_with_what_was_right() -> None:
+    right = window(truth(RANK_3), verdicts={20: (Verdict(subject=RANK_3, cause="compute", confidence=0.97),)})
+    wrong = window(truth(RANK_3), verdicts={20: (Verdict(subject=LINK, cause="link", confidence=0.96),)})
+    neutral = window(truth(RANK_3, cost=0.004), verdicts=named(RANK_3, range(20, 30)))
+    total = score([right, wrong, neutral])
+    assert total.confidences == [(0.97, True), (0.96, False)]
+    ((bounds, count, stated, correct),) = reliability(total.confidences)
+    assert (bounds, count, correct) == ("0.95 to 0.99", 2, 0.5)
+    assert stated == pytest.approx(0.965)

@@ -14,6 +14,9 @@ from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSub
 EXPLAINS = 0.5
 """A member's own stall or late input explains its unit's slow compute if it costs at least this part of it."""
 
+EXPLAINS_ALONE = 3.0
+"""The same where no others meet the rank inside its spans: a host that stalls launches some kernels late."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CauseEvidence:
@@ -29,6 +32,8 @@ class CauseEvidence:
     ratio: Floats
     strength: Floats
     by_history: Mask
+    harmful: Mask
+    """Columns that cost so much of a step that fewer steps suffice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,12 @@ class SuspectCandidate:
     occurrence_s: float
     ratio: float
     by_history: bool
+    harmful: bool = False
+    """True if one step less suffices, because it costs so much of a step."""
+    sends: bool = False
+    """True if all that a rank sends is late."""
+    receives: bool = False
+    """True if all that it receives is late."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -140,14 +151,17 @@ def of_host(
 
 
 def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
-    """Return late links; where every message to a rank is late, that rank."""
+    """Return late links; where every message to a rank, or from it, is late, that rank."""
     left = {int(pair) for pair in active}
     found = []
-    for destination in sorted({int(pairs[pair, 1]) for pair in left}):
-        incoming = tuple(int(pair) for pair in np.flatnonzero(pairs[:, 1] == destination))
-        if len(incoming) > 1 and set(incoming) <= left:
-            found.append(_candidate(evidence, incoming, places.rank(destination)))
-            left -= set(incoming)
+    for rank in sorted({int(end) for pair in left for end in pairs[pair]}):
+        ends = {side: [int(pair) for pair in np.flatnonzero(pairs[:, side] == rank)] for side in (1, 0)}
+        late = {side: end for side, end in ends.items() if len(end) > 1 and set(end) <= left}
+        columns = tuple(dict.fromkeys(pair for end in late.values() for pair in end))
+        if columns:
+            candidate = _candidate(evidence, columns, places.rank(rank))
+            found.append(dataclasses.replace(candidate, sends=0 in late, receives=1 in late))
+            left -= set(columns)
     for pair in sorted(left):
         found.append(_candidate(evidence, (pair,), places.link(int(pairs[pair, 0]), int(pairs[pair, 1]))))
     return found
@@ -171,16 +185,11 @@ def without_explained(
     return [candidate for candidate in compute if not any(_explains(other, candidate, places) for other in others)]
 
 
-def without_weaker(candidates: list[SuspectCandidate], strongest_s: float, part: float) -> list[SuspectCandidate]:
-    """Drop candidates that cost less than this part of what the strongest costs."""
-    least = part * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
-    return [candidate for candidate in candidates if candidate.excess_s >= least]
-
-
 def _explains(other: SuspectCandidate, candidate: SuspectCandidate, places: SubjectResolver) -> bool:
     coupled = any(len(places.units.ranks(unit)) > 1 for unit in candidate.columns)
+    part = EXPLAINS if coupled else EXPLAINS_ALONE
     touched = {other.subject.ranks[-1]} if other.subject.type is SubjectType.LINK else set(other.subject.ranks)
-    return coupled and bool(touched & set(candidate.subject.ranks)) and other.excess_s >= EXPLAINS * candidate.excess_s
+    return bool(touched & set(candidate.subject.ranks)) and other.excess_s >= part * candidate.excess_s
 
 
 def _candidate(
@@ -196,4 +205,5 @@ def _candidate(
         occurrence_s=float(evidence.occurrence_s[where].max()),
         ratio=float(np.median(evidence.ratio[where])),
         by_history=bool(evidence.by_history[where].all()),
+        harmful=bool(evidence.harmful[where].all()),
     )

@@ -1,15 +1,17 @@
 """Cost of a slowness: the step replayed with the subject's spans at their expected length."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
-from megatronapp_analyzer.graph.records import is_kind
+from megatronapp_analyzer.graph.records import is_kind, run_queue_s
 from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
-from megatronapp_analyzer.model import Cause, SubjectType, VerdictSubject
+from megatronapp_analyzer.graph.stops import Stops
+from megatronapp_analyzer.model import Cause, StepRecords, VerdictSubject
 from megatronapp_common.trace import PASS_KINDS, RecordKind
 
 HIDDEN_SHARE = 0.05
@@ -28,42 +30,74 @@ class Remedy:
     """Recorded over expected length, for compute."""
     excess_s: float
     """Seconds beyond the expected length, per microbatch (host) or message (link)."""
+    off_cpu_part: float = 0.0
+    """For a host, the part of the time in which its process did not run that is to be removed."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """For a link, source and destination of the messages that are late."""
     late: tuple[tuple[int, float], ...] = ()
     """Ranks whose kernels a stalling host launched late: recorded over expected length of their spans."""
 
 
-def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy], replayer: Replayer = replay) -> Floats:
-    """Seconds by which the step would be shorter without each of them.
+def off_cpu_s(graph: StepGraph, view: StepRecords) -> Floats:
+    """Return the seconds within each edge in which the rank was stopped or waited for a processor."""
+    edges, spans = graph.edges, graph.spans
+    is_gap = edges.kind == EdgeKind.GAP
+    end = np.where(is_gap, graph.start_s[edges.span], graph.end_s[edges.span])
+    origin_ns = int(spans["start_ns"].min()) if len(spans) else 0
+    stopped = Stops(view.records, origin_ns).within(spans["rank"][edges.span], end - edges.weight, end)
+    queued = np.where(is_gap, 0.0, run_queue_s(spans)[edges.span])
+    out: Floats = np.minimum(stopped + queued, edges.weight)
+    return out
+
+
+def seconds_lost(
+    graph: StepGraph, remedies: Sequence[Remedy], replayer: Replayer = replay, *, off_cpu: Floats | None = None
+) -> Floats:
+    """Seconds by which the step would be shorter without each of them; `off_cpu` is `off_cpu_s` of the graph.
 
     The mean of what a remedy saves alone and what it saves after all others. Two ranks that are equally slow hide each
     other: alone, neither remedy saves anything. Of two remedies the mean is the Shapley value, so that the costs add up
     to what both save together. Where remedies shorten the same edge, what they take off it is added up.
     """
+    idle = np.zeros(len(graph.edges.weight)) if off_cpu is None else off_cpu
     lost: Floats = np.zeros(len(remedies))
     between_spans = np.array([remedy.cause is Cause.HOST for remedy in remedies], np.bool_)
+
+    def ends_s(weights: Floats) -> Floats:
+        return makespan_s(graph, replayer(graph, weights))
+
     for judged in (np.flatnonzero(between_spans), np.flatnonzero(~between_spans)):
         if len(judged):
             recorded = graph.edges.weight if between_spans[judged[0]] else _without_hidden_waits(graph)
-            lost[judged] = _saved_s(graph, recorded, remedies, judged, replayer)
+            change = functools.partial(_weights, graph, recorded, idle)
+            lost[judged] = _saved_s(recorded, remedies, judged, change, ends_s)
     return lost
 
 
 def _saved_s(
-    graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], judged: Ints, replayer: Replayer
+    recorded: Floats,
+    remedies: Sequence[Remedy],
+    judged: Ints,
+    change: Callable[[Remedy], Floats],
+    ends_s: Callable[[Floats], Floats],
 ) -> Floats:
-    """Return the seconds that each judged remedy saves: the mean of alone and after all others."""
+    """Return the seconds that each judged remedy saves: the mean of alone and after all others.
+
+    `change` gives the edge weights with a remedy, `ends_s` the length of the step with each column of weights.
+    """
     healed = recorded.copy()
     for remedy in remedies:
-        healed -= recorded - _weights(graph, recorded, remedy)
+        healed -= recorded - change(remedy)
     healed = np.maximum(healed, 0.0)
     saved_s: list[Floats] = []
     for first in range(0, len(judged), REMEDIES_AT_ONCE):
-        lanes = [recorded, healed]
+        columns = [recorded, healed]
         for place in judged[first : first + REMEDIES_AT_ONCE]:
-            alone = _weights(graph, recorded, remedies[place])
-            lanes += [alone, np.minimum(healed + (recorded - alone), recorded)]
-        ends_s = makespan_s(graph, replayer(graph, np.stack(lanes, axis=1)))
-        saved_s.append(np.maximum(ends_s[0] - ends_s[2::2], 0.0) + np.maximum(ends_s[3::2] - ends_s[1], 0.0))
+            alone = change(remedies[place])
+            columns += [alone, np.minimum(healed + (recorded - alone), recorded)]
+        lengths_s = ends_s(np.stack(columns, axis=1))
+        saved = np.maximum(lengths_s[0] - lengths_s[2::2], 0.0) + np.maximum(lengths_s[3::2] - lengths_s[1], 0.0)
+        saved_s.append(saved)
     mean: Floats = np.concatenate(saved_s) / 2
     return mean
 
@@ -75,7 +109,7 @@ def _without_hidden_waits(graph: StepGraph) -> Floats:
     return np.where(graph.edges.kind == EdgeKind.GAP, np.minimum(weight, limit_s), weight)
 
 
-def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
+def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy) -> Floats:
     """Return edge weights with the subject at its expected speed."""
     edges, spans, subject = graph.edges, graph.spans, remedy.subject
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
@@ -83,10 +117,12 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
     passes = own & is_kind(kind, PASS_KINDS)
     if remedy.cause is Cause.LINK:
-        chosen = (kind == RecordKind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
+        chosen = (kind == RecordKind.RECV_WAIT) & _received(graph, remedy.pairs)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:
         idle = (edges.kind == EdgeKind.GAP) | ((edges.kind == EdgeKind.SPAN) & (kind == RecordKind.DATA))
+        running = np.isin(rank, subject.ranks)
+        weight[running] -= remedy.off_cpu_part * np.minimum(off_cpu, weight)[running]
         for member in subject.ranks:
             chosen = idle & (rank == member)
             own = spans["kind"][spans["rank"] == member]
@@ -99,15 +135,14 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     return weight
 
 
-def _received_by(graph: StepGraph, subject: VerdictSubject) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return a mask of the RECV_WAIT spans that the subject delays."""
+def _received(graph: StepGraph, pairs: tuple[tuple[int, int], ...]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return a mask of the RECV_WAIT spans of messages of `pairs`."""
     messages = graph.messages
-    destination = subject.ranks[-1]
-    chosen = messages.matched & (messages.destination == destination)
-    if subject.type is SubjectType.LINK:
-        chosen &= messages.source == subject.ranks[0]
+    chosen = np.zeros(len(messages.source), np.bool_)
+    for source, destination in pairs:
+        chosen |= (messages.source == source) & (messages.destination == destination)
     mask = np.zeros(len(graph.spans), np.bool_)
-    mask[messages.recv_wait[chosen]] = True
+    mask[messages.recv_wait[chosen & messages.matched]] = True
     return mask
 
 

@@ -9,7 +9,7 @@ from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
 from megatronapp_analyzer.detect import candidates as cand
 from megatronapp_analyzer.detect.baseline import ColumnHistory
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
-from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
+from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
@@ -141,21 +141,17 @@ class Detector:
         self, candidates: list[SuspectCandidate], step_s: float, *, on_device: bool
     ) -> list[SuspectCandidate]:
         noise = self._settings.device if on_device else self._settings.processor
-        found = [
-            candidate
-            for candidate in candidates
-            if candidate.excess_s >= (noise.impact if candidate.cause is Cause.COMPUTE else DELAY_IMPACT) * step_s
-        ]
-        strong = cand.without_weaker(found, self._tracks.strongest_s(), DELAY_WEAKER)
-        compute = cand.without_weaker(found, self._tracks.strongest_s(), noise.weaker)
+        found = [candidate for candidate in candidates if candidate.excess_s >= noise.impact * step_s]
+        strongest_s = max([self._tracks.strongest_s(), *(candidate.excess_s for candidate in found)])
         return [
-            candidate for candidate in found if candidate in (compute if candidate.cause is Cause.COMPUTE else strong)
+            candidate
+            for candidate in found
+            if candidate.excess_s >= (LINK_WEAKER if candidate.cause is Cause.LINK else noise.weaker) * strongest_s
         ]
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
-        """Return the number of steps a candidate needs; a host is a processor, even if it launches for a device."""
-        device = evidence.on_device and candidate.cause is not Cause.HOST
-        return (self._settings.device if device else self._settings.processor).hits
+        """Return the number of steps a candidate needs."""
+        return (self._settings.device if evidence.on_device else self._settings.processor).hits
 
     def _spoken_for(self, imbalance: SuspectCandidate, found: list[SuspectCandidate]) -> bool:
         named = [track.candidate for track in self._tracks.live.values() if track.named]
@@ -164,7 +160,7 @@ class Detector:
         )
 
     def _active(self, evidence: CauseEvidence) -> Ints:
-        return np.flatnonzero(evidence.votes >= self._settings.suspect_votes)
+        return np.flatnonzero(evidence.votes >= self._settings.suspect_votes - evidence.harmful)
 
     def _hold(self, candidate: SuspectCandidate, evidence: StepEvidence) -> bool:
         """Return true if neighbours on the node are about to become suspects too: the node may then be the subject."""
@@ -190,7 +186,9 @@ class Detector:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))
             if track.candidate.cause is Cause.HOST:
-                track.stalls.append(float(evidence.stalls_s[where].max()))
+                parts = evidence.host_parts
+                track.gaps.append(float(parts.gaps_s[where].max()))
+                track.off_cpu.append((float(parts.off_cpu_s[where].max()), float(parts.off_cpu_part[where].max())))
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
@@ -209,12 +207,14 @@ class Detector:
                 cause=one.candidate.cause,
                 ratio=one.ratio,
                 excess_s=one.gap_s,
+                off_cpu_part=one.off_cpu_part,
+                pairs=_pairs(one.candidate, evidence),
                 late=evidence.launches.lengthened(one.candidate.subject.ranks) if one.late else (),
             )
             for one in hit
         ]
         waits = attribute(graph)
-        lost_s = seconds_lost(graph, remedies, self._replayer)
+        lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_s(graph, view))
         if graph.unmatched > HOLES_PART * (len(graph.messages) + len(graph.collectives)):
             # Where many waits lack their partner's record, a replay cannot shorten them: take the excess itself.
             lost_s = np.maximum(lost_s, [track.candidate.excess_s for track in hit])
@@ -230,6 +230,13 @@ class Detector:
         return verdict_of(track, self._layout, self._channels.columns)
 
 
+def _pairs(candidate: SuspectCandidate, evidence: StepEvidence) -> tuple[tuple[int, int], ...]:
+    """Return source and destination of the links that a candidate is about."""
+    if candidate.cause is not Cause.LINK:
+        return ()
+    return tuple((int(a), int(b)) for a, b in evidence.pairs[list(candidate.columns)])
+
+
 def _when(view: StepRecords) -> JobMoment:
     return JobMoment(attempt=view.attempt, step=view.step, time=view.real_time_s)
 
@@ -242,10 +249,8 @@ def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepF
     return features.with_delivery(delivery)
 
 
-DELAY_IMPACT = 0.03
-"""Smallest part of a step that delays of hosts and links must add up to."""
-DELAY_WEAKER = 0.35
-"""Part of the strongest subject's delays that those of a host or a link must reach to be named, too."""
+LINK_WEAKER = 0.35
+"""Part of the strongest subject's excess that the delays of a link must reach to be named, too."""
 HOLES_PART = 0.1
 """Part of the messages and collectives that lack a record from which on a replay says too little."""
 DOUBTFUL_SHARE = 0.25

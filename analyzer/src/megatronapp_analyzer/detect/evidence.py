@@ -24,6 +24,21 @@ from megatronapp_analyzer.model import Cause, JobLayout
 IDLE_WEIGHT = 2.0
 """Factor on the cost that idle time must reach to be named: a whole step has more disturbances than stalls have."""
 
+CROWDED_STEPS = 28
+"""Shortest time in which a crowded processor is evidence: other processes run for bursts of some steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostParts:
+    """Parts of the evidence against each host, without late launches; 0 where they are not over."""
+
+    gaps_s: Floats
+    """Seconds between spans, per FORWARD."""
+    off_cpu_s: Floats
+    """Seconds in which the process was stopped or waited for a processor, per FORWARD."""
+    off_cpu_part: Floats
+    """The same as a part of all such time of the rank, 0 to 1."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvidence:
@@ -34,8 +49,7 @@ class StepEvidence:
     link: CauseEvidence
     imbalance: CauseEvidence
     launches: LaunchReading
-    stalls_s: Floats
-    """Part of the evidence against each host that lies between spans, per FORWARD."""
+    host_parts: HostParts
     pairs: Ints
     on_device: bool
 
@@ -65,6 +79,8 @@ class ChannelSet:
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
+        self._stopped = DelayChannel(np.zeros(layout.world, np.int64), settings)
+        self._crowded = DelayChannel(stages, settings, least_window=CROWDED_STEPS)
         self._crowding = CrowdingBaseline(layout.world, settings)
         self._pairs: dict[tuple[int, int], int] = {}
         self._link = DelayChannel(np.empty(0, np.int64), settings)
@@ -88,13 +104,13 @@ class ChannelSet:
         crowded_s = self._crowding.growth_s(features.queue_s)
         stalling = self._votes_host.count >= self._settings.suspect_votes
         launches = self._launches.read(features, step_s, stalling)
-        compute = self._read_compute(features, crowded_s, launches)
+        compute = self._read_compute(features, step_s, crowded_s, launches)
         self._crowding.learn(features.queue_s, ~compute.over[self._units.of_rank])
-        host = self._read_host(features, step_s, crowded_s, launches, whole=whole)
+        host, parts = self._read_host(features, step_s, crowded_s, launches, whole=whole)
         return StepEvidence(
             compute=compute,
             host=host,
-            stalls_s=host.occurrence_s - launches.late_s,
+            host_parts=parts,
             link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
             launches=launches,
@@ -102,7 +118,9 @@ class ChannelSet:
             on_device=features.on_device,
         )
 
-    def _read_compute(self, features: StepFeatures, crowded_s: Floats, launches: LaunchReading) -> CauseEvidence:
+    def _read_compute(
+        self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading
+    ) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         doubt = COMPUTE_PART * self._units.slowest(crowded_s)
         values = np.where(launches.unknown, np.nan, self._units.slowest(features.compute_s))
@@ -110,11 +128,12 @@ class ChannelSet:
         reading = self._compute.read(values, noise, doubt, usual=usual).or_else(launches.passes)
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards / self._chunks)
-        return _evidence(Cause.COMPUTE, reading, self._votes_compute, count)
+        return _evidence(Cause.COMPUTE, reading, self._votes_compute, count, self._harm_s(features, step_s))
 
     def _read_host(
         self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading, *, whole: bool
-    ) -> CauseEvidence:
+    ) -> tuple[CauseEvidence, HostParts]:
+        """Return the evidence against hosts, and what it consists of."""
         noise = self._settings.device if features.on_device else self._settings.processor
         count = np.where(features.forwards > 0, features.forwards, np.nan)
         budget = step_s / count
@@ -125,10 +144,24 @@ class ChannelSet:
             self._idle.read(idle, budget, noise, doubt),
             self._data.read(features.data_s if whole else idle, budget, noise, doubt),
         ]
-        reading = launches.added_to(_strongest(readings))
+        gaps = _strongest(readings)
+        off_cpu = _added(
+            self._stopped.read(_on_processor(features.stopped_s, features), budget, noise, np.zeros(len(count))),
+            self._crowded.read(_on_processor(features.crowded_s, features), budget, noise, np.zeros(len(count))),
+        )
+        reading = launches.added_to(_added(gaps, off_cpu))
         self._votes_host.add(reading.over, reading.known)
-        evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
-        return _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
+        evidence = _evidence(
+            Cause.HOST, reading, self._votes_host, np.nan_to_num(count), self._harm_s(features, step_s)
+        )
+        evidence = _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + features.crowded_s), 0.0)
+        return evidence, HostParts(
+            gaps_s=np.where(gaps.over, gaps.excess, 0.0),
+            off_cpu_s=np.where(off_cpu.over, off_cpu.excess, 0.0),
+            off_cpu_part=np.minimum(np.nan_to_num(part), 1.0),
+        )
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor
@@ -139,7 +172,7 @@ class ChannelSet:
         doubt = HELPER_PART * crowded_s[self.pairs].max(axis=1, initial=0.0)
         reading = self._link.read(delivery, budget, noise, doubt)
         self._votes_link.add(reading.over, reading.known)
-        evidence = _evidence(Cause.LINK, reading, self._votes_link, count)
+        evidence = _evidence(Cause.LINK, reading, self._votes_link, count, self._harm_s(features, step_s))
         return _against_compute(evidence, features.passes_s[self.pairs[:, 1]])
 
     def _read_imbalance(self, features: StepFeatures) -> CauseEvidence:
@@ -164,7 +197,12 @@ class ChannelSet:
             ratio=np.nan_to_num(ratio, nan=1.0),
             strength=np.nan_to_num(ratio) / limit,
             by_history=np.zeros(len(ratio), np.bool_),
+            harmful=np.zeros(len(ratio), np.bool_),
         )
+
+    def _harm_s(self, features: StepFeatures, step_s: float) -> float:
+        """Return the excess in a step from which fewer steps suffice; a processor may be busy for a moment."""
+        return self._settings.harm * step_s if features.on_device else np.inf
 
     def _columns(self, pairs: Ints) -> Ints:
         """Return the column of each pair, adding columns for new ones. Without history all links are peers."""
@@ -174,16 +212,18 @@ class ChannelSet:
         return np.array(columns, np.int64)
 
 
-def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats) -> CauseEvidence:
+def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats, harm_s: float) -> CauseEvidence:
+    excess_s = reading.excess * np.nan_to_num(count)
     return CauseEvidence(
         cause=cause,
         over=reading.over,
         votes=votes.count,
         occurrence_s=reading.excess,
-        excess_s=reading.excess * np.nan_to_num(count),
+        excess_s=excess_s,
         ratio=reading.ratio,
         strength=reading.strength,
         by_history=reading.by_history,
+        harmful=excess_s >= harm_s,
     )
 
 
@@ -191,6 +231,25 @@ def _against_compute(evidence: CauseEvidence, compute_s: Floats) -> CauseEvidenc
     """Express delays as slowdowns: how many times longer than its compute alone a microbatch takes the rank."""
     ratio = 1.0 + evidence.occurrence_s / np.where(compute_s > 0, compute_s, np.nan)
     return dataclasses.replace(evidence, ratio=np.nan_to_num(ratio, nan=1.0))
+
+
+def _on_processor(values_s: Floats, features: StepFeatures) -> Floats:
+    """Return times of a host; unknown where they do not delay what is recorded, because a device continues."""
+    return np.full(len(values_s), np.nan) if features.on_device else values_s
+
+
+def _added(one: ChannelReading, other: ChannelReading) -> ChannelReading:
+    """Return the delays of two channels that measure different times: those that are over are added up."""
+    over = one.over | other.over
+    added = np.where(one.over, one.excess, 0.0) + np.where(other.over, other.excess, 0.0)
+    return ChannelReading(
+        known=one.known | other.known,
+        over=over,
+        excess=np.where(over, added, one.excess),
+        ratio=np.ones(len(over)),
+        strength=np.maximum(one.strength, other.strength),
+        by_history=np.where(one.over, one.by_history, np.where(other.over, other.by_history, one.by_history)),
+    )
 
 
 def _strongest(readings: list[ChannelReading]) -> ChannelReading:

@@ -7,16 +7,19 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import ColumnHistory, Mask, median_of_others, median_of_others_by
+from megatronapp_analyzer.detect.baseline import Mask
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings, NoiseLevel
+from megatronapp_analyzer.detect.statistics.two_references import ReferenceLimits, TwoReferences
 
 SIGMA_CAP = 1.75
 """Noise never hides a slowdown beyond this factor; only persistence can hold it back."""
 COUPLED_CAP = 2.0
 """The same for ranks that meet inside spans, where run-queue delays of network threads are not recorded."""
-SHARE_CAP = 2.0
-"""Noise never hides a delay beyond this multiple of the smallest one that is named."""
+SHARE_CAP = 0.12
+"""Noise never hides a delay beyond this part of a step."""
+LARGEST_STEP = 0.05
+"""Largest change, as a part of a step, that the level of a delay learns from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +67,16 @@ class ChannelReading:
 
 
 class DelayChannel:
-    """Seconds that should not be there (stalls, idle time, late delivery): judged by what they cost of a step."""
+    """Seconds that should not be there (stalls, idle time, late delivery), as parts of a step."""
 
-    def __init__(self, peers: Ints, settings: DetectorSettings, *, weight: float = 1.0) -> None:
-        """`peers` numbers the columns that compare without history; -1 for those that never do."""
-        self._peers = peers
-        self._settings = settings
+    def __init__(self, peers: Ints, settings: DetectorSettings, *, weight: float = 1.0, least_window: int = 1) -> None:
+        """`peers` numbers the columns that do the same; -1 for those without peers.
+
+        `weight` is a factor on the smallest delay that is named; `least_window` is the shortest number of steps that
+        may be evidence.
+        """
         self._weight = weight
-        self._history = ColumnHistory(len(peers), settings.window)
+        self._test = TwoReferences(peers, settings, least_window=least_window)
 
     def read(self, values_s: Floats, budget_s: Floats, noise: NoiseLevel, doubt_s: Floats) -> ChannelReading:
         """Judge one step.
@@ -79,33 +84,28 @@ class DelayChannel:
         `budget_s` is the usual step time per occurrence of each column. `doubt_s` is the amount by which each value may
         be too large.
         """
-        warm = self._history.count >= self._settings.min_history
-        own = np.where(warm, values_s - self._history.median(), np.nan)
-        common = np.maximum(np.nan_to_num(median_of_others(own)), 0.0)
-        cold = np.where(self._peers >= 0, values_s - median_of_others_by(values_s, self._peers), np.nan)
-        delay = np.where(warm, own - common, cold)
-        threshold = np.where(warm, self._threshold(budget_s, noise), self._weight * noise.cold_share * budget_s)
-        threshold = np.maximum(threshold, self._weight * noise.share * budget_s + doubt_s)
-        known = np.isfinite(delay) & np.isfinite(threshold)
-        over = known & (delay > threshold)
-        self._history.add(values_s, ~over)
-        delay = np.where(known, delay, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            parts, doubt = values_s / budget_s, np.nan_to_num(doubt_s / budget_s)
+        limits = ReferenceLimits(
+            floor=noise.share_floor,
+            own=self._weight * noise.share,
+            peers=self._weight * noise.cold_share,
+            cap=self._weight * SHARE_CAP,
+            peer_spread=noise.share_spread,
+            least_peer_spread=noise.share_spread,
+            largest_step=LARGEST_STEP,
+        )
+        found = self._test.read(parts, limits, lambda shift: doubt)
+        excess: Floats = np.maximum(np.nan_to_num(found.size * budget_s), 0.0)
         return ChannelReading(
-            known=known,
-            over=over,
-            excess=np.maximum(delay, 0.0),
-            ratio=np.ones(len(delay)),
-            strength=np.where(known, delay / threshold, 0.0),
-            by_history=warm,
+            known=found.known,
+            over=found.over,
+            excess=excess,
+            ratio=np.ones(len(excess)),
+            strength=found.strength,
+            by_history=found.by_history,
         )
 
     def grow(self, peers: Ints) -> None:
         """Add columns for new peers."""
-        self._peers = peers
-        self._history.grow(len(peers))
-
-    def _threshold(self, budget_s: Floats, noise: NoiseLevel) -> Floats:
-        least = self._weight * noise.share * budget_s
-        spread = self._settings.sigmas * np.nan_to_num(self._history.deviation())
-        bound: Floats = np.clip(spread, least, SHARE_CAP * least)
-        return bound
+        self._test.grow(peers)

@@ -9,6 +9,9 @@ stall     seconds before each FORWARD in which the rank was in no span (median o
 idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
+crowded   run-queue delay of the whole step per microbatch
+stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others,
+          except on a device's clock: a device continues while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
           (median over the messages of a directed pair; where ranks run other passes meanwhile, the mean: a late link
           then costs the few waits that no pass could fill, often one in a step)
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
+from megatronapp_analyzer.graph.stops import Stops
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
@@ -50,6 +54,8 @@ class StepFeatures:
     stall_s: Floats
     idle_s: Floats
     data_s: Floats
+    crowded_s: Floats
+    stopped_s: Floats
     step_s: Floats
     forwards: Ints
     """FORWARD spans of each rank, all chunks; of a rank that runs none, BACKWARD spans."""
@@ -71,18 +77,24 @@ class _StepSpans:
     start: Floats
     end: Floats
     clean: Floats
+    stops: Stops
 
 
 def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     """Compute the features of one step on aligned clocks."""
     spans = rec.stream(view.records)
     spans = spans[spans["rank"] < layout.world]
-    start, end = rec.laid_out_s(spans, view.start_ns if len(view.records) else 0)
-    clean = rec.clean_s(spans)
+    origin_ns = view.start_ns if len(view.records) else 0
+    start, end = rec.laid_out_s(spans, origin_ns)
+    on_device = bool((spans["flags"] & Flag.DEVICE_CLOCK).any())
+    stops = Stops(view.records, origin_ns)
+    worked = stops if not on_device else Stops(view.records[:0], origin_ns)
+    off_cpu = rec.run_queue_s(spans) + worked.within(spans["rank"], start, end)
+    clean = np.maximum(rec.durations_s(spans) - off_cpu, 0.0)
     if layout.tp * layout.cp * layout.ep > 1:
-        clean = np.maximum(clean - _shared_waits(spans, start, layout), 0.0)
+        clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
         clean[_incomplete_spans(spans, layout)] = np.nan
-    laid = _StepSpans(spans=spans, start=start, end=end, clean=clean)
+    laid = _StepSpans(spans=spans, start=start, end=end, clean=clean, stops=worked)
     messages = messages_of(spans, rec.CommIndex(view.comms))
     forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
@@ -98,9 +110,11 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
+        crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
+        stopped_s=_stopped(stops, view.records, origin_ns, forwards),
         step_s=step_s,
         forwards=forwards,
-        on_device=bool((spans["flags"] & Flag.DEVICE_CLOCK).any()),
+        on_device=on_device,
         pairs=pairs,
         delivery_s=delivery,
         messages=count,
@@ -131,21 +145,21 @@ def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_
     return mask
 
 
-def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Floats:
+def _shared_waits(spans: RankRecords, start: Floats, off_cpu: Floats, layout: JobLayout) -> Floats:
     """Return seconds that each span waits inside for other members of its unit, as far as they are known.
 
     Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
-    and a run-queue delay of one costs all of them. Neither is a rank's own time.
+    and time `off_cpu` of one (in its run queue, or stopped) costs all of them. Neither is a rank's own time.
     """
     meetings = meetings_of(spans, _unit_of_rank(layout))
     where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
     last = np.full(len(meetings), -np.inf)
     np.maximum.at(last, where, start[meetings.record])
     waits = np.zeros(len(spans))
-    queued = rec.run_queue_s(spans)[meetings.record]
+    own = off_cpu[meetings.record]
     longest = np.zeros(len(meetings))
-    np.maximum.at(longest, where, queued)
-    waits[meetings.record] = last[where] - start[meetings.record] + longest[where] - queued
+    np.maximum.at(longest, where, own)
+    waits[meetings.record] = last[where] - start[meetings.record] + longest[where] - own
     return waits
 
 
@@ -234,18 +248,40 @@ def _stalls(laid: _StepSpans, world: int) -> Floats:
     has_forwards = _count(rank[laid.spans["kind"] == RecordKind.FORWARD], world) > 0
     main_pass = np.where(has_forwards[rank], *_MAIN_PASSES)
     forward = follows[laid.spans["kind"][follows] == main_pass[follows]]
-    gap = np.maximum(laid.start[forward] - laid.end[forward - 1], 0.0)
+    begin, end = laid.end[forward - 1], laid.start[forward]
+    gap = np.maximum(end - begin - laid.stops.within(rank[forward], begin, end), 0.0)
     return segment_medians(rank[forward], gap, world)
 
 
 def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
-    """Return idle seconds; the run-queue delay outside all spans is in gaps and posts, so it is subtracted here."""
+    """Return idle seconds; run-queue delays and stops outside all spans are in gaps and posts: subtracted here."""
     rank = laid.spans["rank"].astype(np.int64)
     work = ~rec.is_kind(laid.spans["kind"], POSTS)
     covered = np.bincount(rank[work], weights=(laid.end - laid.start)[work], minlength=world)
     queued = np.bincount(rank[work], weights=rec.run_queue_s(laid.spans)[work], minlength=world)
     idle = step_s - covered - np.maximum(step_queue_s - queued, 0.0)
-    return np.maximum(idle, 0.0) / np.where(forwards > 0, forwards, np.nan)
+    if laid.stops.any:
+        first, last = np.full(world, np.inf), np.full(world, -np.inf)
+        np.minimum.at(first, rank, laid.start)
+        np.maximum.at(last, rank, laid.end)
+        inside = laid.stops.within(rank[work], laid.start[work], laid.end[work])
+        total = laid.stops.within(np.arange(world), np.minimum(first, last), last)
+        idle -= np.maximum(total - np.bincount(rank[work], weights=inside, minlength=world), 0.0)
+    return _over(np.maximum(idle, 0.0), forwards)
+
+
+def _over(seconds: Floats, forwards: Ints) -> Floats:
+    out: Floats = seconds / np.where(forwards > 0, forwards, np.nan)
+    return out
+
+
+def _stopped(stops: Stops, records: RankRecords, origin_ns: int, forwards: Ints) -> Floats:
+    """Return seconds per microbatch in which each rank was stopped during its step; NaN without its STEP record."""
+    out = np.full(len(forwards), np.nan)
+    steps = records[(records["kind"] == RecordKind.STEP) & (records["rank"] < len(forwards))]
+    start = rec.starts_s(steps, origin_ns)
+    out[steps["rank"]] = stops.within(steps["rank"], start, start + rec.durations_s(steps))
+    return _over(out, forwards)
 
 
 def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
@@ -270,7 +306,8 @@ def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints,
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
     pair = messages.source[matched] * world + messages.destination[matched]
     ready = np.maximum(laid.start[recv], laid.end[send])
-    late = np.maximum(laid.end[recv] - ready - rec.run_queue_s(laid.spans)[recv], 0.0)
+    stopped = laid.stops.within(laid.spans["rank"][recv], ready, laid.end[recv])
+    late = np.maximum(laid.end[recv] - ready - rec.run_queue_s(laid.spans)[recv] - stopped, 0.0)
     names, where = np.unique(pair, return_inverse=True)
     count = np.bincount(where, minlength=len(names))
     in_any_order = np.bincount(where, messages.ordinal[matched] >= FIRST_PASS_ORDINAL, minlength=len(names)) > 0

@@ -20,7 +20,11 @@ class NoiseLevel:
     share: float
     """Smallest part of a step that a stall or a late delivery must cost, against own history."""
     cold_share: float
-    """The same where there is no healthy history."""
+    """The same against others that do the same."""
+    share_floor: float
+    """Smallest deviation of healthy delays, as a part of a step."""
+    share_spread: float
+    """Deviation of their constant differences between columns."""
     impact: float
     """Smallest part of a step that the delays of a subject must add up to."""
     weaker: float
@@ -42,6 +46,8 @@ PROCESSOR = NoiseLevel(
     least_peer_spread=0.05,
     share=0.06,
     cold_share=0.10,
+    share_floor=0.008,
+    share_spread=0.01,
     impact=0.03,
     weaker=0.35,
     hits=6,
@@ -52,8 +58,10 @@ DEVICE = NoiseLevel(
     peer_ratio=1.012,
     peer_spread=0.012,
     least_peer_spread=0.004,
-    share=0.03,
-    cold_share=0.06,
+    share=0.005,
+    cold_share=0.01,
+    share_floor=0.0005,
+    share_spread=0.001,
     impact=0.006,
     weaker=0.0,
     hits=3,
@@ -80,6 +88,8 @@ class DetectorSettings:
     """Window of the persistence rule, in steps."""
     suspect_votes: int = 3
     confirm_votes: int = 4
+    harm: float = 0.1
+    """Part of a step from which an excess needs one step less, as a suspect and to be named, on a device's clock."""
     clear_steps: int = 10
     """Clean steps after which a verdict is cleared."""
     cost_share: float = 0.005

@@ -35,8 +35,12 @@ class FindingTrack:
     occurrences: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
-    stalls: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
+    gaps: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, the part of `occurrences` that lies between spans."""
+    off_cpu: collections.deque[tuple[float, float]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
+    )
+    """For a host, the part of `occurrences` in which it did not run, and that as a part of all such time."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
     lost_s: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
@@ -61,7 +65,17 @@ class FindingTrack:
     @property
     def gap_s(self) -> float:
         """For a host, the part of `occurrence_s` that lies between spans; for other causes all of it."""
-        return float(np.median(self.stalls)) if self.stalls else self.occurrence_s
+        return float(np.median(self.gaps)) if self.gaps else self.occurrence_s
+
+    @property
+    def off_cpu_s(self) -> float:
+        """For a host, the part of `occurrence_s` in which its process was stopped or waited for a processor."""
+        return float(np.median([seconds for seconds, _ in self.off_cpu])) if self.off_cpu else 0.0
+
+    @property
+    def off_cpu_part(self) -> float:
+        """The same as a part of all time in which the process did not run, 0 to 1."""
+        return float(np.median([part for _, part in self.off_cpu])) if self.off_cpu else 0.0
 
     @property
     def late_ratio(self) -> float:
@@ -71,7 +85,12 @@ class FindingTrack:
     @property
     def launches_late(self) -> bool:
         """True if late launches are most of a host's fault."""
-        return self.gap_s < self.occurrence_s / 2
+        return self.gap_s + self.off_cpu_s < self.occurrence_s / 2
+
+    @property
+    def not_running(self) -> bool:
+        """True if most of a host's fault is that its process does not run."""
+        return self.off_cpu_s > self.occurrence_s / 2
 
     @property
     def seconds_per_step(self) -> float:
@@ -123,10 +142,11 @@ class FindingTracker:
                     candidate=candidate,
                     since=when(candidate.votes),
                     hits=candidate.votes - 1,
-                    steps_seen=self._settings.votes - 1,
+                    steps_seen=candidate.votes - 1,
                 )
             track.candidate = candidate
-            certain = candidate.votes >= self._settings.confirm_votes and track.hits + 1 >= hits(candidate)
+            votes = self._settings.confirm_votes - candidate.harmful
+            certain = candidate.votes >= votes and track.hits + 1 >= hits(candidate)
             if track.state is VerdictState.SUSPECT and certain:
                 if hold(candidate) and track.held < self._settings.votes:
                     track.held += 1
@@ -141,7 +161,8 @@ class FindingTracker:
             hit, votes = over(track)
             track.steps_seen += 1
             self._age(track, hit, votes, now)
-            if track.state is VerdictState.SUSPECT and votes < self._settings.suspect_votes:
+            least = self._settings.suspect_votes - track.candidate.harmful
+            if track.state is VerdictState.SUSPECT and votes < least:
                 del self.live[key]
             elif track.state is VerdictState.CLEARED:
                 del self.live[key]

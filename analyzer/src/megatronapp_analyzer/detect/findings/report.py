@@ -13,6 +13,7 @@ UNDETERMINED_CAP = 0.6
 """Confidence of a finding whose cause is left open."""
 SHOWN_WAITERS = 4
 _LAUNCHES = "time between spans and in late launches per microbatch"
+_OFF_CPU = "time per microbatch in which its process was stopped or waited for a processor"
 _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
@@ -28,7 +29,7 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
     if candidate.cause is Cause.UNDETERMINED:
         basis = "the other stages"
     late = track.late_ratio > LEAST_RATIO
-    what = _LAUNCHES if late else _WHAT[candidate.cause]
+    what = _LAUNCHES if late else _OFF_CPU if track.not_running else _WHAT[candidate.cause]
     lines = [
         f"{what}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
         f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
@@ -71,6 +72,9 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
             track.state,
             layout,
             launches_late=track.launches_late,
+            not_running=track.not_running,
+            sends=candidate.sends,
+            receives=candidate.receives,
             ratio=track.ratio,
             excess_s=track.occurrence_s,
             lost_s=track.seconds_per_step,

@@ -33,6 +33,9 @@ def sentence(
     layout: JobLayout,
     *,
     launches_late: bool = False,
+    not_running: bool = False,
+    sends: bool = False,
+    receives: bool = False,
     ratio: float,
     excess_s: float,
     lost_s: float,
@@ -40,14 +43,18 @@ def sentence(
 ) -> str:
     """Describe a slowness in one sentence.
 
-    `launches_late` is true if late launches are more of a host's fault than stalls.
+    Of a host's fault, `launches_late` is true if late launches are most of it, `not_running` if the process is stopped
+    or waits for a processor. Of a rank whose messages are late, `sends` and `receives` say which.
     """
     if cause is Cause.LINK and subject.type is SubjectType.LINK:
         does = f"delivers {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.LINK:
-        does = f"receives everything {excess_s * 1e3:.1f} ms late"
+        ways = ["sends"] * sends + ["receives"] * (receives or not sends)
+        does = f"{' and '.join(ways)} everything {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.HOST and launches_late:
         does = f"waits for its host, which launches kernels {excess_s * 1e3:.1f} ms late per microbatch"
+    elif cause is Cause.HOST and not_running:
+        does = f"does not run for {excess_s * 1e3:.1f} ms per microbatch: it is stopped, or waits for a processor"
     else:
         does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
     if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:

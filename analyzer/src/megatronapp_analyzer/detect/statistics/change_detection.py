@@ -106,6 +106,12 @@ class RecentValues:
             self._values[0, known] = values[known]
         self._count += known
 
+    def grow(self, columns: int) -> None:
+        """Add columns without values up to `columns`."""
+        missing = columns - len(self._count)
+        self._values = np.pad(self._values, ((0, 0), (0, missing)))
+        self._count = np.pad(self._count, (0, missing))
+
     def test(self, deviation: Floats, errors: MeanErrors, bias: Floats) -> Shift:
         """Look for a shift upwards.
 

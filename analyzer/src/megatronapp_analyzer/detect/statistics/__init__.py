@@ -1,0 +1,1 @@
+"""Tests of columns of values for lasting shifts, in correlated noise."""

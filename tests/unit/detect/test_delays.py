@@ -1,0 +1,99 @@
+"""Delays of hosts and links: what the test against two references finds, and what stopped processes cost."""
+
+import numpy as np
+import pytest
+from detect.faults import parse
+from detect.noise import CPU, QUIET
+from detect.runner import run
+from detect.score import score
+from detect.simulation import JobSimulation, SimulatedJob
+from detect.suite import LAYOUTS, DetectionCase
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.detect.evidence_channels import DelayChannel
+from megatronapp_analyzer.detect.settings import DEVICE, DetectorSettings
+from megatronapp_analyzer.graph.stops import Stops
+from megatronapp_analyzer.model import RANK_RECORD
+from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
+
+Floats = NDArray[np.float64]
+COLUMNS = 8
+BUDGET_S = np.full(COLUMNS, 0.05)
+
+
+def judged(parts: Floats) -> list[NDArray[np.bool_]]:
+    """Return for each step the columns that are over, of delays that are these parts of a step."""
+    channel = DelayChannel(np.zeros(COLUMNS, np.int64), DetectorSettings())
+    return [channel.read(row * BUDGET_S, BUDGET_S, DEVICE, np.zeros(COLUMNS)).over for row in parts]
+
+
+def delays(steps: int) -> Floats:
+    """Draw gaps of half a percent of a step with noise, and rare disturbances of some percent."""
+    rng = np.random.default_rng(5)
+    rare = (rng.random((steps, COLUMNS)) < 0.004) * rng.exponential(0.02, (steps, COLUMNS))
+    out: Floats = 0.005 + rng.normal(0, 0.0005, (steps, COLUMNS)) + rare
+    return out
+
+
+def test_small_lasting_delays_are_found_and_rare_large_delays_are_not() -> None:
+    healthy = delays(200)
+    slow = healthy.copy()
+    slow[100:, 3] += 0.01
+    over = np.array(judged(slow))
+    assert over[102:, 3].mean() > 0.9
+    assert int(np.delete(over, 3, axis=1)[4:].sum()) <= 8
+    assert np.array(judged(healthy)).mean() < 0.01
+
+
+def test_a_delay_that_is_there_from_the_start_is_found_by_peers() -> None:
+    slow = delays(60)
+    slow[:, 3] += 0.03
+    assert np.array(judged(slow))[20:, 3].mean() > 0.9
+
+
+def stopped_record(rank: int, start_s: float, length_s: float) -> NDArray[np.void]:
+    out = np.zeros(1, RANK_RECORD)
+    out["kind"], out["rank"] = RecordKind.STOPPED, rank
+    out["start_ns"], out["duration"] = round(start_s * 1e9), round(length_s * 1e9 / DURATION_UNIT_NS)
+    return out
+
+
+@given(
+    stops=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.floats(0.01, 0.9)), max_size=8),
+    span=st.tuples(st.floats(0, 10), st.floats(0, 10)),
+)
+def test_stopped_time_within_a_span_is_that_of_its_rank(
+    stops: list[tuple[int, int, float]], span: tuple[float, float]
+) -> None:
+    stops = list({(rank, second): (rank, second, length) for rank, second, length in stops}.values())
+    records = np.concatenate([np.zeros(0, RANK_RECORD), *(stopped_record(*stop) for stop in stops)])
+    begin, end = min(span), max(span)
+    found = Stops(records, 0).within(np.arange(3), np.full(3, begin), np.full(3, end))
+    expected = np.zeros(3)
+    for rank, second, length in stops:
+        expected[rank] += max(min(end, second + length) - max(begin, second), 0.0)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_simulated_stops_are_recorded() -> None:
+    grid = LAYOUTS["dp2-pp4"]
+    job = SimulatedJob(grid=grid, noise=QUIET, faults=parse("stop rank=2 duty=0.25 cycle=0.1", grid))
+    (trace,) = JobSimulation(job, 3, 1).traces()
+    stops = trace.records[trace.records["kind"] == RecordKind.STOPPED]
+    (whole,) = trace.records[(trace.records["kind"] == RecordKind.STEP) & (trace.records["rank"] == 2)]
+    assert set(stops["rank"].tolist()) == {2}
+    assert stops["duration"].sum() == pytest.approx(0.25 * whole["duration"], rel=0.1)
+
+
+@pytest.mark.full("a second layout and duty", but=("dp2-pp4",))
+@pytest.mark.parametrize(("layout", "duty"), [("dp2-pp4", 0.5), ("dp4-pp2", 0.2)], ids=["dp2-pp4", "dp4-pp2"])
+def test_a_stopped_process_is_named_as_the_fault_of_its_host(layout: str, duty: float) -> None:
+    grid = LAYOUTS[layout]
+    faults = parse(f"stop rank=2 duty={duty} cycle=0.1 from=20", grid)
+    job = SimulatedJob(grid=grid, noise=CPU, faults=faults)
+    case = DetectionCase(row="stop", layout=layout, job=job, seed=3, steps=40, faults=faults)
+    total = score([run(case, ["ours"]).windows["ours"]])
+    assert (total.hits, total.false, total.cause_f1) == (1, 0, 1.0)
+    assert total.cost_errors[0] < 0.25
