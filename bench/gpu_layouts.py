@@ -199,6 +199,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
         config=config,
         layout=run.layout,
         device_name=run.device.name,
+        chunks=run.state.chunks,
         num_microbatches=shape.global_batch,
     )
     observer = scan.start(context)

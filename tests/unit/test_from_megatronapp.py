@@ -97,6 +97,10 @@ FLAGS = (
     "--train-iters 1"
 )
 TOGETHER = {
+    "--trace-dir": "--trace --trace-dir trace_output",
+    "--trace-interval": "--trace --trace-interval 5",
+    "--continuous-trace-iterations": "--trace --continuous-trace-iterations 2",
+    "--trace-granularity": "--trace --trace-granularity full",
     "--transformer-impl": "--transformer-impl local",
     "--tokenizer-type": "--tokenizer-type HuggingFaceTokenizer",
     "--tokenizer-model": "--tokenizer-model tokenizer.json",

@@ -17,6 +17,8 @@ BYTES_UNIT = 16
 """Unit of a transfer's `aux`, 16 bytes: 32 bits reach 64 GiB."""
 NO_COMM = 0xFFFF
 NO_MICROBATCH = 0xFFFF
+NO_LAYER = 0xFF
+"""Layer of spans of the embedding, the final norm and the loss."""
 
 RECORD = np.dtype(
     [
@@ -32,7 +34,7 @@ RECORD = np.dtype(
         ("microbatch", "<u2"),  # index within the step and rank, or NO_MICROBATCH
         ("kind", "u1"),
         ("chunk", "u1"),  # virtual pipeline stage on this rank
-        ("layer", "u1"),  # layer within the chunk, for layer spans; of COPY its TransferPath, of NCCL its NcclOperation
+        ("layer", "u1"),  # layer of layer spans, or NO_LAYER; of COPY its TransferPath, of NCCL its NcclOperation
         ("flags", "u1"),
     ]
 )
@@ -66,9 +68,16 @@ class RecordKind(enum.IntEnum):
     EVALUATE = 15
     CHECKPOINT = 16
     TP_REDUCE = 17
+    """All-reduce or reduce-scatter over the tensor group within a pass; `ordinal` is that of `pass_ordinal`.
+
+    In every step there is the first collective of each pass, in windows there are all of them.
+    """
     TP_GATHER = 18
+    """All-gather over the tensor group within a pass; like TP_REDUCE."""
     LAYER_FORWARD = 19
+    """Part of a forward pass, in windows alone: `ordinal` is its LayerSite. Within BACKWARD it is recomputed."""
     LAYER_BACKWARD = 20
+    """Part of a backward pass, from the gradient of its output to that of its input; like LAYER_FORWARD."""
     FAULT = 21
     """Injected fault; covers the time it added, so that a demonstration can be checked against the truth."""
     GC = 22
@@ -132,6 +141,21 @@ class PassFlag(enum.IntFlag):
     """The pass ran before its turn in the plan of its rank, while the planned one waited for its input."""
 
 
+class LayerSite(enum.IntEnum):
+    """Part of a model that layer spans time. Numbers are part of the wire format."""
+
+    EMBEDDING = 1
+    ATTENTION_NORM = 2
+    """Norm in front of the attention of a layer."""
+    ATTENTION = 3
+    MLP_NORM = 4
+    """Norm in front of the MLP of a layer."""
+    MLP = 5
+    FINAL_NORM = 6
+    LOSS = 7
+    """Output layer and cross entropy."""
+
+
 class TransferPath(enum.IntEnum):
     """Path of a message that threads of the transport copy. Numbers are part of the wire format."""
 
@@ -193,6 +217,20 @@ class Counter(enum.IntEnum):
     """Memory errors that ECC could not correct, since the driver was loaded."""
     GPU_PCIE_REPLAYS = 26
     """Transfers over PCIe that were repeated, since the device was reset."""
+
+
+_PASS_NUMBERS = {RecordKind.FORWARD: 0, RecordKind.BACKWARD: 1, RecordKind.WEIGHT: 2}
+_COLLECTIVE_BITS, _CHUNK_BITS, _MICROBATCH_BITS = 12, 6, 12
+
+
+def pass_ordinal(kind: RecordKind, chunk: int, microbatch: int, number: int) -> int:
+    """Return the ordinal of the collective `number` of its kind in a pass, equal on all ranks of the tensor group.
+
+    So collectives match also between ranks that record different ones of a step. Each number is cut to its bits.
+    """
+    place = (_PASS_NUMBERS[kind] << _MICROBATCH_BITS) | (microbatch & ((1 << _MICROBATCH_BITS) - 1))
+    place = (place << _CHUNK_BITS) | (chunk & ((1 << _CHUNK_BITS) - 1))
+    return (place << _COLLECTIVE_BITS) | (number & ((1 << _COLLECTIVE_BITS) - 1))
 
 
 PASS_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.WEIGHT})

@@ -198,6 +198,12 @@ _GANG = [
         ({_RAMP: [6, 4, 100]}, "6 does not reach globalBatchSize 8 in steps of 4"),
         ({_RAMP: [10, 2, 100]}, "10 does not reach globalBatchSize 8 in steps of 2"),
     ),
+    *good("windows-need-trace", {"spec.trace.granularity": "base", "spec.trace.enabled": True}),
+    *bad(
+        "windows-need-trace",
+        "spec.trace",
+        ({"spec.trace.interval": 5, "spec.trace.enabled": False}, "need enabled: true"),
+    ),
     *good("faults-need-trace", _faults(_fault()), {"spec.trace.enabled": False}),
     *bad(
         "faults-need-trace",

@@ -94,6 +94,7 @@ def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
             config=config,
             layout=layout,
             device_name=device.name,
+            chunks=run.state.chunks,
             num_microbatches=8 // 2 // layout.data_size,
         )
     )

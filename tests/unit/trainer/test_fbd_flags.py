@@ -260,7 +260,7 @@ def test_a_trace_names_ranks_as_the_launcher_does(monkeypatch: pytest.MonkeyPatc
     documents = [
         json.loads(
             ring_metadata(
-                RunContext(config=config_of(), layout=layout, device_name="cpu", num_microbatches=1),
+                RunContext(config=config_of(), layout=layout, device_name="cpu", chunks=(), num_microbatches=1),
                 communicators(layout, {"mp": range(layout.world_size)}),
                 None,
             )

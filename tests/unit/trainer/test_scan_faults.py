@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.commands import CommandReader
 from megatronapp_trainer.scan.faults import HISTORY, FaultPlan, InjectedFault, commanded_faults
 
 MS = 1_000_000
@@ -133,8 +134,9 @@ def test_a_page_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFix
     good = {"faults": [{"rank": 0, "kind": "compute", "factor": 3, "fromStep": 0, "steps": 9}]}
     plan = FaultPlan(0, [])
     pages: Any = Pages(good, {"faults": [1]}, {"faults": 7}, DocumentError("torn"), DocumentError("torn"), None)
+    commands = CommandReader(pages, [lambda page: plan.command(commanded_faults(page))])
     for step in range(6):
-        plan.read_commands(pages)
+        commands.read()
         plan.begin_step(step)
         assert plan.compute_stall_ns(MS) == 2 * MS
     assert caplog.text.count("the control page is ignored") == 3

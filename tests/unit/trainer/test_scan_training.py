@@ -3,110 +3,23 @@
 import itertools
 import json
 import pathlib
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from traced_training import MICROBATCHES, STEPS, records, traced
 
-from megatronapp_common.trace import COMPUTE_KINDS, NO_MICROBATCH, P2P_KINDS, RECORD, Flag, Metric, RecordKind
+from megatronapp_common.trace import COMPUTE_KINDS, NO_MICROBATCH, P2P_KINDS, Flag, Metric, RecordKind
 
 pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
-STEPS = 6
-MICROBATCHES = 4
-MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
-    f"--train-iters {STEPS} --lr 2e-3 --mock-data --vocab-size 120 --attention-dropout 0 --hidden-dropout 0 "
-    "--eval-iters 0 --use-distributed-optimizer"
-)
 PIPELINE = f"--global-batch-size {2 * 2 * MICROBATCHES} --pipeline-model-parallel-size 2"
 INTERLEAVED = f"--global-batch-size {2 * MICROBATCHES} --pipeline-model-parallel-size 2"
 INTERLEAVED += " --num-layers-per-virtual-pipeline-stage 1"
 FAULT = [{"rank": 1, "kind": "compute", "factor": 4, "fromStep": 3, "steps": 2}]
-
-
-class Losses:
-    """A reporter that keeps the losses."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.values.append(metrics.loss)
-
-    def state(self, state: str) -> None:
-        pass
-
-
-def train(flags: list[str]) -> dict[str, Any]:
-    """Train on this rank; its losses, and what its ring holds at the end."""
-    warnings.simplefilter("ignore")
-    import os
-
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.scan.run_context import RunContext
-    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
-    from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopRequest
-
-    config = parse([*MODEL.split(), *flags])
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-    observer = None
-    if config.logging.trace:
-        from megatronapp_trainer import scan
-
-        observer = scan.start(
-            RunContext(
-                config=config,
-                layout=layout,
-                device_name=device.name,
-                num_microbatches=MICROBATCHES,
-            )
-        )
-    losses = Losses()
-    Trainer(
-        run,
-        build_iterators(config, layout, 0),
-        build_schedule(run, observer),
-        stop_request=StopRequest(),
-        reporter=losses,  # type: ignore[arg-type]
-        observer=observer,
-    ).train()
-    if observer is not None:
-        observer.close()
-    destroy_groups()
-    return {"losses": losses.values, **ring_of(layout.rank, pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"]))}
-
-
-def ring_of(rank: int, directory: pathlib.Path) -> dict[str, Any]:
-    """Metadata, records and loss of records of a rank's ring, where there is one."""
-    path = directory / f"test.rank{rank}.ring"
-    if not path.exists():
-        return {}
-    import megatronapp_native as native
-
-    reader = native.RingReader(str(path))
-    data, lost = reader.read(1_000_000)
-    return {"metadata": json.loads(reader.info().metadata), "records": data, "lost": lost}
-
-
-def traced(run_ranks: RunRanks, directory: pathlib.Path, world: int, *flags: str) -> list[dict[str, Any]]:
-    environment = {"MEGATRONAPP_SHM_DIR": str(directory), "MEGATRONAPP_SHM_PREFIX": "test"}
-    return run_ranks(world, train, list(flags), environment=environment)
-
-
-def records(result: dict[str, Any]) -> np.ndarray:
-    assert result["lost"] == 0
-    return np.frombuffer(result["records"], RECORD)
 
 
 @pytest.fixture(scope="module")

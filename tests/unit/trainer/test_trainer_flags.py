@@ -103,8 +103,7 @@ def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "answer"),
     [
-        ("--trace-dir", "megatronapp trace export JOB -o FILE"),
-        ("--trace-interval=5", "--from N --to M"),
+        ("--num-experts=5", "mixtures of experts are not trained here"),
         ("--fp16", "write --bf16"),
         ("--tranformer-impl", "a misprint of --transformer-impl"),
     ],
@@ -303,15 +302,15 @@ def test_impossible_stage_divisions_are_refused(flags: str, message: str) -> Non
 
 
 def test_all_wrong_flags_are_reported_together() -> None:
-    flags = "--hiden-size 3 --trace-dir out --train-iters many --fp16 --trace-interval 5 --lr fast --async-save 1 2"
+    flags = "--hiden-size 3 --num-experts 2 --train-iters many --fp16 --fp8-format e4m3 --lr fast --async-save 1 2"
     problems = refusal(flags).splitlines()
     assert [problem.split("(")[0][:44].strip() for problem in problems] == [
         "argument --train-iters: invalid int value: '",
         "argument --lr: invalid float value: 'fast'",
         "unknown flag --hiden-size; did you mean --hi",
-        "--trace-dir: every step of a traced job is r",
+        "--num-experts: mixtures of experts are not t",
         "--fp16: write --bf16, which needs no scale o",
-        "--trace-interval: every step of a traced job",
+        "--fp8-format: not yet; leave it out, and wri",
         "--async-save is a flag of Megatron-LM that t",
     ]
 
@@ -484,8 +483,10 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
         ("--use-rotary-position-embeddings", "give --position-embedding-type rope"),
         ("--pipeline-model-parallel-layout Et*4|L", "--decoder-first-pipeline-num-layers"),
         ("--data-parallel-random-init", "leave it out: all replicas begin with the same weights"),
-        ("--trace-granularity full", "every step of a traced job is recorded"),
-        ("--continuous-trace-iterations 2", "megatronapp trace export"),
+        ("--trace-granularity full", "need --trace"),
+        ("--trace --trace-granularity all", "invalid choice: 'all'"),
+        ("--trace --trace-dir out --use-dpp --pipeline-model-parallel-size 2", "no place for virtual pipeline stages"),
+        ("--trace --trace-interval 5 --forward-backward-disaggregating", "write --trace-granularity base"),
     ],
 )
 def test_flags_whose_meaning_differs_get_an_answer_each(flags: str, message: str) -> None:

@@ -218,6 +218,7 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
         config=run.config,
         layout=run.layout,
         device_name=run.device.name,
+        chunks=run.state.chunks,
         num_microbatches=run.batches.num_microbatches(run.state.consumed_samples),
     )
     return scan.start(context)

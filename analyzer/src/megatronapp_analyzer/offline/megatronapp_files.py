@@ -68,6 +68,8 @@ class _Iteration:
     wall_ns: int
     marks: Sequence[Mapping[str, Any]]
     end_ns: int
+    start_ns: int | None
+    """Real time of its begin, which files of this trainer have."""
 
 
 def read_rank_files(files: Mapping[str, Any]) -> RecordedJob:
@@ -96,11 +98,11 @@ def read_rank_files(files: Mapping[str, Any]) -> RecordedJob:
             f"benchmark-data-{place[0]}-pipeline-{place[1]}-tensor-{place[2]}.json has {fewest} iterations, others up "
             f"to {max(counts.values())}; give files of one run, with one iteration or more"
         )
-    begins = _iteration_starts(list(iterations.values()))
+    begins = _iteration_starts(iterations)
     scopes = {
         place: [
             scope
-            for step, (iteration, begin_ns) in enumerate(zip(found, begins, strict=True))
+            for step, (iteration, begin_ns) in enumerate(zip(found, begins[place], strict=True))
             for scope in _scopes(iteration, step, begin_ns, place)
         ]
         for place, found in iterations.items()
@@ -137,27 +139,37 @@ def _iterations(marks: Iterable[Mapping[str, Any]], name: str) -> Iterator[_Iter
     """Yield the traced iterations; marks outside, of evaluations, are skipped."""
     inside: list[Mapping[str, Any]] | None = None
     pad_ns = 0
+    start_ns: int | None = None
     for mark in marks:
         if mark["name"] != "iteration":
             if inside is not None:
                 inside.append(mark)
         elif mark["ph"] == "B":
             inside, pad_ns = [], _whole(mark, "pad_before", name) if mark.get("pad_before") is not None else 0
+            start_ns = _whole(mark, "start_real_ns", name) if "start_real_ns" in mark else None
         elif inside is not None:
             wall_ns = _whole(mark, "duration_wall", name)
-            yield _Iteration(pad_ns, wall_ns, inside, _whole(mark, "rel_ts", name) if "rel_ts" in mark else wall_ns)
+            end_ns = _whole(mark, "rel_ts", name) if "rel_ts" in mark else wall_ns
+            yield _Iteration(pad_ns, wall_ns, inside, end_ns, start_ns)
             inside = None
 
 
-def _iteration_starts(ranks: Sequence[Sequence[_Iteration]]) -> list[int]:
-    """Return when each iteration begins: the ranks meet before it, and the slowest one counts."""
+def _iteration_starts(ranks: Mapping[Place, Sequence[_Iteration]]) -> dict[Place, list[int]]:
+    """Return when each iteration of a rank begins, in ns: its real time where all files have it.
+
+    Ranks of MegatronApp meet before an iteration, and the slowest one counts.
+    """
+    known = [[iteration.start_ns for iteration in found] for found in ranks.values()]
+    if all(start_ns is not None for found in known for start_ns in found):
+        origin_ns = min(start_ns for found in known for start_ns in found if start_ns is not None)
+        return {place: [(each.start_ns or 0) - origin_ns for each in found] for place, found in ranks.items()}
     begins = []
     now_ns = 0
-    for same in zip(*ranks, strict=True):
+    for same in zip(*ranks.values(), strict=True):
         now_ns += max(iteration.pad_ns for iteration in same)
         begins.append(now_ns)
         now_ns += max(max(iteration.wall_ns, iteration.end_ns) for iteration in same)
-    return begins
+    return dict.fromkeys(ranks, begins)
 
 
 def _scopes(iteration: _Iteration, step: int, begin_ns: int, place: Place) -> Iterator[Scope]:

@@ -3,16 +3,17 @@
 from typing import Final
 
 _NOT_YET = "not yet"
-_SPANS = "every step of a traced job is recorded and kept by its hub"
 _LAUNCHER = "the launcher sets it; leave it out"
 SAME = "the same"
 
 FLAGS: Final[dict[str, str]] = {
     "--trace": f"{SAME}; in a manifest spec.trace.enabled",
-    "--trace-dir": f"{_SPANS}: leave it out, and write them with megatronapp trace export JOB -o FILE",
-    "--trace-interval": f"{_SPANS}: leave it out; megatronapp trace export JOB -o FILE --from N --to M takes some",
-    "--continuous-trace-iterations": f"{_SPANS}: leave it out; megatronapp trace export takes --from N --to M",
-    "--trace-granularity": f"{_SPANS} in phases, transfers and waits: leave it out; spans of layers are {_NOT_YET}",
+    "--trace-dir": f"{SAME}: a file of each rank with the steps in windows, none without the flag; in a manifest "
+    "spec.trace.directory. Every step of a traced job is in its hub, too: megatronapp trace export JOB -o FILE",
+    "--trace-interval": f"{SAME}; in a manifest spec.trace.interval. Phases are recorded in every step",
+    "--continuous-trace-iterations": f"{SAME}; in a manifest spec.trace.continuousIterations",
+    "--trace-granularity": f"{SAME}: base (tensor-parallel collectives) or full (layers, too); in a manifest "
+    "spec.trace.granularity",
     "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
     "--use-dpp": f"{SAME}; in a manifest spec.dpp.enabled",
@@ -86,9 +87,9 @@ VARIABLES: Final[dict[str, str]] = {
 }
 
 FILES: Final[dict[str, str]] = {
-    "benchmark-data-{}-pipeline-{}-tensor-{}.json": "read by megatronapp aggregate, trace import and scan analyze; "
-    "of a job here, spans of all ranks: megatronapp trace export JOB -o FILE",
-    "trace_output": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
+    "benchmark-data-{}-pipeline-{}-tensor-{}.json": "written with --trace-dir; read by megatronapp aggregate, trace "
+    "import and scan analyze",
+    "trace_output": f"{SAME}, with --trace-dir trace_output",
     "benchmark/": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
     "abnormal.txt": "megatronapp scan analyze and, while a job runs, megatronapp describe JOB name slow ranks, links "
     "and hosts with their cause",

@@ -35,7 +35,11 @@ def train() -> bytes:
     from megatronapp_trainer.training.signals import StopRequest
 
     context = RunContext(
-        config=run.config, layout=run.layout, device_name=run.device.name, num_microbatches=MICROBATCHES
+        config=run.config,
+        layout=run.layout,
+        device_name=run.device.name,
+        chunks=run.state.chunks,
+        num_microbatches=MICROBATCHES,
     )
     observer = scan.start(context)
     schedule = build_schedule(run, observer)

@@ -42,7 +42,11 @@ def train(flags: str, faults: str) -> tuple[dict[str, Any], bytes]:
     from megatronapp_trainer.training.signals import StopRequest
 
     context = RunContext(
-        config=run.config, layout=run.layout, device_name=run.device.name, num_microbatches=MICROBATCHES
+        config=run.config,
+        layout=run.layout,
+        device_name=run.device.name,
+        chunks=run.state.chunks,
+        num_microbatches=MICROBATCHES,
     )
     observer = scan.start(context)
     schedule = build_schedule(run, observer)

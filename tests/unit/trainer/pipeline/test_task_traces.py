@@ -66,7 +66,11 @@ def train(flags: str, seed: int | None = None) -> tuple[dict[str, Any], bytes]:
     else:
         late_inputs.install(seed + run.layout.rank)
     context = RunContext(
-        config=run.config, layout=run.layout, device_name=run.device.name, num_microbatches=MICROBATCHES
+        config=run.config,
+        layout=run.layout,
+        device_name=run.device.name,
+        chunks=run.state.chunks,
+        num_microbatches=MICROBATCHES,
     )
     observer = scan.start(context)
     schedule = build_schedule(run, observer)

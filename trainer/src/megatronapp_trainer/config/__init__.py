@@ -4,7 +4,7 @@ from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
 from megatronapp_trainer.config.fbd import FbdConfig, ShipMode
 from megatronapp_trainer.config.fixed import FixedConfig
-from megatronapp_trainer.config.logging import LoggingConfig
+from megatronapp_trainer.config.logging import LoggingConfig, TraceWindows
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.optimizer import OptimizerConfig
 from megatronapp_trainer.config.parallel import ParallelConfig
@@ -24,6 +24,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ShipMode",
+    "TraceWindows",
     "TrainerConfig",
     "TrainingConfig",
     "build_parser",

@@ -11,6 +11,7 @@ from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
+from megatronapp_trainer.config.rules.trace import trace_problems
 from megatronapp_trainer.errors import UsageErrors
 
 
@@ -474,6 +475,7 @@ def _intervals(config: TrainerConfig) -> Iterator[str]:
 
 
 _RULES: tuple[Rule, ...] = (
+    trace_problems,
     _attention,
     _positions,
     _shape,

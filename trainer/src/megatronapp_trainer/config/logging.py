@@ -4,6 +4,21 @@ import dataclasses
 
 from megatronapp_trainer.config.fields import option
 
+DEFAULT_TRACE_INTERVAL = 1000
+DEFAULT_TRACE_ITERATIONS = 1
+DEFAULT_TRACE_GRANULARITY = "full"
+"""MegatronApp's defaults, which hold once one of its flags of windows is given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TraceWindows:
+    """Windows that recur: `count` steps in each `interval` steps."""
+
+    interval: int
+    count: int
+    granularity: str
+    """`base`: tensor-parallel collectives; `full`: parts of layers, too."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig:
@@ -18,4 +33,30 @@ class LoggingConfig:
     trace: bool = option(False, "record spans into the trace ring")
     trace_capacity: int = option(65536, "records of the trace ring", bounds="[1, inf)")
     trace_nccl: bool = option(False, "record when NCCL's kernels ran, by its profiler plugin; needs --trace and GPUs")
+    trace_dir: str | None = option(
+        None, "write the steps in windows there, in files of MegatronApp's form, one per rank"
+    )
+    trace_interval: int | None = option(
+        None,
+        "steps from one window of detailed spans to the next; 1000 with another flag of windows",
+        bounds="[1, inf)",
+    )
+    continuous_trace_iterations: int | None = option(None, "steps of a window; 1 by default", bounds="[1, inf)")
+    trace_granularity: str | None = option(
+        None,
+        "spans in windows besides phases: base: tensor-parallel collectives, full (default): layers, too",
+        choices=("base", "full"),
+    )
     faults: str | None = option(None, "JSON list of faults for demonstration; needs --trace")
+
+    @property
+    def trace_windows(self) -> TraceWindows | None:
+        """Windows by flags; None without one of these flags."""
+        given = (self.trace_dir, self.trace_interval, self.continuous_trace_iterations, self.trace_granularity)
+        if all(value is None for value in given):
+            return None
+        return TraceWindows(
+            interval=self.trace_interval or DEFAULT_TRACE_INTERVAL,
+            count=self.continuous_trace_iterations or DEFAULT_TRACE_ITERATIONS,
+            granularity=self.trace_granularity or DEFAULT_TRACE_GRANULARITY,
+        )

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pathlib
+import time
 
 import torch
 from megatron.core import parallel_state
@@ -31,6 +32,12 @@ from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
+from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
+from megatronapp_trainer.scan.windows.plan import WindowPlan
+from megatronapp_trainer.scan.windows.rank_file import RankFile
+from megatronapp_trainer.scan.windows.rank_marks import RankMarks, RankPlace
+from megatronapp_trainer.scan.windows.recorder import WindowRecorder
+from megatronapp_trainer.scan.windows.tensor_collectives import TensorCollectives
 
 COST_RECORDS = 1024
 
@@ -82,6 +89,44 @@ def assemble(context: RunContext) -> ScanObserver:
         layout=layout,
         stops=native.StopMeter(),
         nccl=_nccl_transfers(recorder.ring, layout, table) if context.config.logging.trace_nccl else None,
+        windows=_windows(context, table, recorder),
+    )
+
+
+def _windows(context: RunContext, table: list[Communicator], recorder: Recorder) -> WindowRecorder:
+    """Return what records parts of passes, with the tensor group of this rank, if it has one."""
+    tensor = next((communicator for communicator in table if communicator.kind == "tp"), None)
+    collectives = None
+    if tensor is not None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        collectives = TensorCollectives(recorder, group, tensor.slot)
+    members = [context.layout.global_rank] if tensor is None else tensor.members
+    return WindowRecorder(
+        WindowPlan(members, context.config.logging.trace_windows),
+        collectives=collectives,
+        layers=None if context.config.fbd.enabled else LayerSpans(recorder, context.chunks),
+        file=_rank_file(context, table, recorder),
+    )
+
+
+def _rank_file(context: RunContext, table: list[Communicator], recorder: Recorder) -> RankFile | None:
+    """Return the file of this rank with `--trace-dir`; None without, or without a ring to read."""
+    folder, layout = context.config.logging.trace_dir, context.layout
+    if folder is None or isinstance(recorder.ring, NullRing):
+        return None
+    path = _shm_path(ShmFile.RANK_RING.format(rank=layout.global_rank))
+    place = RankPlace(
+        data=layout.data_rank,
+        pipeline=layout.pipeline_rank,
+        tensor=layout.tensor_rank,
+        rank=layout.global_rank,
+        local_rank=layout.local_rank,
+    )
+    return RankFile(
+        pathlib.Path(folder) / place.file_name,
+        RankMarks(place, table),
+        open_ring=lambda: native.RingReader(str(path)),
+        real_offset_ns=lambda: time.time_ns() - native.monotonic_ns(),
     )
 
 

@@ -136,6 +136,10 @@ class DeviceRecorder(Recorder):
         """End the span that `enter` began."""
         self._native.end(mark.event, fields.flags, fields.kind in ANCHOR_KINDS, self._current_stream())
 
+    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
+        """End a collective that `enter` began; a span of the device has the lead of its host in place of the size."""
+        self.leave(fields, mark)
+
     def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
         """Record when the compute stream reached the post: only then is a tensor ready to be sent or filled.
 

@@ -6,15 +6,13 @@ manifest and from the control document; the time it adds is relative to this ran
 
 import collections
 import dataclasses
-import logging
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from megatronapp_common.trace import PASS_KINDS, RecordKind
 from megatronapp_trainer.errors import UsageError
 
-log = logging.getLogger(__name__)
 KINDS = ("compute", "host", "link")
 MAX_FACTOR = 100
 MAX_NUMBER = 2_147_483_647
@@ -67,16 +65,6 @@ class InjectedFault:
         return self.from_step <= step < self.from_step + self.steps
 
 
-class ControlDocument(Protocol):
-    """Methods used of `DocumentReader`."""
-
-    def read_new(self) -> dict[str, Any] | None:
-        """Return the document if it changed.
-
-        Raises DocumentError.
-        """
-
-
 def commanded_faults(document: Mapping[str, Any]) -> list[InjectedFault]:
     """Parse the faults of a control document.
 
@@ -96,8 +84,6 @@ class FaultPlan:
         self._manifest = self._mine(faults)
         self._commanded: tuple[InjectedFault, ...] = ()
         self._active: tuple[InjectedFault, ...] = ()
-        self._page_error = ""
-        """Reason why the document was last ignored; one that stays unreadable is reported once."""
         self._usual: dict[RecordKind, collections.deque[int]] = {
             kind: collections.deque(maxlen=HISTORY) for kind in PASS_KINDS
         }
@@ -105,20 +91,6 @@ class FaultPlan:
     def command(self, faults: Iterable[InjectedFault]) -> None:
         """Replace the faults of the control document."""
         self._commanded = self._mine(faults)
-
-    def read_commands(self, control: ControlDocument) -> None:
-        """Apply the commands of the control document if it changed.
-
-        An invalid document changes nothing, and never ends the training that reads it.
-        """
-        try:
-            document = control.read_new()
-            if document is not None:
-                self.command(commanded_faults(document))
-        except Exception as error:  # another process wrote the page
-            if str(error) != self._page_error:
-                log.warning("the control page is ignored: %s", error)
-            self._page_error = str(error)
 
     def begin_step(self, step: int) -> None:
         """Choose the faults that act in this step."""

@@ -10,13 +10,16 @@ from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
-from megatronapp_trainer.scan.faults import FaultPlan
+from megatronapp_trainer.scan.commands import CommandReader
+from megatronapp_trainer.scan.faults import FaultPlan, commanded_faults
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.nccl_transfers import NcclTransfers
 from megatronapp_trainer.scan.peers import PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 from megatronapp_trainer.scan.task_transfers import TaskTransfers
 from megatronapp_trainer.scan.traced_transport import TracedTransport
+from megatronapp_trainer.scan.windows.plan import commanded_windows
+from megatronapp_trainer.scan.windows.recorder import WindowRecorder
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.PAUSE, RecordKind.GC})
 """Kinds of work that run on the host also where there is a device."""
@@ -86,6 +89,7 @@ class ScanObserver:
         host_stall: Callable[[int], None],
         layout: Layout,
         stops: StopMeter,
+        windows: WindowRecorder,
         nccl: NcclTransfers | None = None,
     ) -> None:
         self._recorder = recorder
@@ -100,6 +104,14 @@ class ScanObserver:
         self._host_stall = host_stall
         self._stops = stops
         self._nccl = nccl
+        self._windows = windows
+        self._commands = CommandReader(
+            control,
+            (
+                lambda page: plan.command(commanded_faults(page)),
+                lambda page: windows.plan.command(commanded_windows(page)),
+            ),
+        )
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""
@@ -107,8 +119,9 @@ class ScanObserver:
 
     def step_begin(self, step: int) -> None:
         """Begin a loop iteration: apply commands and faults."""
-        self._plan.read_commands(self._control)
+        self._commands.read()
         self._plan.begin_step(step)
+        self._windows.step_begin(step)
         self._peers.begin_step()
         self.transfers.begin_step()
         self._spans.begin_step(step)
@@ -132,10 +145,15 @@ class ScanObserver:
         if kind in PASS_KINDS:
             self.transfers.take(PassKey(kind, chunk, microbatch))
         self._spans.begin(kind, chunk, microbatch, PassFlag.EARLY if early else 0)
+        if kind in PASS_KINDS:
+            self._windows.pass_begin(kind, chunk, microbatch)
 
     def end(self, kind: RecordKind) -> None:
         """End a span; a compute fault stretches it first."""
-        flags = self._stretch(kind) if kind in PASS_KINDS else 0
+        flags = 0
+        if kind in PASS_KINDS:
+            self._windows.pass_end()
+            flags = self._stretch(kind)
         self._spans.end(kind, flags)
 
     def validation(self, loss: float) -> None:
@@ -154,6 +172,7 @@ class ScanObserver:
         self._recorder.finish()
         if self._nccl is not None:
             self._nccl.drain()
+        self._windows.close()
         self._recorder.ring.close(False)
         self._control.close()
 

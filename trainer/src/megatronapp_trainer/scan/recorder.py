@@ -79,6 +79,7 @@ class RecordKey(NamedTuple):
     comm: int = NO_COMM
     ordinal: int = 0
     flags: int = 0
+    layer: int = 0
 
 
 def float_bits(value: float) -> int:
@@ -160,6 +161,11 @@ class Recorder:
         """End the span that `enter` began."""
         self._on_length(fields, self.host_leave(fields, mark))
 
+    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
+        """End a collective of `size_bytes` that `enter` began."""
+        self.transfer(fields, mark, size_bytes)
+        self.ring.close_span()
+
     def own_ns(self, mark: TimeMark) -> int:
         """Return the ns since `mark` without run-queue delay; 0 where only the device will know."""
         return max(self._now_ns() - mark.time_ns - (self._run_queue_ns() - mark.run_queue_ns), 0)
@@ -171,7 +177,7 @@ class Recorder:
 
     def copy(self, fields: RecordKey, copy: ObservedCopy) -> None:
         """Record the copy of a message, whose times are known already."""
-        kind, microbatch, chunk, comm, ordinal, flags = fields
+        kind, microbatch, chunk, comm, ordinal, flags, _ = fields
         units, length_ns = copy.size_bytes // BYTES_UNIT, copy.end_ns - copy.start_ns
         flags |= Flag.AUX_BYTES
         self.ring.record(
@@ -199,5 +205,5 @@ class Recorder:
     def _write(  # noqa: PLR0917 - the hot path takes positions only
         self, step: int, fields: RecordKey, start_ns: int, length_ns: int, aux: int, flag: int
     ) -> None:
-        kind, microbatch, chunk, comm, ordinal, flags = fields
-        self.ring.record(start_ns, length_ns, step, ordinal, aux, comm, microbatch, kind, chunk, 0, flags | flag)
+        kind, microbatch, chunk, comm, ordinal, flags, layer = fields
+        self.ring.record(start_ns, length_ns, step, ordinal, aux, comm, microbatch, kind, chunk, layer, flags | flag)

@@ -1,6 +1,8 @@
 """Parts of a training run that the tracer reads."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.parallel.layout import Layout
@@ -13,5 +15,7 @@ class RunContext:
     config: TrainerConfig
     layout: Layout
     device_name: str
+    chunks: Sequence[Any]
+    """Model chunks of this rank, in order."""
     num_microbatches: int
     """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""

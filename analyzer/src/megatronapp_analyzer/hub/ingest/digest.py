@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.graph.records import GROUP_KINDS
 from megatronapp_analyzer.model import JobLayout, RankRecords
-from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
+from megatronapp_common.trace import COMPUTE_KINDS, DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
 
 METRICS = ("compute", "wait", "step", "slowdown")
 HISTORY_STEPS = 64
 MIN_HISTORY = 4
-WAIT_KINDS = frozenset({RecordKind.SEND_WAIT, RecordKind.RECV_WAIT}) | COLLECTIVE_KINDS
+WAIT_KINDS = frozenset({RecordKind.SEND_WAIT, RecordKind.RECV_WAIT}) | GROUP_KINDS
 PAIR = 2
 Floats = NDArray[np.float64]
 

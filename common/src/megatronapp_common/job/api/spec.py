@@ -40,6 +40,14 @@ class Trace(ManifestModel):
     """Record spans; without it no part of the recorder is loaded."""
     capacity: Annotated[int, Field(ge=1024, le=16_777_216)] | None = None
     """Records of 32 bytes that each rank's ring holds; defaults to 65536."""
+    interval: Count | None = None
+    """Steps from one window of detailed spans to the next; without any of these four fields there is no window."""
+    continuous_iterations: Count | None = None
+    """Steps of a window; defaults to 1."""
+    granularity: Literal["base", "full"] | None = None
+    """Spans in windows besides phases: tensor-parallel collectives (base), parts of layers, too (full, the default)."""
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    """Folder for the steps in windows, in files of MegatronApp's form, one per rank."""
 
 
 class Fault(ManifestModel):

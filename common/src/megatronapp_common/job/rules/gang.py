@@ -121,6 +121,13 @@ def _of_faults(rule_id: str, wrong: str, *, says: str, message: str, ranks: bool
 
 _FAULTS = (
     Rule(
+        id="windows-need-trace",
+        field=".trace",
+        rule="self.trace.enabled || !(has(self.trace.interval) || has(self.trace.continuousIterations) || "
+        "has(self.trace.granularity) || has(self.trace.directory))",
+        message="interval, continuousIterations, granularity and directory need enabled: true",
+    ),
+    Rule(
         id="faults-need-trace",
         field=".faults",
         rule="self.faults.size() == 0 || self.trace.enabled",

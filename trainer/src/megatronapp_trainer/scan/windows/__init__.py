@@ -1,0 +1,1 @@
+"""Windows: steps in which a rank also records parts of its passes."""

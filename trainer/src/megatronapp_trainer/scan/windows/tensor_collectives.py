@@ -1,0 +1,117 @@
+"""Spans of collectives over the tensor group: the first one of each pass in every step, all of them in a window.
+
+megatron-core has no place to observe them, so that the functions that it calls are replaced while the tracer runs. The
+replacement adds no collective and changes no argument.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_common.trace import RecordKind, pass_ordinal
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey
+from megatronapp_trainer.scan.windows.open_pass import OpenPass
+
+_FUNCTIONS = {
+    "all_reduce": RecordKind.TP_REDUCE,
+    "reduce_scatter_tensor": RecordKind.TP_REDUCE,
+    "all_gather_into_tensor": RecordKind.TP_GATHER,
+}
+_BOUND = {
+    "dist_all_gather_func": RecordKind.TP_GATHER,
+    "dist_reduce_scatter_func": RecordKind.TP_REDUCE,
+}
+"""Names under which modules of megatron-core hold functions of torch since they were imported."""
+_BINDING_MODULES = ("megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.layers")
+
+
+class TimedWork:
+    """Handle of a collective that overlaps compute. Its span is what is left to wait for."""
+
+    def __init__(self, work: Any, wait: Callable[[Callable[[], Any]], Any]) -> None:  # noqa: ANN401 - torch's Work
+        self._work = work
+        self._timed = wait
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - torch's
+        """Wait, recording how long."""
+        return self._timed(lambda: self._work.wait(*arguments, **named))
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - torch's
+        return getattr(self._work, name)
+
+
+class TensorCollectives:
+    """Records collectives of a rank over its tensor group, within passes."""
+
+    def __init__(self, recorder: Recorder, group: dist.ProcessGroup, slot: int) -> None:
+        """Take the group and its slot in the ring's table."""
+        self._recorder = recorder
+        self._group = group
+        self._slot = slot
+        self._pass: OpenPass | None = None
+        self._numbers: Counter[RecordKind] = Counter()
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self.records_all = False
+        """True if all collectives are recorded, and not only the first of each pass."""
+
+    def install(self) -> None:
+        """Replace the functions that run the collectives."""
+        places = [(dist, name, kind) for name, kind in _FUNCTIONS.items()]
+        for module_name in _BINDING_MODULES:
+            module = importlib.import_module(module_name)
+            places += [(module, name, kind) for name, kind in _BOUND.items() if hasattr(module, name)]
+        for owner, name, kind in places:
+            original = getattr(owner, name)
+            self._replaced.append((owner, name, original))
+            setattr(owner, name, self._timed(kind, original))
+
+    def remove(self) -> None:
+        """Put the functions back that `install` replaced."""
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
+        self._replaced.clear()
+
+    def pass_begin(self, opened: OpenPass) -> None:
+        """Record collectives of a pass from now on."""
+        self._pass = opened
+        self._numbers.clear()
+
+    def pass_end(self) -> None:
+        """Record no collective until the next pass."""
+        self._pass = None
+
+    def _timed(self, kind: RecordKind, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of torch
+            opened = self._pass
+            if opened is None or named.get("group") is not self._group or not self._is_recorded():
+                return function(*arguments, **named)
+            number = self._numbers[kind]
+            self._numbers[kind] = number + 1
+            ordinal = pass_ordinal(opened.kind, opened.chunk, opened.microbatch, number)
+            key = RecordKey(kind, opened.microbatch, opened.chunk, self._slot, ordinal)
+            size_bytes = _largest_bytes(arguments)
+            if not named.get("async_op"):
+                return self._record(key, size_bytes, lambda: function(*arguments, **named))
+            work = function(*arguments, **named)
+            return work if work is None else TimedWork(work, lambda wait: self._record(key, size_bytes, wait))
+
+        return timed
+
+    def _is_recorded(self) -> bool:
+        return self.records_all or not self._numbers
+
+    def _record(self, key: RecordKey, size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - torch's
+        mark = self._recorder.enter(key)
+        result = call()
+        self._recorder.leave_collective(key, mark, size_bytes)
+        return result
+
+
+def _largest_bytes(arguments: Sequence[Any]) -> int:
+    """Return the size of the whole tensor, of which gathers and scatters have a part on each rank."""
+    tensors = (argument for argument in arguments if isinstance(argument, torch.Tensor))
+    return max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
