@@ -34,6 +34,7 @@ PROTECTED = [
     "/api/v1/verdicts",
     "/api/v1/faults",
     "/api/v1/trace",
+    "/api/v1/trace/windows",
     "/api/v1/openapi.json",
 ]
 
@@ -62,6 +63,7 @@ async def test_probes_and_metrics_are_open(hub: Any, path: str) -> None:
 async def test_posting_needs_the_token(hub: Any) -> None:
     async with plain(hub) as client:
         assert (await client.post("/api/v1/faults", json={})).status_code == 401
+        assert (await client.post("/api/v1/trace/windows", json={"steps": 1})).status_code == 401
         assert (await client.delete("/api/v1/faults/x")).status_code == 401
 
 

@@ -45,7 +45,7 @@ async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, unti
     progress.close()
 
 
-async def test_agent_puts_faults_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
+async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
     mine = worker(hub.url)
     mine.open_rings()
     mine.write_steps(range(2))
@@ -64,11 +64,24 @@ async def test_agent_puts_faults_on_the_control_page(hub: Any, worker: Any, unti
             assert answer.status_code == 201
             given = answer.json()
 
+            window = {"steps": 3, "ranks": [1], "granularity": "base"}
+            answer = await client.post("/api/v1/trace/windows", json=window)
+            assert answer.status_code == 201, answer.text
+            first = answer.json()["fromStep"]
+            assert first > 1
+            assert await hub.get("/api/v1/trace/windows") == [answer.json()]
+            answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "ranks": [7]})
+            assert (answer.status_code, answer.json()["code"]) == (409, "rank-gone")
+            answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 0})
+            assert (answer.status_code, answer.json()["code"]) == (409, "steps-over")
+
             async def on_page() -> bool:
-                return bool((page.read() or {}).get("faults"))
+                found = page.read() or {}
+                return bool(found.get("faults")) and bool(found.get("windows"))
 
             await until(on_page)
             assert (page.read() or {})["faults"] == [given]
+            assert (page.read() or {})["windows"] == [window | {"fromStep": first}]
             assert given | {"id": None} == fault | {"id": None, "peer": None}
             assert (await client.delete(f"/api/v1/faults/{given['id']}")).status_code == 204
 

@@ -10,6 +10,14 @@ from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest, FaultStore
 from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.hub.state.verdicts import MAX_VERDICTS, VerdictStore
+from megatronapp_analyzer.hub.state.windows import (
+    MAX_WINDOWS,
+    SUSPECT_INTERVAL_S,
+    SuspectWindows,
+    WindowRequest,
+    WindowStore,
+    first_step,
+)
 from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.trace import RecordKind
 
@@ -160,6 +168,43 @@ def verdict(
         evidence_text=(),
         since=JobMoment(attempt=0, step=5, time=time),
     )
+
+
+def test_windows_leave_the_page_when_their_steps_are_over(tmp_path: Path) -> None:
+    store = WindowStore(tmp_path / "windows.json")
+    for number in range(MAX_WINDOWS):
+        assert store.add(WindowRequest(steps=2), from_step=10 + number, newest_step=5) is not None
+    assert store.add(WindowRequest(steps=2), from_step=40, newest_step=10) is None
+    again = WindowStore(tmp_path / "windows.json")
+    added = again.add(WindowRequest(steps=2, ranks=[1], granularity="base"), from_step=40, newest_step=11)
+    assert added is not None and added.id == f"window-{MAX_WINDOWS + 1}"
+    assert again.page()[-1] == {"fromStep": 40, "steps": 2, "granularity": "base", "ranks": [1]}
+    assert [window.from_step for window in again.current(12)] == [12, 13, 40]
+
+
+def test_a_window_begins_when_all_ranks_can_know_of_it() -> None:
+    assert first_step(None, None) == 5
+    assert first_step(100, 10.0) == 105
+    assert first_step(100, 0.02) == 200
+
+
+def test_a_new_verdict_brings_a_window_of_its_ranks_now_and_then() -> None:
+    now = [0.0]
+    store = WindowStore(None)
+    windows = SuspectWindows(store, lambda: now[0])
+    book = VerdictStore(None)
+    ordered: list[Any] = []
+    book.on_new = lambda found: ordered.append(windows.order(found, newest_step=20, step_s=1.0, has_layers=True))
+    book.update([verdict("hung", cause=Cause.HANG), verdict("a")])
+    book.update([verdict("a", time=2.0), verdict("b")])
+    now[0] = SUSPECT_INTERVAL_S
+    book.update([verdict("c")])
+    assert [window and (window.reason, window.ranks, window.from_step) for window in ordered] == [
+        None,
+        ("a", [3], 25),
+        None,
+        ("c", [3], 25),
+    ]
 
 
 def test_verdicts_newest_first_and_versions() -> None:

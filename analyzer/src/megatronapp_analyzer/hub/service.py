@@ -32,6 +32,8 @@ from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.training_orders import StoredOrder, TrainingOrders, described
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.hub.state.windows import SuspectWindows, WindowStore
+from megatronapp_analyzer.model import Verdict
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
@@ -54,6 +56,10 @@ class Hub:
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self.send_control_pages
+        self.windows = WindowStore(self._path("windows.json"), writable=live)
+        self.windows.on_change = self.send_control_pages
+        self._suspect_windows = SuspectWindows(self.windows)
+        self.verdicts.on_new = self._look_closer
         self.orders = TrainingOrders(self._path("orders.json"), writable=live)
         self.orders.on_change = self.send_control_pages
         self.orders.on_decision = self._note_decision
@@ -223,13 +229,24 @@ class Hub:
         if layout is not None:
             self.plan_samples.add(step, layout, [plan.from_step for plan in self.ranks.plans()])
 
+    def _look_closer(self, verdict: Verdict) -> None:
+        """Record the ranks of a new verdict in detail, unless the steps are those of a restart or of an ended job."""
+        newest_step, attempt = self.ingest.newest_step(), self.ingest.newest
+        if self.ended is not None or not self.analysis.caught_up or newest_step is None or attempt is None:
+            return
+        has_layers = attempt.layout is not None and not attempt.layout.roles
+        step_s = self.ingest.usual_step_s()
+        window = self._suspect_windows.order(verdict, newest_step=newest_step, step_s=step_s, has_layers=has_layers)
+        if window is not None:
+            LOG.info("%s: steps %d to %d are recorded in detail", verdict.id, window.from_step, window.last_step)
+
     def send_control_pages(self) -> None:
         """Send every agent what its ranks are to read: faults, and orders with the signs of life of their client."""
         for link in self.links.values():
             link.command(self._control_page(link.attempt))
 
     def _control_page(self, attempt: int) -> dict[str, Any]:
-        page = self.faults.control_page()
+        page = self.faults.control_page() | {"windows": self.windows.page()}
         if self.identity.control is None:
             return page
         return page | {"training": self.orders.page(attempt) | {"renewals": self.lease.renewals}}

@@ -28,8 +28,13 @@ def register(subparsers: Subparsers) -> None:
 
 
 def extend(subparsers: Subparsers) -> None:
-    """Add the options of a cluster to `trace export`, of the analyzer, and those of a job to `transport bench`."""
-    _extend_export(_below(_below(subparsers, "trace"), "export"))
+    """Add the options of a cluster to `trace export`, of the analyzer, `trace window` next to it, and the options of a
+    job to `transport bench`.
+    """
+    trace = _below(subparsers, "trace")
+    _extend_export(_below(trace, "export"))
+    if trace is not None:
+        _window(_commands_of(trace))
     _extend_bench(_below(_below(subparsers, "transport"), "bench"))
 
 
@@ -68,8 +73,13 @@ def _extend_bench(bench: Any) -> None:  # noqa: ANN401 - a parser, or None
 def _below(above: Any, name: str) -> Any:  # noqa: ANN401
     """Return the parser of a subcommand of a parser or of its subparsers; None if it does not exist."""
     if isinstance(above, argparse.ArgumentParser):
-        above = next((one for one in above._actions if isinstance(one, argparse._SubParsersAction)), None)
+        above = _commands_of(above)
     return None if above is None else above.choices.get(name)
+
+
+def _commands_of(parser: argparse.ArgumentParser) -> Any:  # noqa: ANN401 - argparse's action, or None
+    """Return the subparsers of a parser; None if it has no subcommands."""
+    return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 
 def _command(module: str) -> Callable[[argparse.Namespace], int]:
@@ -260,6 +270,37 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
     parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
     _add_gateway(parser)
     parser.add_argument("--peer", type=parse_index, metavar="R", help="with --kind link: only messages from this rank")
+
+
+def _window(subparsers: Subparsers) -> None:
+    text = """Record parts of the passes of some steps of a running job: all tensor-parallel collectives, and the
+attention, MLP, norms, embedding and loss of each layer. Needs spec.analyzer.enabled and spec.trace.enabled."""
+    parser = subparsers.add_parser("window", help="record some steps of a running job in detail", description=text)
+    parser.set_defaults(func=_command_of_windows)
+    _add_job(parser, "name of a running job")
+    parser.add_argument("--steps", type=parse_count, required=True, metavar="N", help="number of steps")
+    parser.add_argument(
+        "--from-step", type=parse_index, metavar="N", help="first step (default: as soon as all ranks can know of it)"
+    )
+    parser.add_argument(
+        "--ranks", type=parse_index, nargs="+", metavar="R", help="with their tensor groups (default: all ranks)"
+    )
+    parser.add_argument(
+        "--granularity",
+        choices=("base", "full"),
+        default="full",
+        help="base: tensor-parallel collectives; full: parts of layers, too (default: %(default)s)",
+    )
+    _add_cluster(parser)
+    _add_gateway(parser)
+
+
+def _command_of_windows(arguments: argparse.Namespace) -> int:
+    place = "cluster" if cluster.meant(arguments) else "local"
+    loaded = importlib.import_module(f"megatronapp_operator.cli.windows.{place}")
+    with raise_state_errors():
+        code: int = loaded.main(arguments)
+    return code
 
 
 def _training(subparsers: Subparsers) -> None:

@@ -98,6 +98,17 @@ async def add_fault(
     return await gateway.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
 
 
+@router.post(
+    "/jobs/{namespace}/{name}/trace/windows", status_code=201, openapi_extra=OBJECT_BODY, responses=HUB_PROBLEMS
+)
+async def order_window(
+    request: Request, gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name
+) -> Response:
+    """Record parts of passes of some steps; the hub's own interface says how."""
+    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    return await gateway.control_hub(caller, job, "trace/windows", request=request, most=MAX_BODY_BYTES)
+
+
 @router.delete(
     "/jobs/{namespace}/{name}/faults/{fault}", response_model=None, responses={200: {}, 204: {}, **HUB_PROBLEMS}
 )

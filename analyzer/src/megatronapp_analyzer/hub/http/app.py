@@ -17,6 +17,7 @@ from megatronapp_analyzer.hub.http import (
     routes_health,
     routes_login,
     routes_read,
+    routes_windows,
 )
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.http.megascan import routes as routes_megascan
@@ -52,6 +53,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_read,
         routes_megascan,
         routes_faults,
+        routes_windows,
         routes_training,
         capture_routes,
         probe_routes,

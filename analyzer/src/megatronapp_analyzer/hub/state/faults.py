@@ -11,8 +11,8 @@ from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_common.shared_documents import PAGE_ROOM
 from megatronapp_common.web.models import ApiModel
 
-MAX_FAULT_BYTES = PAGE_ROOM - 1024
-"""Bytes of faults in the control page, which also holds orders to the training (`training_orders`)."""
+MAX_FAULT_BYTES = PAGE_ROOM - 4096
+"""Bytes of faults in the control page, which also holds orders to the training (`training_orders`) and windows."""
 MAX_ENDED = 100
 """Number of faults that are over and still shown."""
 

@@ -1,7 +1,7 @@
 """All verdicts of the job by id, in the form of the contract, kept on disk over a restart."""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
@@ -25,6 +25,8 @@ class VerdictStore:
         self._verdicts: dict[str, dict[str, Any]] = {}
         self._live: dict[str, Verdict] = {}
         self.version = 0
+        self.on_new: Callable[[Verdict], None] = lambda _verdict: None
+        """Is called with each verdict that the detector reports for the first time."""
         for verdict in self._file.read() or []:
             self._verdicts[verdict["id"]] = verdict
 
@@ -33,9 +35,12 @@ class VerdictStore:
         changed = False
         for verdict in verdicts:
             document = verdict.to_json()
+            is_new = verdict.id not in self._verdicts
             self._live[verdict.id] = verdict
             changed |= self._verdicts.get(verdict.id) != document
             self._verdicts[verdict.id] = document
+            if is_new:
+                self.on_new(verdict)
         if changed:
             self._save()
         return changed

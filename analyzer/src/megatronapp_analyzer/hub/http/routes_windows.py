@@ -1,0 +1,65 @@
+"""Windows of detailed spans, which users order while a job runs."""
+
+from typing import Any
+
+from fastapi import APIRouter, status
+
+from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS, Window, WindowRequest, first_step
+from megatronapp_common.web.models import Problem
+from megatronapp_common.web.problems import HttpError
+
+PROBLEM: dict[str, Any] = {"model": Problem}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 422: PROBLEM}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
+
+router = APIRouter(prefix="/api/v1/trace/windows", responses=PROBLEMS)
+
+
+@router.get("", operation_id="listWindows")
+async def list_windows(hub: HubOf) -> list[Window]:
+    """Windows that were ordered and are not over."""
+    return hub.windows.current(hub.ingest.newest_step())
+
+
+@router.post("", operation_id="orderWindow", status_code=status.HTTP_201_CREATED, responses=BODY)
+async def order_window(hub: HubOf, request: WindowRequest) -> Window:
+    """Record parts of passes of some steps, on some ranks or all."""
+    newest = hub.ingest.newest_step()
+    earliest = first_step(newest, hub.ingest.usual_step_s())
+    _check(hub, request, newest)
+    from_step = earliest if request.from_step is None else request.from_step
+    window = hub.windows.add(request, from_step=from_step, newest_step=newest)
+    if window is None:
+        raise HttpError(
+            409, "windows-wait", f"{MAX_WINDOWS} windows are not over yet", "Wait until one of them has ended."
+        )
+    return window
+
+
+def _check(hub: Hub, request: WindowRequest, newest: int | None) -> None:
+    """Raises HttpError for a window in which nothing would be recorded."""
+    if not hub.identity.traced:
+        raise HttpError(409, "tracing-off", "tracing is off in this job", "Start it with spec.trace.enabled: true.")
+    live = hub.ranks.live()
+    for rank in request.ranks or ():
+        if rank not in live:
+            raise HttpError(
+                409, "rank-gone", f"rank {rank} is not running", f"Running now: {', '.join(map(str, sorted(live)))}."
+            )
+    attempt = hub.ingest.newest
+    if request.granularity == "full" and attempt is not None and attempt.layout is not None and attempt.layout.roles:
+        raise HttpError(
+            409,
+            "no-layers",
+            "ranks of MegaFBD run no modules whose parts could be timed",
+            "Order a window of granularity base: all tensor-parallel collectives.",
+        )
+    if request.from_step is not None and newest is not None and request.from_step + request.steps - 1 <= newest:
+        raise HttpError(
+            409,
+            "steps-over",
+            f"the window would end with step {request.from_step + request.steps - 1}, and step {newest} is finished",
+            "Leave fromStep out: the window then begins as soon as all ranks can know of it.",
+        )

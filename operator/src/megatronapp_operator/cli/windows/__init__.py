@@ -1,0 +1,1 @@
+"""`megatronapp trace window`: detailed spans of some steps of a running job."""
