@@ -192,13 +192,13 @@ def test_a_new_verdict_brings_a_window_of_its_ranks_now_and_then() -> None:
     now = [0.0]
     store = WindowStore(None)
     windows = SuspectWindows(store, lambda: now[0])
-    book = VerdictStore(None)
+    verdicts = VerdictStore(None)
     ordered: list[Any] = []
-    book.on_new = lambda found: ordered.append(windows.order(found, newest_step=20, step_s=1.0, has_layers=True))
-    book.update([verdict("hung", cause=Cause.HANG), verdict("a")])
-    book.update([verdict("a", time=2.0), verdict("b")])
+    verdicts.on_new = lambda found: ordered.append(windows.order(found, newest_step=20, step_s=1.0, has_layers=True))
+    verdicts.update([verdict("hung", cause=Cause.HANG), verdict("a")])
+    verdicts.update([verdict("a", time=2.0), verdict("b")])
     now[0] = SUSPECT_INTERVAL_S
-    book.update([verdict("c")])
+    verdicts.update([verdict("c")])
     assert [window and (window.reason, window.ranks, window.from_step) for window in ordered] == [
         None,
         ("a", [3], 25),

@@ -16,13 +16,14 @@ from megatronapp_analyzer.offline.megatronapp_files import read_rank_files
 from megatronapp_common.trace import NO_LAYER, PASS_KINDS, LayerSite, RecordKind, pass_ordinal
 from megatronapp_trainer.config import TraceWindows
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.plan import CommandedWindow, TraceLevel, WindowPlan, commanded_windows
 
 RunRanks = Callable[..., list[Any]]
 LAYER_KINDS = (RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD)
 TENSOR_KINDS = (RecordKind.TP_REDUCE, RecordKind.TP_GATHER)
 IN_WINDOW = [1, 2, 4, 5]
-WINDOWS = "--trace --trace-interval 3 --continuous-trace-iterations 2"
+WINDOWS = "--trace --trace-interval 3 --continuous-trace-iterations 2 --trace-budget 100"
 BATCH = f"--global-batch-size {2 * MICROBATCHES}"
 
 
@@ -40,6 +41,22 @@ def test_a_commanded_window_covers_the_tensor_groups_of_its_ranks() -> None:
         levels[tuple(members)] = [plan.level(step) for step in (3, 4, 5, 6)]
     phase, base = TraceLevel.PHASE, TraceLevel.COLLECTIVE
     assert levels == {(2, 3): [phase, base, base, phase], (0, 1): [phase] * 4}
+
+
+def test_windows_of_flags_wait_while_they_cost_too_much(caplog: pytest.LogCaptureFixture) -> None:
+    budget = WindowBudget(0.01, 1_000.0)
+    plan = WindowPlan([0], TraceWindows(interval=1, count=1, granularity="full"))
+    covered = []
+    for step in range(1, 60):
+        level = plan.level(step, budget)
+        covered.append(level is TraceLevel.LAYER)
+        budget.step_done(1_000_000, 100 if level is TraceLevel.LAYER else 0)  # 10 % of each step in a window
+    assert 5 <= sum(covered) <= 7
+    assert budget.used <= 0.02
+    assert "windows have cost" in caplog.text
+    plan.command([CommandedWindow(from_step=60, steps=1, level=TraceLevel.COLLECTIVE)])
+    budget.step_done(1_000_000, 1_000)
+    assert plan.level(60, budget) is TraceLevel.COLLECTIVE, "a window that was ordered is recorded all the same"
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=4)

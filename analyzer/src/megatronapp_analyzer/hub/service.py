@@ -59,7 +59,7 @@ class Hub:
         self.windows = WindowStore(self._path("windows.json"), writable=live)
         self.windows.on_change = self.send_control_pages
         self._suspect_windows = SuspectWindows(self.windows)
-        self.verdicts.on_new = self._look_closer
+        self.verdicts.on_new = self._record_in_detail
         self.orders = TrainingOrders(self._path("orders.json"), writable=live)
         self.orders.on_change = self.send_control_pages
         self.orders.on_decision = self._note_decision
@@ -229,7 +229,7 @@ class Hub:
         if layout is not None:
             self.plan_samples.add(step, layout, [plan.from_step for plan in self.ranks.plans()])
 
-    def _look_closer(self, verdict: Verdict) -> None:
+    def _record_in_detail(self, verdict: Verdict) -> None:
         """Record the ranks of a new verdict in detail, unless the steps are those of a restart or of an ended job."""
         newest_step, attempt = self.ingest.newest_step(), self.ingest.newest
         if self.ended is not None or not self.analysis.caught_up or newest_step is None or attempt is None:

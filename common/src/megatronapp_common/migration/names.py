@@ -13,7 +13,7 @@ FLAGS: Final[dict[str, str]] = {
     "--trace-interval": f"{SAME}; in a manifest spec.trace.interval. Phases are recorded in every step",
     "--continuous-trace-iterations": f"{SAME}; in a manifest spec.trace.continuousIterations",
     "--trace-granularity": f"{SAME}: base (tensor-parallel collectives) or full (layers, too); in a manifest "
-    "spec.trace.granularity",
+    "spec.trace.granularity. Of a job that runs: megatronapp trace window JOB --steps N",
     "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
     "--use-dpp": f"{SAME}; in a manifest spec.dpp.enabled",

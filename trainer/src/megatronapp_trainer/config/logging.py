@@ -47,6 +47,11 @@ class LoggingConfig:
         "spans in windows besides phases: base: tensor-parallel collectives, full (default): layers, too",
         choices=("base", "full"),
     )
+    trace_budget: float = option(
+        1.0,
+        "percent of a rank's time that windows by flags may cost; those beyond it are not recorded",
+        bounds="(0, 100]",
+    )
     faults: str | None = option(None, "JSON list of faults for demonstration; needs --trace")
 
     @property

@@ -32,6 +32,7 @@ from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
+from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.plan import WindowPlan
 from megatronapp_trainer.scan.windows.rank_file import RankFile
@@ -74,7 +75,8 @@ def assemble(context: RunContext) -> ScanObserver:
     layout = context.layout
     table = communicators(layout, _groups())
     plan = FaultPlan(layout.global_rank, _faults(context.config.logging.faults, layout.global_world_size))
-    recorder = _recorder(_ring(context, table), plan, on_device=torch.cuda.is_available())
+    cost_ns = _record_cost_ns(_ring_path(context))
+    recorder = _recorder(_ring(context, table, cost_ns), plan, on_device=torch.cuda.is_available())
     stall = host_stall
     if torch.cuda.is_available():
         stall = DeviceStall()
@@ -89,12 +91,18 @@ def assemble(context: RunContext) -> ScanObserver:
         layout=layout,
         stops=native.StopMeter(),
         nccl=_nccl_transfers(recorder.ring, layout, table) if context.config.logging.trace_nccl else None,
-        windows=_windows(context, table, recorder),
+        windows=_windows(context, table, recorder, cost_ns),
     )
 
 
-def _windows(context: RunContext, table: list[Communicator], recorder: Recorder) -> WindowRecorder:
-    """Return what records parts of passes, with the tensor group of this rank, if it has one."""
+def _windows(
+    context: RunContext, table: list[Communicator], recorder: Recorder, cost_ns: float | None
+) -> WindowRecorder:
+    """Return what records parts of passes, with the tensor group of this rank, if it has one.
+
+    With `--trace-dir` there is no budget: files of all ranks have the same steps.
+    """
+    flags = context.config.logging
     tensor = next((communicator for communicator in table if communicator.kind == "tp"), None)
     collectives = None
     if tensor is not None:
@@ -102,10 +110,11 @@ def _windows(context: RunContext, table: list[Communicator], recorder: Recorder)
         collectives = TensorCollectives(recorder, group, tensor.slot)
     members = [context.layout.global_rank] if tensor is None else tensor.members
     return WindowRecorder(
-        WindowPlan(members, context.config.logging.trace_windows),
+        WindowPlan(members, flags.trace_windows),
         collectives=collectives,
         layers=None if context.config.fbd.enabled else LayerSpans(recorder, context.chunks),
         file=_rank_file(context, table, recorder),
+        budget=WindowBudget(flags.trace_budget / 100, cost_ns) if flags.trace_dir is None else None,
     )
 
 
@@ -114,7 +123,7 @@ def _rank_file(context: RunContext, table: list[Communicator], recorder: Recorde
     folder, layout = context.config.logging.trace_dir, context.layout
     if folder is None or isinstance(recorder.ring, NullRing):
         return None
-    path = _shm_path(ShmFile.RANK_RING.format(rank=layout.global_rank))
+    path = _ring_path(context)
     place = RankPlace(
         data=layout.data_rank,
         pipeline=layout.pipeline_rank,
@@ -184,10 +193,14 @@ def _shm_path(suffix: str) -> pathlib.Path:
     return pathlib.Path(directory) / f"{prefix}.{suffix}"
 
 
-def _ring(context: RunContext, table: list[Communicator]) -> TraceRing:
-    path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.global_rank))
+def _ring_path(context: RunContext) -> pathlib.Path:
+    return _shm_path(ShmFile.RANK_RING.format(rank=context.layout.global_rank))
+
+
+def _ring(context: RunContext, table: list[Communicator], cost_ns: float | None) -> TraceRing:
+    path = _ring_path(context)
     attempt = int(os.environ.get(Env.ATTEMPT, "0"))
-    metadata = ring_metadata(context, table, _record_cost_ns(path))
+    metadata = ring_metadata(context, table, cost_ns)
     try:
         ring: TraceRing = native.RingWriter(str(path), context.config.logging.trace_capacity, attempt, metadata)
     except native.RingError as error:

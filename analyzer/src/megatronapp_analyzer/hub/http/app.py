@@ -17,11 +17,10 @@ from megatronapp_analyzer.hub.http import (
     routes_health,
     routes_login,
     routes_read,
-    routes_windows,
 )
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.http.megascan import routes as routes_megascan
-from megatronapp_analyzer.hub.http.training import capture_routes, probe_routes
+from megatronapp_analyzer.hub.http.training import capture_routes, probe_routes, window_routes
 from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
@@ -53,7 +52,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_read,
         routes_megascan,
         routes_faults,
-        routes_windows,
+        window_routes,
         routes_training,
         capture_routes,
         probe_routes,

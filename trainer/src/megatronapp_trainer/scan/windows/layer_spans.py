@@ -53,6 +53,8 @@ class LayerSpans:
         self._forward: list[_OpenSpan] = []
         """Begun, the innermost last."""
         self._backward: _OpenSpan | None = None
+        self.recorded = 0
+        """Spans so far."""
 
     @property
     def is_installed(self) -> bool:
@@ -90,6 +92,7 @@ class LayerSpans:
         """End the part that `forward_begin` began."""
         if self._forward and self._forward[-1].key.ordinal == part.site:
             self._recorder.leave(*self._forward.pop())
+            self.recorded += 1
 
     def backward_begin(self, part: _Part) -> None:
         """Begin a part of a backward pass, whose output's gradient is ready."""
@@ -108,6 +111,7 @@ class LayerSpans:
         opened, self._backward = self._backward, None
         if opened is not None:
             self._recorder.leave(*opened)
+            self.recorded += 1
 
     @staticmethod
     def _key(kind: RecordKind, part: _Part, opened: OpenPass) -> RecordKey:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatronapp_trainer.config import TraceWindows
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.windows.budget import WindowBudget
 
 MAX_NUMBER = 2_147_483_647
 
@@ -98,9 +99,13 @@ class WindowPlan:
         """Replace the windows of the control page."""
         self._commanded = list(windows)
 
-    def level(self, step: int) -> TraceLevel:
-        """Return the most detailed level that a window asks for in `step`."""
+    def is_periodic(self, step: int) -> bool:
+        """Return True if a window of the flags covers a step, on all ranks alike."""
+        return self._flags is not None and is_in_periodic_window(step, self._flags)
+
+    def level(self, step: int, budget: WindowBudget | None = None) -> TraceLevel:
+        """Return the most detailed level that a window asks for in `step`; a budget limits windows of the flags."""
         levels = [window.level for window in self._commanded if window.covers(step, self._members)]
-        if self._flags is not None and is_in_periodic_window(step, self._flags):
+        if self._flags is not None and self.is_periodic(step) and (budget is None or budget.allows(step)):
             levels.append(LEVELS[self._flags.granularity])
         return max(levels, default=TraceLevel.PHASE)

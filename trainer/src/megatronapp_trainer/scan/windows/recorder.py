@@ -1,8 +1,11 @@
 """Spans within passes, at the level of each step."""
 
 import logging
+import time
+from collections.abc import Callable
 
 from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.open_pass import OpenPass
 from megatronapp_trainer.scan.windows.plan import TraceLevel, WindowPlan
@@ -22,6 +25,8 @@ class WindowRecorder:
         collectives: TensorCollectives | None,
         layers: LayerSpans | None,
         file: RankFile | None = None,
+        budget: WindowBudget | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Take the parts that this rank can record.
 
@@ -29,21 +34,28 @@ class WindowRecorder:
             plan: chooses the level of each step.
             collectives: None on a rank without tensor parallelism.
             layers: None where passes are not those of whole modules (MegaFBD).
-            file: gets the steps in windows.
+            file: gets the steps in windows of the flags.
+            budget: limits the windows of the flags.
+            now_ns: clock of the budget.
         """
         self.plan = plan
         self._collectives = collectives
         self._layers = layers
         self._file = file
+        self._budget = budget
+        self._now_ns = now_ns
+        self._began_ns: int | None = None
+        self._recorded = 0
         self._level = TraceLevel.PHASE
         if collectives is not None:
             collectives.install()
 
     def step_begin(self, step: int) -> None:
         """Install what the level of a step needs, and remove what it does not."""
-        level = self.plan.level(step)
+        self._count_step()
+        level = self.plan.level(step, self._budget)
         if self._file is not None:
-            self._file.step_begin(step, in_window=level > TraceLevel.PHASE)
+            self._file.step_begin(step, in_window=self.plan.is_periodic(step))
         if level == self._level:
             return
         if level is TraceLevel.LAYER and self._layers is None:
@@ -72,6 +84,14 @@ class WindowRecorder:
             self._collectives.remove()
         if self._file is not None:
             self._file.close()
+
+    def _count_step(self) -> None:
+        """Count the step that has ended in the budget."""
+        parts = (self._collectives, self._layers)
+        now_ns, recorded = self._now_ns(), sum(part.recorded for part in parts if part is not None)
+        if self._budget is not None and self._began_ns is not None:
+            self._budget.step_done(now_ns - self._began_ns, recorded - self._recorded)
+        self._began_ns, self._recorded = now_ns, recorded
 
     def _set_level(self, level: TraceLevel) -> None:
         if self._collectives is not None:

@@ -55,6 +55,8 @@ class TensorCollectives:
         self._pass: OpenPass | None = None
         self._numbers: Counter[RecordKind] = Counter()
         self._replaced: list[tuple[Any, str, Any]] = []
+        self.recorded = 0
+        """Spans so far."""
         self.records_all = False
         """True if all collectives are recorded, and not only the first of each pass."""
 
@@ -108,6 +110,7 @@ class TensorCollectives:
         mark = self._recorder.enter(key)
         result = call()
         self._recorder.leave_collective(key, mark, size_bytes)
+        self.recorded += 1
         return result
 
 
