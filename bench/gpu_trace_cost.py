@@ -136,6 +136,7 @@ class AlternatingTraining:
             config=self._traced_config,
             layout=self.run.layout,
             device_name=self.run.device.name,
+            chunks=self.run.state.chunks,
             num_microbatches=microbatches,
         )
         return scan.start(context)

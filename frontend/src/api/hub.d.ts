@@ -727,6 +727,30 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trace/windows": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Windows
+         * @description Windows that were ordered and are not over.
+         */
+        get: operations["listWindows"];
+        put?: never;
+        /**
+         * Order Window
+         * @description Record parts of passes of some steps, on some ranks or all.
+         */
+        post: operations["orderWindow"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/tracer": {
         parameters: {
             query?: never;
@@ -4109,6 +4133,46 @@ export interface components {
              */
             waitedFor: number;
         };
+        /**
+         * Window
+         * @description A window that was ordered. `reason` is the verdict for which the hub ordered it by itself, or null.
+         */
+        Window: {
+            /** Fromstep */
+            fromStep: number;
+            /**
+             * Granularity
+             * @default full
+             * @enum {string}
+             */
+            granularity: "base" | "full";
+            /** Id */
+            id: string;
+            /** Ranks */
+            ranks?: number[] | null;
+            /** Reason */
+            reason?: string | null;
+            /** Steps */
+            steps: number;
+        };
+        /**
+         * WindowRequest
+         * @description A window to record.
+         */
+        WindowRequest: {
+            /** Fromstep */
+            fromStep?: number | null;
+            /**
+             * Granularity
+             * @default full
+             * @enum {string}
+             */
+            granularity: "base" | "full";
+            /** Ranks */
+            ranks?: number[] | null;
+            /** Steps */
+            steps: number;
+        };
     };
     responses: never;
     parameters: never;
@@ -7073,6 +7137,122 @@ export interface operations {
             };
             /** @description Not Found */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listWindows: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Window"][];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    orderWindow: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WindowRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Window"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Timeout */
+            408: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -113,17 +113,17 @@ def _windows(
         WindowPlan(members, flags.trace_windows),
         collectives=collectives,
         layers=None if context.config.fbd.enabled else LayerSpans(recorder, context.chunks),
-        file=_rank_file(context, table, recorder),
+        file=_rank_file(context, table),
         budget=WindowBudget(flags.trace_budget / 100, cost_ns) if flags.trace_dir is None else None,
     )
 
 
-def _rank_file(context: RunContext, table: list[Communicator], recorder: Recorder) -> RankFile | None:
+def _rank_file(context: RunContext, table: list[Communicator]) -> RankFile | None:
     """Return the file of this rank with `--trace-dir`; None without, or without a ring to read."""
     folder, layout = context.config.logging.trace_dir, context.layout
-    if folder is None or isinstance(recorder.ring, NullRing):
-        return None
     path = _ring_path(context)
+    if folder is None or not path.exists():
+        return None
     place = RankPlace(
         data=layout.data_rank,
         pipeline=layout.pipeline_rank,

@@ -128,8 +128,9 @@ class DeviceRecorder(Recorder):
 
     def enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the compute stream."""
-        kind, microbatch, chunk, comm, ordinal, flags = fields
-        number = self._native.begin(kind, self.step, microbatch, chunk, comm, ordinal, 0, flags, self._current_stream())
+        kind, microbatch, chunk, comm, ordinal, flags, layer = fields
+        stream = self._current_stream()
+        number = self._native.begin(kind, self.step, microbatch, chunk, comm, ordinal, layer, flags, stream)
         return TimeMark(0, 0, number)
 
     def leave(self, fields: RecordKey, mark: TimeMark) -> None:
@@ -145,10 +146,10 @@ class DeviceRecorder(Recorder):
 
         The host posts long before, so its clock would make every delivery seem late.
         """
-        kind, microbatch, chunk, comm, ordinal, flags = fields
+        kind, microbatch, chunk, comm, ordinal, flags, layer = fields
         flags |= Flag.AUX_BYTES
         units, stream = size_bytes // BYTES_UNIT, self._current_stream()
-        self._native.mark(kind, self.step, microbatch, chunk, comm, ordinal, 0, flags, stream, units)
+        self._native.mark(kind, self.step, microbatch, chunk, comm, ordinal, layer, flags, stream, units)
 
     def own_ns(self, mark: TimeMark) -> int:
         """Return 0: only the device will know the length, later."""

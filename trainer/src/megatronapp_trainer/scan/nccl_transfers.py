@@ -169,7 +169,8 @@ def slots_of_group(
 ) -> SlotOf:
     """Return the slot of (operation, peer in the group) for a group with these members, seen from `rank`.
 
-    A send or receive has the slot of its directed pair, a collective that of the group; NO_COMM for one that the table lacks.
+    A send or receive has the slot of its directed pair, a collective that of the group; NO_COMM for one that the table
+    lacks.
     """
 
     def slot_of(operation: int, peer: int) -> int:
