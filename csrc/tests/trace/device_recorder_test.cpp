@@ -243,6 +243,52 @@ TEST_F(DeviceRecorders, AFailureOfTheDriverEndsRecordingAndIsReported) {
     SimulatedDevice::query_code = kDriverSuccess;
 }
 
+/// Functions of a driver whose events are passed at once, in real time, whichever thread asks.
+EventDriver immediate_driver() {
+    EventDriver driver = SimulatedDevice::driver();
+    driver.event_create = [](DeviceEvent* event, unsigned) {
+        *event = new DeviceEventHandle{};
+        return kDriverSuccess;
+    };
+    driver.event_destroy = [](DeviceEvent event) {
+        delete event;
+        return kDriverSuccess;
+    };
+    driver.event_record = [](DeviceEvent event, DeviceStream) {
+        event->passed_ns = monotonic_ns();
+        return kDriverSuccess;
+    };
+    driver.event_query = [](DeviceEvent) { return kDriverSuccess; };
+    return driver;
+}
+
+TEST_F(DeviceRecorders, TheThreadWritesWhatTheOtherRecordsMeanwhile) {
+    open(0.0);
+    constexpr std::uint32_t kSpans = 5'000;
+    DeviceRecorder recorder(ring_.get(), immediate_driver(), 0);
+    recorder.start();
+    std::size_t lengths = 0;
+    for (std::uint32_t step = 0; step < kSpans; ++step) {
+        const std::uint64_t number = recorder.begin(key(kForward, step), nullptr);
+        recorder.record(key(kGradReduce, step));
+        recorder.end(number, 0, step % 100 == 0, nullptr);
+        lengths += recorder.take_lengths().size();
+    }
+    recorder.finish(10'000 * kMs);
+    lengths += recorder.take_lengths().size();
+    std::uint32_t spans = 0;
+    std::uint32_t posts = 0;
+    const Batch batch = read_batch(*reader_, 1 << 16);
+    for (const Item<kRecordWords>& item : batch.records) {
+        std::uint32_t& count = kind_of(item) == kForward ? spans : posts;
+        EXPECT_EQ(step_of(item), count++);
+    }
+    EXPECT_EQ(spans, kSpans);
+    EXPECT_EQ(posts, kSpans);
+    EXPECT_EQ(lengths, kSpans);
+    EXPECT_EQ(recorder.dropped(), 0U);
+}
+
 TEST_F(DeviceRecorders, AMissingDeviceIsRefused) {
     open(0.0);
     EXPECT_THROW(DeviceRecorder(nullptr, SimulatedDevice::driver(), 3), RingError);

@@ -11,7 +11,7 @@ from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import Flag, RecordKind
 
 
 class Feeder:
@@ -57,6 +57,20 @@ def test_step_has_real_time_and_digest(feeder: Feeder) -> None:
     assert compute == pytest.approx([0.006, 0.006])
     assert wait == pytest.approx([0.001, 0.001])
     assert step == pytest.approx([0.01, 0.01])
+
+
+@pytest.mark.parametrize(("flags", "uncertainty_s"), [(0, {}), (int(Flag.DEVICE_CLOCK), {0: 2e-5, 1: 2e-5})])
+def test_the_uncertainty_of_clocks_of_devices_is_known_on_a_single_node(
+    feeder: Feeder, flags: int, uncertainty_s: dict[int, float]
+) -> None:
+    feeder.rings()
+    for rank in (0, 1):
+        rows = feeder.step_rows(rank, 0)
+        rows["flags"] |= np.uint8(flags)
+        feeder.send(rank, rows)
+    newest = feeder.ingest.newest
+    assert newest is not None
+    assert newest.clock_uncertainty_s == pytest.approx(uncertainty_s)
 
 
 def test_slowdown_without_peers_is_against_own_history(feeder: Feeder) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.clocks import ClockAligner
+from megatronapp_analyzer.align.device_clocks import has_device_clock
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, StepAssembler
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
@@ -23,6 +24,8 @@ from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
 USUAL_STEPS = 16
+DEVICE_CHECK_STEPS = 16
+"""Steps of a job on one node from one check of the clocks of devices to the next."""
 RingKey = tuple[int, int | None]
 """Key (worker, rank) of a ring; rank None is the worker's own ring."""
 
@@ -141,10 +144,14 @@ class AttemptState:
         """
         known = self.rings[min(self.rings)]
         offsets = np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
-        if self._aligner is None or len(set(view.boot_ids.values())) < 2:
+        has_nodes = len(set(view.boot_ids.values())) > 1
+        checks_devices = view.step % DEVICE_CHECK_STEPS == 0 and has_device_clock(view.records).any()
+        if self._aligner is None or not (has_nodes or checks_devices):
             return offsets
         model = self._aligner.observe(view)
-        self.clock_uncertainty_s = dict(enumerate((model.uncertainty_ns * 1e-9).tolist()))
+        self.clock_uncertainty_s = dict(enumerate((model.rank_uncertainty_ns() * 1e-9).tolist()))
+        if not has_nodes:
+            return offsets
         tied = np.isfinite(model.uncertainty_ns)
         return np.where(tied, offsets[0] - model.offset_ns, offsets)
 
