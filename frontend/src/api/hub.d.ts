@@ -1617,6 +1617,16 @@ export interface components {
          * @description Cost of a fault per step.
          */
         Effect: {
+            /**
+             * Cost
+             * @description The same at spec.analyzer.gpuHourPrice, if it is set.
+             */
+            cost?: number | null;
+            /**
+             * Gpuhours
+             * @description Time that all ranks have lost since it began.
+             */
+            gpuHours?: number | null;
             /** Secondsperstep */
             secondsPerStep: number;
             /**
@@ -1986,6 +1996,11 @@ export interface components {
             captures: components["schemas"]["CapturesSummary"] | null;
             /** Faults */
             faults: components["schemas"]["Fault"][];
+            /**
+             * Gpuhourprice
+             * @description spec.analyzer.gpuHourPrice; null if not set.
+             */
+            gpuHourPrice: number | null;
             layout: components["schemas"]["Layout"];
             /** Name */
             name: string;

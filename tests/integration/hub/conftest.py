@@ -284,10 +284,11 @@ def serve_hub(
     named: bool = False,
     limits: StoreLimits | None = None,
     control: ControlSettings | None = None,
+    gpu_hour_price: float | None = None,
 ) -> Iterator[RunningHub]:
     script = Script()
     settings = HubSettings(
-        job=JobIdentity(name="demo", uid=uid, control=control),
+        job=JobIdentity(name="demo", uid=uid, control=control, gpu_hour_price=gpu_hour_price),
         state_dir=state_dir,
         store=limits or StoreLimits(),
         tick_s=0.05,

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.hub.http.app import build_api
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.settings import load_job_file
 from megatronapp_analyzer.hub.state import faults
 from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common import frames
@@ -241,9 +242,35 @@ async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: An
     await until(named)
     verdict = (await hub.get("/api/v1/summary"))["slowRanks"][0]
     assert verdict["subject"] == {"type": "rank", "ranks": [2], "worker": 1, "node": "node-1"}
-    assert verdict["effect"] == {"secondsPerStep": 0.004, "slowdown": 2.0}
+    cost = {"gpuHours": pytest.approx(0.004 * 3 * 4 / 3600, rel=0.01), "cost": None}
+    assert verdict["effect"] == {"secondsPerStep": 0.004, "slowdown": 2.0} | cost
     assert await hub.get("/api/v1/verdicts") == [verdict]
-    assert json.loads((hub.state_dir / "verdicts.json").read_text()) == [verdict]
+    stored = verdict | {"effect": {"secondsPerStep": 0.004, "slowdown": 2.0}}
+    assert json.loads((hub.state_dir / "verdicts.json").read_text()) == [stored]
+
+
+async def test_a_price_of_a_gpu_hour_gives_verdicts_a_cost(
+    tmp_path: Path, serve: Any, fake_job: Any, until: Any
+) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text("metadata: {name: demo, uid: u}\nspec: {analyzer: {gpuHourPrice: 2500}}\n")
+    assert load_job_file(manifest, name=None, uid=None).gpu_hour_price == 2500
+    with serve(tmp_path / "state", gpu_hour_price=2500.0) as hub:
+        assert (await hub.get("/api/v1/job"))["gpuHourPrice"] == 2500
+        hub.script.by_step[3] = [slow_rank()]
+        job = fake_job(data=1)
+        async with hub.agent(job, 0) as agent:
+            await agent.hello()
+            await agent.rings()
+            await agent.steps(range(6))
+
+            async def priced() -> bool:
+                verdicts = await hub.get("/api/v1/verdicts")
+                return bool(verdicts and verdicts[0]["effect"]["gpuHours"] == pytest.approx(6.67e-6, rel=0.01))
+
+            await until(priced)
+        effect = (await hub.get("/api/v1/verdicts"))[0]["effect"]
+        assert effect["cost"] == pytest.approx(2500 * effect["gpuHours"], rel=0.01)
 
 
 async def test_a_verdict_stays_in_the_summary_until_it_is_cleared(

@@ -35,7 +35,16 @@ from megatronapp_operator.plan import (
 
 STORED = TypeAdapter(Status)
 SLOW = SlowRank(
-    id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="Slow.", since_step=7, slowdown=1.5
+    gpu_hours=12.25,
+    cost=30.6,
+    id="v1",
+    subject="link",
+    ranks=(0, 2),
+    cause="link",
+    state="confirmed",
+    sentence="Slow.",
+    since_step=7,
+    slowdown=1.5,
 )
 FULL = Status(
     phase=Phase.RUNNING,
@@ -275,6 +284,8 @@ def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:
         "RestartJob",
         "rank 3 on worker 1",
         "link 0,2",
+        "12.25",
+        "30.6",
         "auto: order of megatron-core",
         "ships what selective recomputation keeps, chosen by measured times (3.0 MiB a microbatch), 2 backward per",
         "forward 12.5 ms per microbatch",

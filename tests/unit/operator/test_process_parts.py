@@ -466,7 +466,7 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
         "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"},
         "cause": "compute",
         "state": "confirmed",
-        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
+        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0, "gpuHours": 1.5, "cost": 3.75},
         "confidence": 0.9,
         "since": {"attempt": 0, "step": 60, "time": 1.0},
         "sentence": "Rank 1 is slow.",
@@ -478,6 +478,7 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
     assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
     (slow,) = read.slow_ranks
     assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
+    assert (slow.gpu_hours, slow.cost) == (1.5, 3.75)
 
 
 def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:

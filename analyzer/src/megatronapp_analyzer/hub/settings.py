@@ -41,6 +41,8 @@ class JobIdentity:
     """True if the ranks record spans."""
     faults: tuple[Fault, ...] = ()
     """Faults of the manifest; the ranks have them from their arguments."""
+    gpu_hour_price: float | None = None
+    """Price of a GPU-hour in the manifest."""
     control: ControlSettings | None = None
     """Control of its training; None where it obeys no orders."""
 
@@ -110,8 +112,19 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
         spec_digest=spec_digest(spec),
         traced=bool((spec.get("trace") or {}).get("enabled")) or "--trace" in (spec.get("args") or ()),
         faults=tuple(_manifest_fault(path, index, entry) for index, entry in enumerate(spec.get("faults") or [])),
+        gpu_hour_price=_price(path, spec.get("analyzer") or {}),
         control=control,
     )
+
+
+def _price(path: pathlib.Path, analyzer: dict[str, Any]) -> float | None:
+    price = analyzer.get("gpuHourPrice")
+    if price is None:
+        return None
+    try:
+        return float(price)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{path}: spec.analyzer.gpuHourPrice: {price!r} is no number") from error
 
 
 def control_settings(document: dict[str, Any]) -> ControlSettings | None:

@@ -129,10 +129,12 @@ def _workers(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _slow_ranks(status: dict[str, Any]) -> Iterator[str]:
-    rows = [["SUBJECT", "CAUSE", "STATE", "SENTENCE"]]
-    for one in status.get("slowRanks", ()):
-        subject = f"{one['subject']['type']} {','.join(map(str, one['subject']['ranks']))}"
-        rows.append([subject, one["cause"], one["state"], one["sentence"]])
+    rows = [["SUBJECT", "CAUSE", "STATE", "GPU-HOURS", "COST", "SENTENCE"]]
+    for verdict in status.get("slowRanks", ()):
+        subject = f"{verdict['subject']['type']} {','.join(map(str, verdict['subject']['ranks']))}"
+        effect = verdict.get("effect", {})
+        lost = [number(effect.get(name), "g") for name in ("gpuHours", "cost")]
+        rows.append([subject, verdict["cause"], verdict["state"], *lost, verdict["sentence"]])
     return _section("Slow ranks", rows)
 
 

@@ -274,4 +274,6 @@ def _verdict(entry: Mapping[str, Any]) -> SlowRank:
         since_time=_moment(since.get("time")),
         slowdown=_finite(effect.get("slowdown")),
         seconds_per_step=_finite(effect.get("secondsPerStep")),
+        gpu_hours=_finite(effect.get("gpuHours")),
+        cost=_finite(effect.get("cost")),
     )

@@ -105,6 +105,7 @@ class JobView(ApiModel):
     faults: list[Fault]
     tracer: TracerHealth
     progress: Progress | None
+    gpu_hour_price: Annotated[float | None, Field(description="spec.analyzer.gpuHourPrice; null if not set.")]
     training: Annotated[TrainingView | None, Field(description="Control of the training; null where it has none.")]
     captures: Annotated[
         CapturesSummary | None, Field(description="Captures of layers (getCaptures); null where there are none.")
@@ -126,6 +127,8 @@ class Effect(ApiModel):
 
     seconds_per_step: float
     slowdown: Annotated[float | None, Field(description="Step time over the step time without this cause.")]
+    gpu_hours: Annotated[float | None, Field(description="Time that all ranks have lost since it began.")] = None
+    cost: Annotated[float | None, Field(description="The same at spec.analyzer.gpuHourPrice, if it is set.")] = None
 
 
 class Evidence(ApiModel):

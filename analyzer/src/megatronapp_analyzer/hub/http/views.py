@@ -21,7 +21,7 @@ from megatronapp_analyzer.hub.ingest.store import StoredStep, in_range
 from megatronapp_analyzer.hub.neighbours import NeighbourJob
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import RankState, RankStatus, kind_name
-from megatronapp_analyzer.model import JobLayout, RankRecords
+from megatronapp_analyzer.model import Cause, JobLayout, RankRecords
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Flag
 
 HEATMAP_STEPS = 2000
@@ -83,6 +83,7 @@ def job_view(hub: HubReader) -> schemas.JobView:
         faults=hub.faults.current(),
         tracer=tracer_health(hub),
         progress=hub.ranks.progress,
+        gpu_hour_price=hub.identity.gpu_hour_price,
         training=training_view(hub),
         captures=captures_summary(hub.captures, captured_every(hub)),
         server_time=time.time(),
@@ -146,7 +147,21 @@ def tracer_health(hub: HubReader) -> schemas.TracerHealth:
 
 def verdicts(hub: HubReader) -> list[schemas.VerdictView]:
     """Return all verdicts, newest first."""
-    return [schemas.VerdictView.model_validate(verdict) for verdict in hub.verdicts.all()]
+    return [_with_cost(hub, verdict) for verdict in hub.verdicts.all()]
+
+
+def _with_cost(hub: HubReader, verdict: dict[str, Any]) -> schemas.VerdictView:
+    """Return a verdict with what all ranks have lost to it, in three digits, as a status must not change each step."""
+    view = schemas.VerdictView.model_validate(verdict)
+    state, newest = hub.ingest.newest, hub.ingest.store.recent(1)
+    end = view.until.step if view.until is not None else newest[-1].step if newest else None
+    if state is None or end is None or verdict["cause"] == Cause.HANG:
+        return view
+    steps = max(0, end - view.since.step + 1)
+    view.effect.gpu_hours = hours = float(f"{view.effect.seconds_per_step * steps * state.world / 3600:.3g}")
+    if (price := hub.identity.gpu_hour_price) is not None:
+        view.effect.cost = float(f"{hours * price:.3g}")
+    return view
 
 
 def summary(hub: HubReader) -> schemas.Summary:
@@ -155,7 +170,7 @@ def summary(hub: HubReader) -> schemas.Summary:
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
         progress=hub.ranks.progress,
-        slow_ranks=[schemas.VerdictView.model_validate(verdict.to_json()) for verdict in hub.verdicts.standing()],
+        slow_ranks=[_with_cost(hub, verdict.to_json()) for verdict in hub.verdicts.standing()],
         hung_ranks=hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),

@@ -45,6 +45,8 @@ class Analyzer(ManifestModel):
     """Image of agent and hub on a cluster; defaults to the operator's choice."""
     resources: Resources = Resources()
     """Resources of agent and hub on a cluster, each; defaults to small limits."""
+    gpu_hour_price: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Price of a GPU-hour, in any currency, by which verdicts have a cost in money; without it only in GPU-hours."""
     slow_node: SlowNode = SlowNode()
     """Action on a node that is confirmed to be slow."""
     volume: AnalyzerVolume = AnalyzerVolume()

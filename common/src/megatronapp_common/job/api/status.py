@@ -137,7 +137,12 @@ class Replicas(StatusType):
 def _verdict_document(verdict: "SlowRank") -> dict[str, Any]:
     """Return a verdict in the form of the hub's summary, without absent values."""
     subject = {"type": verdict.subject, "ranks": list(verdict.ranks), "worker": verdict.worker, "node": verdict.node}
-    effect = {"secondsPerStep": verdict.seconds_per_step, "slowdown": verdict.slowdown}
+    effect = {
+        "secondsPerStep": verdict.seconds_per_step,
+        "slowdown": verdict.slowdown,
+        "gpuHours": verdict.gpu_hours,
+        "cost": verdict.cost,
+    }
     since = {"attempt": verdict.since_attempt, "step": verdict.since_step, "time": verdict.since_time}
     return {
         "id": verdict.id,
@@ -164,6 +169,10 @@ class SlowRank(StatusType):
     since_step: Annotated[int | None, Field(validation_alias=AliasPath("since", "step"))] = None
     slowdown: Annotated[float | None, Field(validation_alias=AliasPath("effect", "slowdown"))] = None
     seconds_per_step: Annotated[float | None, Field(validation_alias=AliasPath("effect", "secondsPerStep"))] = None
+    gpu_hours: Annotated[float | None, Field(validation_alias=AliasPath("effect", "gpuHours"))] = None
+    """Time that all ranks of the job have lost to it since it began."""
+    cost: Annotated[float | None, Field(validation_alias=AliasPath("effect", "cost"))] = None
+    """The same in money, where the manifest has a price of a GPU-hour."""
     worker: Annotated[int | None, Field(validation_alias=AliasPath("subject", "worker"))] = None
     node: Annotated[OptionalText, Field(validation_alias=AliasPath("subject", "node"))] = None
     """Node of the subject in the attempt of the verdict."""

@@ -14,6 +14,7 @@ import {
   slowFacts,
   stageName,
   stepsGrid,
+  suspectColumns,
   suspectRows,
 } from "./slowText";
 import { timelineOf } from "../../../trace/testTimeline";
@@ -108,6 +109,8 @@ describe("suspects", () => {
       "0.10",
     ]);
     expect(row?.step).toBe(12);
+    const [priced] = suspectRows([verdict()], 19, 72, 2.5);
+    expect(priced?.cells[suspectColumns(2.5).indexOf("Cost")]).toBe("0.25");
   });
 });
 

@@ -86,6 +86,9 @@ export function gpuHours(verdict: Verdict, newestStep: number, world: number): n
 export const gpuHoursText = (hours: number): string =>
   hours === 0 ? ABSENT : hours < 0.01 ? "< 0.01" : hours < 10 ? hours.toFixed(2) : compact(hours);
 
+/** Digits after the point as a price has them; the currency is that of the manifest. */
+export const moneyText = (amount: number): string => (amount < 100 ? amount.toFixed(2) : compact(amount));
+
 export interface SuspectRow {
   readonly id: string;
   readonly rank: number | null;
@@ -93,13 +96,15 @@ export interface SuspectRow {
   readonly cells: readonly string[];
 }
 
-export const SUSPECT_COLUMNS = [
+/** `price` of a GPU-hour: with it the column Cost. */
+export const suspectColumns = (price: number | null): string[] => [
   "Subject",
   "Cause",
   "State",
   "Confidence",
   "On every step",
   "GPU-hours",
+  ...(price === null ? [] : ["Cost"]),
   "Since",
 ];
 
@@ -107,6 +112,7 @@ export function suspectRows(
   verdicts: readonly Verdict[],
   newestStep: number | null,
   world: number,
+  price: number | null = null,
 ): SuspectRow[] {
   return verdicts.map((verdict) => {
     const hours = gpuHours(verdict, newestStep ?? verdict.since.step, world);
@@ -122,6 +128,7 @@ export function suspectRows(
         percent(verdict.confidence),
         verdict.cause === "hang" ? ABSENT : `+${seconds(verdict.effect.secondsPerStep)}`,
         gpuHoursText(hours),
+        ...(price === null ? [] : [moneyText(hours * price)]),
         `step ${verdict.since.step}${until}, ${clock(verdict.since.time)}`,
       ],
     };
