@@ -62,3 +62,32 @@ def test_every_message_of_a_pipeline_is_sent_and_received_once(run_ranks: RunRan
                 received[key] += 1
     assert sent == received
     assert set(sent.values()) == {1}
+
+
+WINDOWS = "--trace-interval 2 --continuous-trace-iterations 1 --trace-budget 100"
+WINDOW_LAYOUTS = [
+    pytest.param(
+        1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="recomputed"
+    ),
+    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", id="TP2-SP", marks=pytest.mark.gpus(2)),
+    pytest.param(2, "--pipeline-model-parallel-size 2", id="PP2", marks=pytest.mark.gpus(2)),
+]
+
+
+@pytest.mark.parametrize(("world", "flags"), WINDOW_LAYOUTS)
+def test_windows_change_no_bit_and_add_no_wait(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str
+) -> None:
+    in_windows = traced(run_ranks, tmp_path, world, f"{flags} {WINDOWS}")
+    without = run_ranks(world, train, f"--deterministic-mode {flags}")
+    for name in ("losses", "norms", "synchronisations"):
+        assert [result[name] for result in in_windows] == [result[name] for result in without]
+    for result in in_windows:
+        records = np.frombuffer(result["records"], RECORD)
+        tensor = records[np.isin(records["kind"], [RecordKind.TP_REDUCE, RecordKind.TP_GATHER])]
+        assert ("--tensor" in flags) == bool(len(tensor))
+        for kind in (RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD):
+            parts = records[records["kind"] == kind]
+            assert set(parts["step"].tolist()) == set(range(1, STEPS + 1, 2))
+            assert (parts["flags"] & Flag.DEVICE_CLOCK).all()
+            assert (parts["duration"] > 0).all()

@@ -27,7 +27,7 @@ from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.offline.megatronapp_files import read_rank_files
 from megatronapp_analyzer.offline.read import read_traces
 from megatronapp_analyzer.offline.stored import ingest_of
-from megatronapp_common.trace import Counter, Flag, PassFlag, RecordKind
+from megatronapp_common.trace import NO_LAYER, Counter, Flag, LayerSite, PassFlag, RecordKind
 
 TIMES = st.integers(0, 3000) | st.integers(0, 10).map(lambda part: 5000 * part)
 
@@ -177,6 +177,20 @@ def test_host_device_and_transfers_have_tracks_of_their_own(device_steps: TraceI
         assert by_role["transfers"] == by_role["transfers 2"] == {"copy"}
         assert {viewed.tracks[f"{name} {role}"] for role in ROLES} == {process}
     assert viewed.counters == {"loss": [(9_999_900, 4.0), (19_999_900, 5.0)], "cpu_pressure 0": [(14_999_900, 0.5)]}
+
+
+def test_parts_of_passes_are_named_with_their_layer(step_rows: Any, ring_header: Any, rows: Any) -> None:
+    filled = TraceIngest(StoreLimits())
+    filled.add_ring(0, ring_header(0))
+    part = {"kind": RecordKind.LAYER_FORWARD, "start_ns": 1_000_001_000, "duration": 10, "comm": NO_COMM_SLOT}
+    parts = [part | {"ordinal": LayerSite.MLP, "layer": 3}, part | {"ordinal": LayerSite.LOSS, "layer": NO_LAYER}]
+    body = np.concatenate([rows(parts), step_rows(0, 0)])
+    filled.add_records(0, {"rank": 0, "worker": 0, "first": 0, "lost": 0}, body.tobytes())
+    filled.end_attempt(0)
+    arguments = [
+        event["args"] for event in chrome_trace(tracked(filled))["traceEvents"] if "layer_forward" in event["name"]
+    ]
+    assert [(entry["part"], entry.get("layer")) for entry in arguments] == [("mlp", 3), ("loss", None)]
 
 
 ROLES = ("host", "device", "transfers", "transfers 2")

@@ -29,16 +29,20 @@ from megatronapp_common.trace import (
     BYTES_UNIT,
     COLLECTIVE_KINDS,
     DURATION_UNIT_NS,
+    NO_LAYER,
     NO_MICROBATCH,
     PASS_KINDS,
     Counter,
     Flag,
+    LayerSite,
     PassFlag,
     RecordKind,
 )
 
 JOB_PROCESS = 1_000_000
 """Process of the curves, above any worker's index."""
+LAYER_KINDS = frozenset({int(RecordKind.LAYER_FORWARD), int(RecordKind.LAYER_BACKWARD)})
+_SITES = {int(site): site.name.lower() for site in LayerSite}
 _COUNTERS = frozenset(int(counter) for counter in Counter)
 _CATEGORIES: Mapping[int, str] = {
     RecordKind.FAULT: "fault",
@@ -279,7 +283,15 @@ def _arguments(step: StoredStep, record: np.void, peer: int) -> dict[str, Argume
         group = step.view.comms.get(int(record["rank"]), {}).get(int(record["comm"]))
         if group is not None:
             arguments |= {"group": group_name(group), "ordinal": int(record["ordinal"])}
-    return arguments
+    return arguments | _part(record)
+
+
+def _part(record: np.void) -> dict[str, Argument]:
+    """Return what a span of a part of a pass is of; nothing of other spans."""
+    site, layer = _SITES.get(int(record["ordinal"])), int(record["layer"])
+    if int(record["kind"]) not in LAYER_KINDS or site is None:
+        return {}
+    return {"part": site} if layer == NO_LAYER else {"part": site, "layer": layer}
 
 
 @functools.cache
