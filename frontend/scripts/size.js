@@ -4,7 +4,7 @@ import { gzipSync } from "node:zlib";
 
 const FIRST_KIB = { js: 70, css: 12 };
 /** All screens that are loaded when they are opened, scripts and styles together. */
-const LAZY_KIB = 134;
+const LAZY_KIB = 135;
 const dist = new URL("../dist/", import.meta.url);
 const html = readFileSync(new URL("index.html", dist), "utf8");
 const sizeOf = (name) => gzipSync(readFileSync(new URL(`assets/${name}`, dist))).length / 1024;

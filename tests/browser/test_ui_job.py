@@ -199,6 +199,8 @@ def test_slow_ranks_show_cost_culprit_and_victims(page: pw.Page, verdict: pw.Loc
     page.keyboard.press("ArrowDown")
     pw.expect(slow.get_by_text(re.compile(r"^stage 1, data 0, rank 2: [\d.]+\S$"))).to_be_attached()
     assert query(page)["rank"] == "2"
+    slow.get_by_role("button", name="Compare").click()
+    pw.expect(slow.get_by_test_id("compared")).to_contain_text(re.compile(r"Slowdown of the job.*\+\d+ %"))
     step = choose_evidence(page, verdict)
     blame = page.get_by_test_id("blame")
     pw.expect(blame.get_by_role("heading", name=f"Lost time of step {step}")).to_be_visible()

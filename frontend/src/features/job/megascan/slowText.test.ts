@@ -1,6 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { RankView, Verdict } from "../../../api/types";
 import { blamedRows, blameSentence, isSlow, victimText } from "./blameText";
+import { comparedRows, rangeText, usualBefore } from "./compareText";
 import { modelOf, type Blame, type SlowCell, type Slowdowns } from "./megascanApi";
 import {
   cellAtPlace,
@@ -158,6 +159,31 @@ describe("blame", () => {
     const model = modelOf(blame(), timeline);
     expect(model.lanes.map(({ rank }) => rank)).toEqual([0, 1]);
     expect(model.laneOf.get(1)).toBe(1);
+  });
+});
+
+describe("two windows", () => {
+  it("are compared by step and by the cells that changed most", () => {
+    const before = slowdowns({
+      recordedSeconds: [0.1],
+      slowdown: 1,
+      cells: [cell(0, 0, 1), cell(1, 0, 1)],
+      steps: [1],
+    });
+    const after = slowdowns({ cells: [cell(0, 0, 1.01), cell(1, 0, 1.9), cell(1, 1, null)] });
+    const rows = comparedRows(before, after, []);
+    expect(rows[0]).toEqual(["Step", "100 ms", "200 ms", "+100 %"]);
+    expect(rows[3]).toEqual(["stage 1, data 0", "1.00×", "1.90×", "+90 %"]);
+    expect(rows.at(-1)).toEqual(["stage 1, data 1", "–", "–", "–"]);
+    expect(rangeText(after)).toBe("steps 7 to 8");
+  });
+
+  it("begin with the steps before the first finding", () => {
+    expect(usualBefore(slowdowns(), [verdict({ since: { attempt: 0, step: 40, time: 0 } })])).toEqual({
+      from: 24,
+      to: 39,
+    });
+    expect(usualBefore(slowdowns(), [])).toEqual({ from: 0, to: 6 });
   });
 });
 
