@@ -460,27 +460,6 @@ def test_a_summary_of_another_shape_is_none(document: object) -> None:
     assert hub_summary.read_summary(document) is None
 
 
-def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
-    verdict = {
-        "id": "v1",
-        "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"},
-        "cause": "compute",
-        "state": "confirmed",
-        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0, "gpuHours": 1.5, "cost": 3.75},
-        "confidence": 0.9,
-        "since": {"attempt": 0, "step": 60, "time": 1.0},
-        "sentence": "Rank 1 is slow.",
-    }
-    read = hub_summary.read_summary(
-        {"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]}
-    )
-    assert read is not None and read.progress is not None
-    assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
-    (slow,) = read.slow_ranks
-    assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
-    assert (slow.gpu_hours, slow.cost) == (1.5, 3.75)
-
-
 def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
     actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(300)]
     read = hub_summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])

@@ -158,3 +158,22 @@ def test_the_note_of_an_event_is_truncated_in_bytes_between_characters(text: str
 
 def test_numbers_of_a_record_that_no_status_holds_are_none() -> None:
     assert [_number(number) for number in (0, 2**31 - 1, 2**31, -1, True, "1", None)] == [0, 2**31 - 1, *[None] * 5]
+
+
+def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
+    verdict = {
+        "id": "v1",
+        "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"},
+        "cause": "compute",
+        "state": "confirmed",
+        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0, "gpuHours": 1.5, "cost": 3.75},
+        "confidence": 0.9,
+        "since": {"attempt": 0, "step": 60, "time": 1.0},
+        "sentence": "Rank 1 is slow.",
+    }
+    read = read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
+    assert read is not None and read.progress is not None
+    assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
+    (slow,) = read.slow_ranks
+    assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
+    assert (slow.gpu_hours, slow.cost) == (1.5, 3.75)
