@@ -46,7 +46,7 @@ class Trace(ManifestModel):
     """Steps of a window; defaults to 1."""
     granularity: Literal["base", "full"] | None = None
     """Spans in windows besides phases: tensor-parallel collectives (base), parts of layers, too (full, the default)."""
-    directory: Annotated[str, Field(min_length=1)] | None = None
+    directory: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Folder for the steps in windows, in files of MegatronApp's form, one per rank."""
 
 
