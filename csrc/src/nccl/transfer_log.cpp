@@ -56,6 +56,9 @@ TransferLog::Pending* TransferLog::begin(Communicator& communicator, Operation o
         return nullptr;
     }
     pending->log = this;
+    pending->is_counted.store(channels > 0, std::memory_order_relaxed);
+    pending->begun_ns.store(monotonic_ns(), std::memory_order_relaxed);
+    pending->ended_ns.store(0, std::memory_order_relaxed);
     pending->open.store(channels + 1, std::memory_order_relaxed);
     pending->start_ns.store(0, std::memory_order_relaxed);
     pending->end_ns.store(0, std::memory_order_relaxed);
@@ -76,11 +79,19 @@ TransferLog::Pending* TransferLog::begin(Communicator& communicator, Operation o
 void TransferLog::enqueued(Pending& pending) noexcept { close_part(pending); }
 
 TransferLog::Channel* TransferLog::begin_channel(Pending& pending, std::uint64_t start_ns) noexcept {
+    if (!pending.used.load(std::memory_order_acquire)) {
+        return nullptr;  // it was finished without this channel
+    }
     lower(pending.start_ns, start_ns);
     Channel* channel = taken(channels_, next_channel_);
     if (channel == nullptr) {
-        close_part(pending);  // its end will not be seen
+        if (pending.is_counted.load(std::memory_order_relaxed)) {
+            close_part(pending);  // its end will not be seen
+        }
         return nullptr;
+    }
+    if (!pending.is_counted.load(std::memory_order_relaxed)) {
+        pending.open.fetch_add(1, std::memory_order_relaxed);
     }
     channel->pending = &pending;
     channel->end_ns = 0;
@@ -90,18 +101,24 @@ TransferLog::Channel* TransferLog::begin_channel(Pending& pending, std::uint64_t
 void TransferLog::end_channel(Channel& channel) noexcept {
     Pending& pending = *channel.pending;
     raise(pending.end_ns, channel.end_ns);
+    pending.ended_ns.store(monotonic_ns(), std::memory_order_relaxed);
     channel.used.store(false, std::memory_order_release);
     close_part(pending);
 }
 
 void TransferLog::close_part(Pending& pending) noexcept {
-    if (pending.open.fetch_sub(1, std::memory_order_acq_rel) != 1) {
-        return;
+    const bool was_last = pending.open.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    if (was_last && pending.is_counted.load(std::memory_order_relaxed)) {
+        finish(pending, monotonic_ns());
     }
+}
+
+void TransferLog::finish(Pending& pending, std::uint64_t seen_ns) noexcept {
     Transfer transfer = pending.transfer;
     transfer.device_start_ns = pending.start_ns.load(std::memory_order_relaxed);
     transfer.device_end_ns = pending.end_ns.load(std::memory_order_relaxed);
-    transfer.seen_ns = monotonic_ns();
+    transfer.seen_ns = seen_ns;
+    pending.begun_ns.store(0, std::memory_order_relaxed);
     pending.used.store(false, std::memory_order_release);
     const std::lock_guard lock(finished_mutex_);
     if (transfer.device_end_ns == 0 || finished_.size() == most_finished_) {
@@ -111,7 +128,25 @@ void TransferLog::close_part(Pending& pending) noexcept {
     }
 }
 
-std::size_t TransferLog::take(std::span<Transfer> out) {
+void TransferLog::sweep(std::uint64_t quiet_ns, std::uint64_t expire_ns) noexcept {
+    const std::uint64_t now_ns = monotonic_ns();
+    for (Pending& pending : pending_) {
+        if (!pending.used.load(std::memory_order_acquire)) {
+            continue;
+        }
+        const std::uint64_t ended_ns = pending.ended_ns.load(std::memory_order_relaxed);
+        const std::uint64_t begun_ns = pending.begun_ns.load(std::memory_order_relaxed);
+        const bool is_quiet = !pending.is_counted.load(std::memory_order_relaxed) &&
+                              pending.open.load(std::memory_order_acquire) == 0 && ended_ns != 0 &&
+                              ended_ns + quiet_ns <= now_ns;
+        if (is_quiet || (begun_ns != 0 && ended_ns == 0 && begun_ns + expire_ns <= now_ns)) {
+            finish(pending, ended_ns);
+        }
+    }
+}
+
+std::size_t TransferLog::take(std::span<Transfer> out, std::uint64_t quiet_ns, std::uint64_t expire_ns) {
+    sweep(quiet_ns, expire_ns);
     const std::lock_guard lock(finished_mutex_);
     const std::size_t count = std::min(out.size(), finished_.size());
     const auto end = finished_.begin() + static_cast<std::ptrdiff_t>(count);

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "megatronapp/clock.hpp"
 #include "megatronapp/nccl/profiler_interface.hpp"
 #include "megatronapp/nccl/transfer_log.hpp"
 
@@ -47,7 +48,7 @@ class FakeNccl {
 
     void* transfer(const char* function, int peer, std::size_t count) {
         EventDescription event{.type = kPointToPoint, .parent = nullptr, .rank = 0, .point_to_point = {}};
-        event.point_to_point = {function, nullptr, "ncclBfloat16", count, peer, 1};
+        event.point_to_point = {function, nullptr, "ncclBfloat16", count, peer, 0};  // as NCCL 2.28 does
         return enqueued(event);
     }
 
@@ -102,11 +103,23 @@ TEST(NcclPlugin, CountsSendsAndReceivesOfEachPeer) {
     FakeNccl nccl(78, 3, 0);
     for (const auto& [function, peer] :
          std::vector<std::pair<const char*, int>>{{"Send", 1}, {"Recv", 1}, {"Send", 2}, {"Send", 1}, {"Recv", 1}}) {
-        FakeNccl::end_channel(nccl.begin_channel(nccl.transfer(function, peer, 8), 1), 2);
+        void* operation = nccl.transfer(function, peer, 8);
+        FakeNccl::end_channel(nccl.begin_channel(operation, 3), 4);
+        FakeNccl::end_channel(nccl.begin_channel(operation, 1), 2);  // begins when the first one has ended
     }
+    std::vector<Transfer> taken;
+    const std::uint64_t deadline_ns = monotonic_ns() + 60'000'000'000;
+    while (taken.size() < 5 && monotonic_ns() < deadline_ns) {
+        for (const Transfer& each : take()) {
+            taken.push_back(each);
+        }
+    }
+    std::ranges::sort(taken, {}, &Transfer::seen_ns);
     std::vector<std::array<int, 3>> found;
-    for (const Transfer& each : take()) {
+    for (const Transfer& each : taken) {
         EXPECT_EQ(each.bytes, 16U);
+        EXPECT_EQ(each.device_start_ns, 1U);
+        EXPECT_EQ(each.device_end_ns, 4U);
         found.push_back({static_cast<int>(each.operation), each.peer, static_cast<int>(each.sequence)});
     }
     const int send = static_cast<int>(Operation::kSend), receive = static_cast<int>(Operation::kReceive);
@@ -127,6 +140,20 @@ TEST(NcclPlugin, DropsAndCountsWhatHasNoRoom) {
         FakeNccl::end_channel(nccl.begin_channel(operation, 1), 2);
     }
     EXPECT_EQ(take().size(), operations.size());
+}
+
+TEST(TransferLog, FreesOperationsWhoseChannelsNeverEnd) {
+    TransferLog log(2, 8);
+    Communicator communicator{
+        .log = &log, .hash = 1, .ranks = 2, .rank = 0, .collectives = {}, .sent = {}, .received = {}};
+    for (const std::uint32_t channels : {0U, 3U}) {  // as of a CUDA graph that captures them
+        log.enqueued(*log.begin(communicator, Operation::kOther, 8, -1, channels));
+    }
+    EXPECT_EQ(log.begin(communicator, Operation::kOther, 8, -1, 1), nullptr);
+    std::vector<Transfer> out(8);
+    EXPECT_EQ(log.take(out, 0, 0), 0U);
+    EXPECT_EQ(log.dropped(), 3U);
+    EXPECT_NE(log.begin(communicator, Operation::kOther, 8, -1, 1), nullptr);
 }
 
 TEST(NcclPlugin, LogsEveryOperationOfSeveralCommunicatorsAndThreads) {

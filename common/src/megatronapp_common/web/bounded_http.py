@@ -4,6 +4,7 @@ uvicorn waits without limit for the head of a request, and for a peer that reads
 """
 
 import asyncio
+from typing import cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,10 +23,9 @@ class ReadDeadline(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, whose buffer the timer watches."""
-        assert isinstance(transport, asyncio.Transport)
         self._stall: asyncio.TimerHandle | None = None
         self._unread = 0
-        self._peer = transport
+        self._peer = cast(asyncio.Transport, transport)  # uvloop's are not instances of it
         super().connection_made(transport)
 
     def pause_writing(self) -> None:

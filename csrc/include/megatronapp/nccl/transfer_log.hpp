@@ -67,7 +67,10 @@ class TransferLog {
     /// An operation between its enqueuing and the end of its last kernel.
     struct Pending : Handle {
         Pending() noexcept : Handle(false) {}
-        std::atomic<std::uint32_t> open{0};  // channels that have not ended, and 1 until it is enqueued
+        std::atomic<std::uint32_t> open{0};      // channels that have not ended, and 1 until it is enqueued
+        std::atomic<bool> is_counted{true};      // NCCL has announced how many channels there will be
+        std::atomic<std::uint64_t> begun_ns{0};  // host time of its enqueuing
+        std::atomic<std::uint64_t> ended_ns{0};  // host time of the newest end of a channel
         std::atomic<std::uint64_t> start_ns{0};
         std::atomic<std::uint64_t> end_ns{0};
         TransferLog* log{nullptr};
@@ -81,6 +84,9 @@ class TransferLog {
         std::uint64_t end_ns{0};
     };
 
+    static constexpr std::uint64_t kQuietNs = 20'000'000;
+    static constexpr std::uint64_t kExpireNs = 60'000'000'000;
+
     TransferLog(std::size_t pending, std::size_t finished);
 
     /// Returns null, and counts the operation as dropped, where too many are pending.
@@ -91,12 +97,16 @@ class TransferLog {
     Channel* begin_channel(Pending& pending, std::uint64_t start_ns) noexcept;
     void end_channel(Channel& channel) noexcept;
 
-    /// Copies finished operations to `out`, oldest first, and returns their number.
-    std::size_t take(std::span<Transfer> out);
+    /// Copies finished operations to `out`, oldest first, and returns their number. NCCL does not say how many channels
+    /// a send or receive has: one is finished once it has been quiet for `quiet_ns` after the end of a channel. Those
+    /// without an end after `expire_ns`, as in a CUDA graph that captures them, are dropped.
+    std::size_t take(std::span<Transfer> out, std::uint64_t quiet_ns = kQuietNs, std::uint64_t expire_ns = kExpireNs);
     [[nodiscard]] std::uint64_t dropped() const noexcept { return dropped_.load(std::memory_order_relaxed); }
 
   private:
     void close_part(Pending& pending) noexcept;
+    void finish(Pending& pending, std::uint64_t seen_ns) noexcept;
+    void sweep(std::uint64_t quiet_ns, std::uint64_t expire_ns) noexcept;
 
     std::vector<Pending> pending_;
     std::vector<Channel> channels_;
