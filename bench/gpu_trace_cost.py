@@ -288,7 +288,7 @@ def main() -> int:
     results: dict[str, dict[str, Any]] = {}
     for name in options.layouts:
         results[name] = launched(name, arguments)
-        print(row(name, results[name]), flush=True)  # a later layout may be cut short
+        print(table_row(name, results[name]), flush=True)  # a later layout may be cut short
     brief = {name: {key: value for key, value in row.items() if key != "blocks"} for name, row in results.items()}
     print(json.dumps(brief, indent=1))
     print("| Layout | Step | Cost of tracing | Control (A against A) | Host, of a step |\n|---|---|---|---|---|")

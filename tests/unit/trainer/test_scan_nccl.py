@@ -143,8 +143,8 @@ def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pat
     device_ns = 50_000_000_000  # a clock of its own
     known.run(all_reduce(256), device_ns - 1_500_000_000, device_ns - 1_400_000_000)  # in step 10
     known.run(send(1), device_ns - 500_000_000, device_ns)
-    other.run(send(0), device_ns - 100_000, device_ns)
-    bodies = []
+    other.run(all_reduce(4), device_ns - 100_000, device_ns)
+    bodies: list[bytes] = []
     reader = native.RingReader(str(tmp_path / "ring"))
     deadline_s = time.monotonic() + 60
     while len(bodies) < 3 and time.monotonic() < deadline_s:  # how many channels sends have is not announced
@@ -158,8 +158,8 @@ def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pat
     columns = ("step", "comm", "layer", "ordinal", "aux", "duration")
     assert [tuple(int(record[name]) for name in columns) for record in records] == [
         (10, 5, NcclOperation.ALL_REDUCE, 1, 64, 12_500_000),
+        (11, NO_COMM, NcclOperation.ALL_REDUCE, 0, 1, 12_500),
         (11, 3, NcclOperation.SEND, 0, 8, 62_500_000),
-        (11, NO_COMM, NcclOperation.SEND, 0, 8, 12_500),
     ]
     assert TRANSFER.itemsize == 64
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-import megatronapp_native as native
 from megatronapp_common.trace import BYTES_UNIT, NO_COMM, NO_MICROBATCH, Flag, NcclOperation, RecordKind
+from megatronapp_native import _native
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.scan.recorder import TraceRing
 
@@ -59,7 +59,7 @@ class TransferLog(Protocol):
 
 def plugin_path() -> pathlib.Path:
     """Return the path of the plugin, which is installed with `megatronapp_native`."""
-    return pathlib.Path(native.__file__).with_name("libmegatronapp_nccl_profiler.so")
+    return pathlib.Path(_native.__file__).with_name("libmegatronapp_nccl_profiler.so")
 
 
 def choose_plugin(*, is_cuda: bool) -> None:
