@@ -7,8 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+from scope_pages import bearer
 
+from megatronapp_analyzer.hub.state.progress import Progress
+from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS
 from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
+from megatronapp_common.web.tokens import TokenRole
 from megatronapp_native import RingWriter
 
 pytestmark = pytest.mark.asyncio
@@ -66,6 +70,9 @@ async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worke
 
             window = {"steps": 3, "ranks": [1], "granularity": "base"}
             answer = await client.post("/api/v1/trace/windows", json=window)
+            assert (answer.status_code, answer.json()["code"]) == (403, "needs-controller")
+            client.headers.update(bearer(hub, TokenRole.CONTROLLER))
+            answer = await client.post("/api/v1/trace/windows", json=window)
             assert answer.status_code == 201, answer.text
             first = answer.json()["fromStep"]
             assert first > 1
@@ -74,6 +81,14 @@ async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worke
             assert (answer.status_code, answer.json()["code"]) == (409, "rank-gone")
             answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 0})
             assert (answer.status_code, answer.json()["code"]) == (409, "steps-over")
+            far = {"steps": 1, "fromStep": 200_000}
+            answers = [await client.post("/api/v1/trace/windows", json=far) for _ in range(MAX_WINDOWS)]
+            assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {(409, "step-too-far")}
+            answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 2**31})
+            assert answer.status_code == 422
+            hub.hub.ranks.progress = Progress(total_iterations=40)
+            answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 40})
+            assert (answer.status_code, answer.json()["code"]) == (409, "step-never-reached")
 
             async def on_page() -> bool:
                 found = page.read() or {}
@@ -177,6 +192,7 @@ async def test_a_killed_agent_is_replaced_without_loss(hub: Any, worker: Any, un
 
 RANK_PROCESS = """
 import json, sys, time
+from megatronapp_common.web.tokens import TokenRole
 from megatronapp_native import RingWriter
 directory, prefix, jobs = sys.argv[1], sys.argv[2], json.load(sys.stdin)
 writers = []

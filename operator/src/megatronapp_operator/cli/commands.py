@@ -280,7 +280,10 @@ attention, MLP, norms, embedding and loss of each layer. Needs spec.analyzer.ena
     _add_job(parser, "name of a running job")
     parser.add_argument("--steps", type=parse_count, required=True, metavar="N", help="number of steps")
     parser.add_argument(
-        "--from-step", type=parse_index, metavar="N", help="first step (default: as soon as all ranks can know of it)"
+        "--from-step",
+        type=parse_index,
+        metavar="N",
+        help="first step, at most 100000 after the newest (default: as soon as all ranks can know of it)",
     )
     parser.add_argument(
         "--ranks", type=parse_index, nargs="+", metavar="R", help="with their tensor groups (default: all ranks)"

@@ -17,6 +17,10 @@ MAX_WINDOWS = 4
 MAX_RANKS = 64
 """Ranks that a window names; without any it is of all."""
 MAX_STEPS = 1000
+MAX_FIRST_STEP = 2**31 - 1
+"""Largest step that the ranks' control page can hold."""
+MAX_LEAD = 100_000
+"""Steps from the newest known one to the begin of a window, so that none occupies the page for ever."""
 SUSPECT_STEPS = 3
 """Steps of a window that a verdict brings."""
 SUSPECT_INTERVAL_S = 600.0
@@ -35,7 +39,7 @@ class WindowRequest(ApiModel):
     granularity: Literal["base", "full"] = "full"
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_RANKS)] | None = None
     """With the other ranks of their tensor groups; null: all ranks."""
-    from_step: Annotated[int | None, Field(ge=0)] = None
+    from_step: Annotated[int | None, Field(ge=0, le=MAX_FIRST_STEP)] = None
     """First step; null: as soon as all ranks can know of it."""
 
 

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.addresses import hub_access
+from megatronapp_operator.cli.addresses import controller_access
 from megatronapp_operator.cli.inject import post
 from megatronapp_operator.errors import OperatorError
 
@@ -14,7 +14,7 @@ def main(arguments: argparse.Namespace) -> int:
     job = registry.view(arguments.job)
     if job.ended:
         raise OperatorError(f"{job.name} has ended ({job.phase}); windows need a running job")
-    url, token = hub_access(job.paths)
+    url, token = controller_access(job.paths)
     print(describe_window(post(f"{url}/api/v1/trace/windows", token=token, document=window_of(arguments))))
     return 0
 

@@ -6,13 +6,14 @@ from fastapi import APIRouter, status
 
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS, Window, WindowRequest, first_step
+from megatronapp_analyzer.hub.state.windows import MAX_LEAD, MAX_WINDOWS, Window, WindowRequest, first_step
+from megatronapp_analyzer.scope.routes import CONTROLLER
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEM: dict[str, Any] = {"model": Problem}
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 422: PROBLEM}
-BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 403: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
 
 router = APIRouter(prefix="/api/v1/trace/windows", responses=PROBLEMS)
 
@@ -23,7 +24,9 @@ async def list_windows(hub: HubOf) -> list[Window]:
     return hub.windows.current(hub.ingest.newest_step())
 
 
-@router.post("", operation_id="orderWindow", status_code=status.HTTP_201_CREATED, responses=BODY)
+@router.post(
+    "", operation_id="orderWindow", status_code=status.HTTP_201_CREATED, responses=BODY, dependencies=CONTROLLER
+)
 async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     """Record parts of passes of some steps, on some ranks or all."""
     newest = hub.ingest.newest_step()
@@ -56,10 +59,33 @@ def _check(hub: Hub, request: WindowRequest, newest: int | None) -> None:
             "ranks of MegaFBD run no modules whose parts could be timed",
             "Order a window of granularity base: all tensor-parallel collectives.",
         )
-    if request.from_step is not None and newest is not None and request.from_step + request.steps - 1 <= newest:
+    if request.from_step is not None:
+        _check_reached(hub, request.from_step, request.steps, newest)
+
+
+def _check_reached(hub: Hub, from_step: int, steps: int, newest: int | None) -> None:
+    """Raises HttpError for a window that is over, or that the job reaches never or not soon."""
+    if newest is not None and from_step + steps - 1 <= newest:
         raise HttpError(
             409,
             "steps-over",
-            f"the window would end with step {request.from_step + request.steps - 1}, and step {newest} is finished",
+            f"the window would end with step {from_step + steps - 1}, and step {newest} is finished",
             "Leave fromStep out: the window then begins as soon as all ranks can know of it.",
+        )
+    progress = hub.ranks.progress
+    total = None if progress is None else progress.total_iterations
+    if total is not None and from_step >= total:
+        raise HttpError(
+            409,
+            "step-never-reached",
+            f"the window would begin with step {from_step}, and the last step of this job is {total - 1}",
+            f"Let it begin at step {total - 1} or earlier.",
+        )
+    known = max(newest or 0, (progress.iteration or 0) if progress is not None else 0)
+    if from_step > known + MAX_LEAD:
+        raise HttpError(
+            409,
+            "step-too-far",
+            f"the window would begin with step {from_step}, more than {MAX_LEAD} steps after step {known}",
+            f"Let it begin at step {known + MAX_LEAD} or earlier.",
         )
