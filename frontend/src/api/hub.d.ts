@@ -1137,14 +1137,14 @@ export interface components {
             blamedSeconds: number;
             /**
              * Culpritspans
-             * @description Those of the path in which the culprit was slow.
+             * @description Those of the path in which the culprit was slow; the 2,000 longest.
              */
             culpritSpans: number[];
             /** Idealseconds */
             idealSeconds: number;
             /**
              * Path
-             * @description Spans that the length of the step depends on, in order.
+             * @description Spans that the length of the step depends on, in order; the 2,000 longest.
              */
             path: number[];
             /**
@@ -1158,7 +1158,7 @@ export interface components {
             step: number;
             /**
              * Victimspans
-             * @description Spans in which victims waited.
+             * @description Spans in which victims waited; the 2,000 longest.
              */
             victimSpans: number[];
             /**
@@ -4249,6 +4249,15 @@ export interface operations {
                     "application/json": components["schemas"]["Problem"];
                 };
             };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
         };
     };
     addCode: {
@@ -6971,6 +6980,15 @@ export interface operations {
                     "application/json": components["schemas"]["Problem"];
                 };
             };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
         };
     };
     listSteps: {
@@ -7248,6 +7266,15 @@ export interface operations {
                     "application/json": components["schemas"]["Problem"];
                 };
             };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
             /** @description Request Timeout */
             408: {
                 headers: {
@@ -7315,6 +7342,15 @@ export interface operations {
             };
             /** @description Unprocessable Entity */
             422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -8,11 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http import views
+from megatronapp_analyzer.hub.http.megascan.views import tracer_view
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.progress import Progress
+from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
 from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
@@ -110,3 +112,36 @@ def test_a_training_that_is_paused_before_its_first_step_is_running(hub: Hub) ->
     assert views.phase(hub) == "Starting"
     hub.ranks.progress = Progress.model_validate({"state": "paused"})
     assert views.phase(hub) == "Running"
+
+
+def test_the_clock_of_another_node_is_unknown_until_traffic_ties_it(hub: Hub, ring_header: Any) -> None:
+    for rank, boot_id in ((0, "a"), (1, "b")):
+        hub.ingest.add_ring(1, ring_header(rank) | {"bootId": boot_id})
+    assert [worker.clock_seconds for worker in tracer_view(hub, []).workers] == [0.0, None]
+    text = generate_latest(build_registry(hub)).decode()
+    assert 'megascan_clock_residual_seconds{job_id="demo",pod="demo-worker-0"} 0.0' in text
+    assert 'megascan_clock_residual_seconds{job_id="demo",pod="demo-worker-1"}' not in text
+    newest = hub.ingest.newest
+    assert newest is not None
+    newest.clock_uncertainty_s = {0: 0.0, 1: 2e-5}
+    assert [worker.clock_seconds for worker in tracer_view(hub, []).workers] == [0.0, 2e-5]
+
+
+@pytest.mark.parametrize(("attempt", "end", "steps"), [(0, 10, 6), (1, 2, 4)])
+def test_steps_of_a_verdict_are_of_one_attempt(hub: Hub, attempt: int, end: int, steps: int) -> None:
+    found = Verdict(
+        id="a",
+        subject=VerdictSubject(type=SubjectType.RANK, ranks=(1,)),
+        cause=Cause.COMPUTE,
+        state=VerdictState.CLEARED,
+        seconds_per_step=1.0,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(7, 8),
+        evidence_text=(),
+        since=JobMoment(attempt=0, step=5, time=1.0),
+        until=JobMoment(attempt=attempt, step=end, time=2.0),
+    )
+    hub.verdicts.update([found])
+    (view,) = views.verdicts(hub)
+    assert view.effect.gpu_hours == pytest.approx(steps * 2 / 3600, rel=0.01)

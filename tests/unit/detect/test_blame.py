@@ -1,5 +1,6 @@
 """Slowdowns of cells by replay, and the blame of a step: the injected fault is the culprit, and blame adds up."""
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.graph.blame import StepBlame, find_blame
-from megatronapp_analyzer.graph.build import StepGraph, build
+from megatronapp_analyzer.graph.build import Seconds, StepGraph, build
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
 from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view
@@ -19,9 +20,10 @@ from megatronapp_analyzer.hub.http.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.hub.state.answer_cache import REST_FACTOR, AnswerCache
+from megatronapp_analyzer.hub.state.answer_cache import MAX_WAITING, REST_FACTOR, AnswerCache
 from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
+from megatronapp_common.web.problems import HttpError
 
 Graphs = Callable[..., list[StepGraph]]
 FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[int, ...]]] = {
@@ -80,6 +82,35 @@ def test_the_injected_fault_is_the_culprit_and_its_cell_the_slowest(graphs_of: G
     assert blame.items[0].seconds > 0.95 * blame.lost_s
     assert set(graphs[-1].spans["rank"][blame.culprit_spans]) <= {*ranks}
     assert len(blame.culprit_spans) > 0
+
+
+def test_a_large_step_is_replayed_with_few_scenarios_at_a_time_to_the_same_numbers(
+    graphs_of: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = JobLayout.grid(pp=2, dp=2)
+    graphs = graphs_of(layout, FAULTS["compute"][1] | {"rank": 2}, count=2)
+    ideal = usual_weights(graphs, layout, PeerSet.WORK)[-1]
+    numbers: list[int] = []
+
+    def replayer(graph: StepGraph, weights: Seconds) -> Seconds:
+        times = replay(graph, weights)
+        numbers.append(max(weights.size, times.size))
+        return times
+
+    def answers() -> tuple[Slowdowns, StepBlame]:
+        return (
+            find_slowdowns(graphs, layout, PeerSet.WORK, replayer=replayer),
+            find_blame(graphs[-1], ideal, Cells.of(layout).of_rank, replayer),
+        )
+
+    slow, blame = answers()
+    largest, most = max(numbers), 3 * max(len(graph.edges.weight) for graph in graphs)
+    monkeypatch.setattr("megatronapp_analyzer.graph.replay.MAX_NUMBERS", most)
+    numbers.clear()
+    slow_again, blame_again = answers()
+    assert max(numbers) <= most < largest
+    assert (slow_again.cells_CT == slow.cells_CT).all() and slow_again.kinds == slow.kinds
+    assert blame_again.items == blame.items and (blame_again.path == blame.path).all()
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -166,7 +197,9 @@ def stored(view: StepRecords, offsets_ns: list[int]) -> StoredStep:
     )
 
 
-def test_views_show_cells_links_and_spans_of_the_timeline(steps_of: Callable[..., list[StepRecords]]) -> None:
+def test_views_show_cells_links_and_spans_of_the_timeline(
+    steps_of: Callable[..., list[StepRecords]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = JobLayout.grid(pp=2, dp=2, ranks_per_node=2)
     fault = {"rank": 2, "kind": "compute", "factor": 2.0, "from_step": 4}
     steps = [stored(view, [0, 0, 5_000_000, 5_000_000]) for view in steps_of(layout, fault)]
@@ -187,6 +220,12 @@ def test_views_show_cells_links_and_spans_of_the_timeline(steps_of: Callable[...
     assert {columns.rank[span] for span in blame.culprit_spans} == {2}
     assert {columns.kind_names[columns.kind[span]] for span in blame.culprit_spans} == {"forward", "backward"}
     assert set(blame.culprit_spans) <= set(blame.path)
+
+    monkeypatch.setattr("megatronapp_analyzer.hub.http.megascan.views.SHOWN_SPANS", 3)
+    few = blame_view(steps[-1], steps[:-1], layout, peers, graphs)
+    assert few is not None
+    longest = sorted(blame.path, key=lambda span: columns.duration_ns[span], reverse=True)[:3]
+    assert few.path == [span for span in blame.path if span in longest]
 
 
 def test_without_whole_steps_nothing_is_slow() -> None:
@@ -212,16 +251,43 @@ def test_large_jobs_are_shown_in_blocks_with_their_slowest_cell(
     assert max(view.cells, key=lambda cell: cell.slowdown or 0).ranks == [6, 7]
 
 
-def test_an_answer_that_took_long_is_computed_again_only_after_a_rest() -> None:
-    now, computed = [0.0], []
+class SlowAnswers:
+    """Answers that each take two seconds of a clock which only they and sleeps move."""
 
-    def compute() -> int:
-        computed.append(now[0])
-        now[0] += 2
-        return len(computed)
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.begun: list[float] = []
+        self.cache = AnswerCache(lambda: self.now, self.sleep)
 
-    cache = AnswerCache(lambda: now[0])
-    assert [cache.answer(("a",), version, compute) for version in (1, 1, 2)] == [1, 1, 1]
-    now[0] += 2 * REST_FACTOR
-    assert cache.answer(("a",), 1, compute) == 1
-    assert cache.answer(("a",), 2, compute) == 2
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def compute(self) -> int:
+        self.begun.append(self.now)
+        self.now += 2
+        return len(self.begun)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_took_long_is_computed_again_only_after_a_rest() -> None:
+    slow = SlowAnswers()
+    assert [await slow.cache.answer(("a",), version, slow.compute) for version in (1, 1, 2)] == [1, 1, 1]
+    slow.now += 2 * REST_FACTOR
+    assert await slow.cache.answer(("a",), 1, slow.compute) == 1
+    assert await slow.cache.answer(("a",), 2, slow.compute) == 2
+    slow.cache.close()
+
+
+@pytest.mark.asyncio
+async def test_the_rest_is_of_all_questions_together_and_few_requests_wait_for_it() -> None:
+    slow = SlowAnswers()
+    answers = await asyncio.gather(
+        *(slow.cache.answer((number,), 1, slow.compute) for number in range(MAX_WAITING + 3)), return_exceptions=True
+    )
+    assert answers[: MAX_WAITING + 1] == list(range(1, MAX_WAITING + 2))
+    assert slow.begun == [2 * (1 + REST_FACTOR) * number for number in range(MAX_WAITING + 1)]
+    for refused in answers[MAX_WAITING + 1 :]:
+        assert isinstance(refused, HttpError)
+        assert (refused.status, refused.code, refused.retry_s) == (503, "busy", 1)
+    slow.cache.close()

@@ -9,13 +9,14 @@ slowdowns of `graph.usual` show it.
 
 import dataclasses
 import enum
+from collections.abc import Iterator
 
 import numpy as np
 
 from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
-from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
+from megatronapp_analyzer.graph.replay import Replayer, lanes_at_once, makespan_s, replay
 from megatronapp_analyzer.graph.waits import Waits, attribute
 from megatronapp_common.trace import COMPUTE_KINDS, P2P_KINDS, RecordKind
 
@@ -96,29 +97,39 @@ class StepBlame:
 def find_blame(graph: StepGraph, ideal: Seconds, unit_of_rank: Index, replayer: Replayer = replay) -> StepBlame:
     """Return the blame of a step whose edges usually have the weights `ideal`; units are those it was built with."""
     grown = graph.edges.weight - ideal
-    points = (np.arange(POINTS) + 0.5) / POINTS
-    weights = ideal[:, None] + grown[:, None] * np.concatenate([[0.0, 1.0], points])
-    times = replayer(graph, weights)
-    ideal_s, recorded_s = makespan_s(graph, times)[:2]
+    replays = _replays(graph, ideal, grown, replayer)
+    ideal_s = float(makespan_s(graph, next(replays)[1]))
+    weights, times = next(replays)
+    recorded_s, path = float(makespan_s(graph, times)), critical_path(graph, weights, times)
     blame = np.zeros(len(grown))
-    for point in range(2, weights.shape[1]):
-        path = critical_path(graph, weights[:, point], times[:, point])
-        blame[path] += grown[path] / POINTS
+    for weights, times in replays:
+        between = critical_path(graph, weights, times)
+        blame[between] += grown[between] / POINTS
     items = _items(graph, blame, unit_of_rank)
     culprit = items[0] if items and items[0].seconds > 0 else None
     late = () if culprit is None else culprit.late_ranks
-    path = critical_path(graph, weights[:, 1], times[:, 1])
     waits = attribute(graph)
-    victims = _victims(waits, late, float(recorded_s - ideal_s))
+    victims = _victims(waits, late, recorded_s - ideal_s)
     return StepBlame(
-        recorded_s=float(recorded_s),
-        ideal_s=float(ideal_s),
+        recorded_s=recorded_s,
+        ideal_s=ideal_s,
         items=items,
         victims=victims,
         path=_in_order(graph.edges.span[path]),
         culprit_spans=_culprit_spans(graph, path, grown, culprit),
         victim_spans=_victim_spans(waits, victims, late),
     )
+
+
+def _replays(graph: StepGraph, ideal: Seconds, grown: Seconds, replayer: Replayer) -> Iterator[tuple[Seconds, Seconds]]:
+    """Yield weights and times of the step with none of the growth, with all of it, and at each point in between."""
+    parts = np.concatenate([[0.0, 1.0], (np.arange(POINTS) + 0.5) / POINTS])
+    together = lanes_at_once(graph)
+    for first in range(0, len(parts), together):
+        weights = ideal[:, None] + grown[:, None] * parts[first : first + together]
+        times = replayer(graph, weights)
+        for lane in range(weights.shape[1]):
+            yield weights[:, lane], times[:, lane]
 
 
 def critical_path(graph: StepGraph, weights: Seconds, times: Seconds) -> Index:

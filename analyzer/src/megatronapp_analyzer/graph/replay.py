@@ -7,6 +7,15 @@ import numpy as np
 
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
 
+MAX_NUMBERS = 10_000_000
+"""Numbers in an array of a replay: 80 MB; a step with more edges is replayed in one scenario at a time."""
+MAX_LANES = 16
+
+
+def lanes_at_once(graph: StepGraph) -> int:
+    """Return how many scenarios are replayed together, so that weights and times stay within MAX_NUMBERS."""
+    return min(MAX_LANES, max(1, MAX_NUMBERS // max(len(graph.edges.weight), graph.events, 1)))
+
 
 class Replayer(Protocol):
     """Computes when the events of a step happen if its edges have other weights."""

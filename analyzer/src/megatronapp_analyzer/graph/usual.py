@@ -8,7 +8,8 @@ too, so that a host that stalls is found.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,11 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
-from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
+from megatronapp_analyzer.graph.replay import Replayer, lanes_at_once, makespan_s, replay
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.trace import COMPUTE_KINDS
 
 Mask = NDArray[np.bool_]
-SCENARIOS_AT_ONCE = 16
-"""Scenarios replayed together; bounds the memory of a replay, which holds two rows of all edges for each."""
 MAX_CELLS = 256
 """Cells that are replayed at most: those with the most time beyond the usual."""
 _WORKERS_PERCENT = 3
@@ -154,15 +153,15 @@ def find_slowdowns(
     window = _Window(graphs, layout, peers, replayer)
     replayed = window.heaviest(max_cells)
     kinds = sorted({int(kind) for graph in graphs for kind in np.unique(graph.spans["kind"][graph.edges.span])})
-    table = window.seconds(
-        lambda edges: [
-            np.ones(len(edges.cell), np.bool_),
-            np.zeros(len(edges.cell), np.bool_),
-            ~edges.in_last_stage,
-            *(edges.cell == cell for cell in replayed),
-            *(edges.kind == kind for kind in kinds),
-        ]
-    )
+
+    def scenarios(edges: _EdgeOwners) -> Iterator[Mask]:
+        yield np.ones(len(edges.cell), np.bool_)
+        yield np.zeros(len(edges.cell), np.bool_)
+        yield ~edges.in_last_stage
+        yield from (edges.cell == cell for cell in replayed)
+        yield from (edges.kind == kind for kind in kinds)
+
+    table = window.seconds(scenarios)
     recorded_T, ideal_T, without_last_T = table[:3]
     by_cell, by_kind = table[3 : 3 + len(replayed)], table[3 + len(replayed) :]
     cells_CT = np.full((len(window.cells), len(graphs)), np.nan)
@@ -212,13 +211,13 @@ class _Window:
             excess += np.bincount(edges.cell, over, minlength=len(self.cells))
         return np.sort(np.argsort(-excess, kind="stable")[:count])
 
-    def seconds(self, scenarios: Callable[[_EdgeOwners], Sequence[Mask]]) -> Seconds:
+    def seconds(self, scenarios: Callable[[_EdgeOwners], Iterable[Mask]]) -> Seconds:
         """Return the length of each step, [scenarios, T]: an edge is as recorded where its mask is true."""
         columns = []
         for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
-            masks, parts = scenarios(edges), []
-            for first in range(0, len(masks), SCENARIOS_AT_ONCE):
-                recorded = np.stack(masks[first : first + SCENARIOS_AT_ONCE], axis=1)
+            masks, parts = iter(scenarios(edges)), []
+            while together := list(itertools.islice(masks, lanes_at_once(graph))):
+                recorded = np.stack(together, axis=1)
                 weights = np.where(recorded, graph.edges.weight[:, None], ideal[:, None])
                 parts.append(makespan_s(graph, self._replayer(graph, weights)))
             columns.append(np.concatenate(parts))

@@ -231,7 +231,7 @@ class HubCollector(Collector):
         if (state := self._hub.ingest.newest) is None:
             return family
         for rank, ring in state.rings.items():
-            worst[ring.worker] = max(worst.get(ring.worker, 0.0), state.clock_uncertainty_s.get(rank, 0.0))
+            worst[ring.worker] = max(worst.get(ring.worker, 0.0), state.clock_doubt_s(rank))
         for worker, seconds in sorted(worst.items()):
             if np.isfinite(seconds):
                 family.add_metric([self._job, self._pod(worker)], seconds)

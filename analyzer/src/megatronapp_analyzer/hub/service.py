@@ -110,6 +110,7 @@ class Hub:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.answers.close()
             self._spooled.close()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

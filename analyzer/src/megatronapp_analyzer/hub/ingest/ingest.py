@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -135,6 +136,17 @@ class AttemptState:
             values=self._digester.values(step.records),
         )
         return StoredStep(view=view, digest=digest, offsets_ns=offsets)
+
+    def clock_doubt_s(self, rank: int) -> float:
+        """Return what times of a rank with a ring may be wrong by against the first worker's: infinite where unknown.
+
+        Ranks of the first worker's node have its clock.
+        """
+        known = self.clock_uncertainty_s.get(rank)
+        if known is not None:
+            return known
+        first = min(self.rings.values(), key=lambda ring: (ring.worker, ring.rank))
+        return 0.0 if self.rings[rank].boot_id == first.boot_id else math.inf
 
     def _offsets(self, view: StepRecords) -> NDArray[np.int64]:
         """Return real time minus each rank's clock.

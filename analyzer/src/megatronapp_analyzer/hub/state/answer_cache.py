@@ -1,40 +1,112 @@
 """Cache of answers that take long to compute."""
 
+import asyncio
+import concurrent.futures
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar, cast
+
+from megatronapp_common.web.problems import HttpError
 
 REST_FACTOR = 10
-"""An answer is returned for this many times as long as it took, even if a newer one could be computed."""
+"""After an answer none is computed for this many times as long as it took."""
+MAX_WAITING = 8
+"""Requests that wait for an answer while another one is computed."""
 V = TypeVar("V")
 
 
-class AnswerCache:
-    """Newest answers by their question. Computed one at a time, and for a tenth of a core at most.
+class _Answer(NamedTuple):
+    version: object
+    value: object
 
-    A page asks again with every step; an answer that took long is returned for ten times as long as it took.
+
+class AnswerCache:
+    """Newest answers by their question, computed by one thread of its own, which rests after each of them.
+
+    All questions together take a tenth of a core at most. A page asks again with every step, and gets its last answer
+    while the thread computes or rests; a question without an answer waits until the rest is over.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, entries: int = 16) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        entries: int = 16,
+    ) -> None:
         self._clock = clock
+        self._sleep = sleep
         self._entries = entries
-        self._lock = threading.Lock()
-        self._answers: OrderedDict[tuple[object, ...], tuple[object, float, object]] = OrderedDict()
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._computing = asyncio.Lock()
+        self._pending = 0
+        self._state = threading.Lock()  # of the two below, which the thread writes
+        self._answers: OrderedDict[tuple[object, ...], _Answer] = OrderedDict()
+        self._rest_end = -math.inf
 
-    def answer(self, question: tuple[object, ...], version: object, compute: Callable[[], V]) -> V:
-        """Return what `compute` returns; an older answer to the question if `version` or too little time has passed."""
-        with self._lock:
+    def close(self) -> None:
+        """End the thread after the answer that it computes."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, question: tuple[object, ...], version: object, compute: Callable[[], V]) -> V:
+        """Return what `compute` returns, or an older answer to the question: one of the same version, or any one while
+        the thread computes or rests.
+
+        Raises HttpError 503 if MAX_WAITING requests wait already.
+        """
+        if (known := self._known(question, version)) is not None:
+            return cast(V, known.value)
+        if self._pending > MAX_WAITING:
+            retry_s = max(1, math.ceil(self._rest_s()))
+            text = f"{MAX_WAITING} requests for the analysis of slow ranks wait already"
+            raise HttpError(503, "busy", text, f"Try again in {retry_s} s.", retry_s=retry_s)
+        self._pending += 1
+        try:
+            async with self._computing:
+                while (rest_s := self._rest_s()) > 0:
+                    await self._sleep(rest_s)
+                found = self._of_version(question, version)
+                if found is None:
+                    loop = asyncio.get_running_loop()
+                    found = await loop.run_in_executor(self._executor, self._compute, question, version, compute)
+                return cast(V, found.value)
+        finally:
+            self._pending -= 1
+
+    def _known(self, question: tuple[object, ...], version: object) -> _Answer | None:
+        """Return an answer that can be given at once."""
+        with self._state:
             known = self._answers.get(question)
-            now = self._clock()
-            if known is not None and (known[0] == version or now < known[1]):
-                self._answers.move_to_end(question)
-                return cast(V, known[2])
-            found = compute()
+            if known is None:
+                return None
+            if known.version != version and not self._pending and self._clock() >= self._rest_end:
+                return None
+            self._answers.move_to_end(question)
+            return known
+
+    def _of_version(self, question: tuple[object, ...], version: object) -> _Answer | None:
+        with self._state:
+            known = self._answers.get(question)
+            return known if known is not None and known.version == version else None
+
+    def _rest_s(self) -> float:
+        with self._state:
+            return self._rest_end - self._clock()
+
+    def _compute(self, question: tuple[object, ...], version: object, compute: Callable[[], object]) -> _Answer:
+        """Compute an answer, in the thread; one that fails is followed by a rest, too."""
+        begun = self._clock()
+        try:
+            found = _Answer(version, compute())
+        finally:
             ended = self._clock()
-            self._answers[question] = (version, ended + REST_FACTOR * (ended - now), found)
+            with self._state:
+                self._rest_end = ended + REST_FACTOR * (ended - begun)
+        with self._state:
+            self._answers[question] = found
             self._answers.move_to_end(question)
             while len(self._answers) > self._entries:
                 self._answers.popitem(last=False)
-            return found
+        return found

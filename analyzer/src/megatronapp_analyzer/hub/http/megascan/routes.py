@@ -1,6 +1,5 @@
 """Routes by which users see what a job loses, to which ranks, and whether its trace is complete."""
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -14,7 +13,11 @@ from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    401: {"model": Problem},
+    422: {"model": Problem},
+    503: {"model": Problem},
+}
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
 COST_STEPS = 16
 """Newest steps in which the cost of tracing is measured."""
@@ -42,7 +45,7 @@ async def slowdowns(hub: HubOf, first: From = None, to: To = None, peers: Peers 
         return views.slowdowns_view(chosen.attempt, chosen.layout, chosen.steps, by, hub.graphs)
 
     version = (chosen.attempt, chosen.steps[-1].view.step if chosen.steps else None)
-    return await asyncio.to_thread(hub.answers.answer, ("slowdowns", first, to, by), version, compute)
+    return await hub.answers.answer(("slowdowns", first, to, by), version, compute)
 
 
 @router.get("/blame", operation_id="getBlame", responses=NOT_FOUND)
@@ -64,8 +67,7 @@ async def blame(
         )
     before = _steps_before(hub, found)
     by = peers or views.default_peers(layout)
-    view = await asyncio.to_thread(
-        hub.answers.answer,
+    view = await hub.answers.answer(
         ("blame", found.key, by),
         len(found.view.records),
         lambda: views.blame_view(found, before, layout, by, hub.graphs),
@@ -93,4 +95,4 @@ def _steps_before(hub: HubReader, step: StoredStep) -> list[StoredStep]:
 async def tracer(hub: HubOf) -> schemas.TracerView:
     """Completeness, clocks and cost of the trace, by worker."""
     recent = [step for step in hub.ingest.store.newest(COST_STEPS) if step.digest.complete]
-    return await asyncio.to_thread(views.tracer_view, hub, recent)
+    return await hub.answers.answer(("tracer",), object(), lambda: views.tracer_view(hub, recent))

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.blame import find_blame
+from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import stream_rows
 from megatronapp_analyzer.graph.usual import (
     MAX_CELLS,
@@ -19,11 +20,12 @@ from megatronapp_analyzer.graph.usual import (
 )
 from megatronapp_analyzer.hub.http.megascan import schemas
 from megatronapp_analyzer.hub.ingest import step_totals
+from megatronapp_analyzer.hub.ingest.digest import durations_ns
 from megatronapp_analyzer.hub.ingest.step_graphs import GraphOfStep, StepGraphs, aligned
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import kind_name
-from megatronapp_analyzer.model import JobLayout
+from megatronapp_analyzer.model import JobLayout, RankRecords
 
 WINDOW_STEPS = 32
 """Steps in an answer at most: the newest of the range."""
@@ -35,7 +37,7 @@ LEAST_CELLS = 8
 EDGES_PER_SPAN = 3
 EXTRA_SCENARIOS = 16
 """Scenarios in addition to those of cells: recorded, ideal, one for each kind of span."""
-SHOWN_CELLS, SHOWN_LINKS, SHOWN_BLAMED, SHOWN_VICTIMS = 4096, 1024, 32, 256
+SHOWN_CELLS, SHOWN_LINKS, SHOWN_BLAMED, SHOWN_VICTIMS, SHOWN_SPANS = 4096, 1024, 32, 256, 2000
 DECIMALS = 7
 
 
@@ -143,7 +145,8 @@ def blame_view(
         return None
     ideal = usual_weights([of_step.graph for of_step in found], layout, peers)[-1]
     blame = find_blame(found[-1].graph, ideal, cells.of_rank)
-    rows = stream_rows(aligned(step).records)
+    records = aligned(step).records
+    rows = stream_rows(records)
     return schemas.BlameView(
         attempt=step.view.attempt,
         step=step.view.step,
@@ -164,10 +167,16 @@ def blame_view(
             )
             for victim in blame.victims[:SHOWN_VICTIMS]
         ],
-        path=rows[blame.path].tolist(),
-        culprit_spans=rows[blame.culprit_spans].tolist(),
-        victim_spans=rows[blame.victim_spans].tolist(),
+        path=_longest(rows[blame.path], records),
+        culprit_spans=_longest(rows[blame.culprit_spans], records),
+        victim_spans=_longest(rows[blame.victim_spans], records),
     )
+
+
+def _longest(rows: Index, records: RankRecords) -> list[int]:
+    """Return the rows of the SHOWN_SPANS longest spans, in the order in which they are given."""
+    order = np.argsort(-durations_ns(records[rows]), kind="stable")[:SHOWN_SPANS]
+    return [int(row) for row in rows[np.sort(order)]]
 
 
 def tracer_view(hub: HubReader, recent: Sequence[StoredStep]) -> schemas.TracerView:
@@ -180,7 +189,6 @@ def tracer_view(hub: HubReader, recent: Sequence[StoredStep]) -> schemas.TracerV
     for rank, ring in rings.items():
         by_worker.setdefault(ring.worker, []).append(rank)
     costs = {rank: ring.record_cost_ns for rank, ring in rings.items() if ring.record_cost_ns is not None}
-    doubts = {} if state is None else state.clock_uncertainty_s
     return schemas.TracerView(
         workers=[
             schemas.TracedWorker(
@@ -189,7 +197,7 @@ def tracer_view(hub: HubReader, recent: Sequence[StoredStep]) -> schemas.TracerV
                 ranks=len(ranks),
                 connected=worker in connected,
                 lost=lost.get(worker, 0),
-                clock_seconds=_number(max(doubts.get(rank, 0.0) for rank in ranks)),
+                clock_seconds=None if state is None else _number(max(map(state.clock_doubt_s, ranks))),
             )
             for worker, ranks in sorted(by_worker.items())
         ],
