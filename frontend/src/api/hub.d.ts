@@ -1137,14 +1137,14 @@ export interface components {
             blamedSeconds: number;
             /**
              * Culpritspans
-             * @description Those of the path in which the culprit was slow; the 2,000 longest.
+             * @description Those of the path in which the culprit was slow: the 2,000 longest.
              */
             culpritSpans: number[];
             /** Idealseconds */
             idealSeconds: number;
             /**
              * Path
-             * @description Spans that the length of the step depends on, in order; the 2,000 longest.
+             * @description Spans that the length of the step depends on, in order: the 2,000 longest.
              */
             path: number[];
             /**
@@ -1158,7 +1158,7 @@ export interface components {
             step: number;
             /**
              * Victimspans
-             * @description Spans in which victims waited; the 2,000 longest.
+             * @description Spans in which victims waited: the 2,000 longest.
              */
             victimSpans: number[];
             /**

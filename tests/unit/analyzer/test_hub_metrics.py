@@ -128,7 +128,7 @@ def test_the_clock_of_another_node_is_unknown_until_traffic_ties_it(hub: Hub, ri
 
 
 @pytest.mark.parametrize(("attempt", "end", "steps"), [(0, 10, 6), (1, 2, 4)])
-def test_steps_of_a_verdict_are_of_one_attempt(hub: Hub, attempt: int, end: int, steps: int) -> None:
+def test_steps_of_a_verdict_are_not_counted_over_attempts(hub: Hub, attempt: int, end: int, steps: int) -> None:
     found = Verdict(
         id="a",
         subject=VerdictSubject(type=SubjectType.RANK, ranks=(1,)),

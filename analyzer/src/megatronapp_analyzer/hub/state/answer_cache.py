@@ -2,11 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple, TypeVar, cast
 
 from megatronapp_common.web.problems import HttpError
@@ -26,8 +27,9 @@ class _Answer(NamedTuple):
 class AnswerCache:
     """Newest answers by their question, computed by one thread of its own, which rests after each of them.
 
-    All questions together take a tenth of a core at most. A page asks again with every step, and gets its last answer
-    while the thread computes or rests; a question without an answer waits until the rest is over.
+    All questions together, without what `run` computes, take a tenth of a core at most. A page asks again with every
+    step, and gets its last answer while the thread computes or rests; a question without an answer waits until the
+    rest is over.
     """
 
     def __init__(
@@ -58,12 +60,7 @@ class AnswerCache:
         """
         if (known := self._known(question, version)) is not None:
             return cast(V, known.value)
-        if self._pending > MAX_WAITING:
-            retry_s = max(1, math.ceil(self._rest_s()))
-            text = f"{MAX_WAITING} requests for the analysis of slow ranks wait already"
-            raise HttpError(503, "busy", text, f"Try again in {retry_s} s.", retry_s=retry_s)
-        self._pending += 1
-        try:
+        with self._place():
             async with self._computing:
                 while (rest_s := self._rest_s()) > 0:
                     await self._sleep(rest_s)
@@ -72,6 +69,25 @@ class AnswerCache:
                     loop = asyncio.get_running_loop()
                     found = await loop.run_in_executor(self._executor, self._compute, question, version, compute)
                 return cast(V, found.value)
+
+    async def run(self, compute: Callable[[], V]) -> V:
+        """Return what `compute` returns, which is quick: computed by the same thread, without a rest before or after.
+
+        Raises HttpError 503 if MAX_WAITING requests wait already.
+        """
+        with self._place():
+            return await asyncio.get_running_loop().run_in_executor(self._executor, compute)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Count a request while it waits and is computed."""
+        if self._pending > MAX_WAITING:
+            retry_s = max(1, math.ceil(self._rest_s()))
+            text = f"{MAX_WAITING} requests for the analysis of slow ranks wait already"
+            raise HttpError(503, "busy", text, f"Try again in {retry_s} s.", retry_s=retry_s)
+        self._pending += 1
+        try:
+            yield
         finally:
             self._pending -= 1
 

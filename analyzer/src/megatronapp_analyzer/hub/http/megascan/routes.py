@@ -95,4 +95,4 @@ def _steps_before(hub: HubReader, step: StoredStep) -> list[StoredStep]:
 async def tracer(hub: HubOf) -> schemas.TracerView:
     """Completeness, clocks and cost of the trace, by worker."""
     recent = [step for step in hub.ingest.store.newest(COST_STEPS) if step.digest.complete]
-    return await hub.answers.answer(("tracer",), object(), lambda: views.tracer_view(hub, recent))
+    return await hub.answers.run(lambda: views.tracer_view(hub, recent))

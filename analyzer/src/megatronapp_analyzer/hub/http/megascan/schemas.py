@@ -85,12 +85,12 @@ class BlameView(ApiModel):
     blamed: Annotated[list[BlamedView], Field(description="At most 32, largest first; the first is the culprit.")]
     victims: Annotated[list[VictimView], Field(description="At most 256, nearest to the culprit first.")]
     path: Annotated[
-        list[int], Field(description="Spans that the length of the step depends on, in order; the 2,000 longest.")
+        list[int], Field(description="Spans that the length of the step depends on, in order: the 2,000 longest.")
     ]
     culprit_spans: Annotated[
-        list[int], Field(description="Those of the path in which the culprit was slow; the 2,000 longest.")
+        list[int], Field(description="Those of the path in which the culprit was slow: the 2,000 longest.")
     ]
-    victim_spans: Annotated[list[int], Field(description="Spans in which victims waited; the 2,000 longest.")]
+    victim_spans: Annotated[list[int], Field(description="Spans in which victims waited: the 2,000 longest.")]
 
 
 class TracedWorker(ApiModel):
