@@ -128,8 +128,8 @@ def _replays(graph: StepGraph, ideal: Seconds, grown: Seconds, replayer: Replaye
     for first in range(0, len(parts), together):
         weights = ideal[:, None] + grown[:, None] * parts[first : first + together]
         times = replayer(graph, weights)
-        for lane in range(weights.shape[1]):
-            yield weights[:, lane], times[:, lane]
+        for column in range(weights.shape[1]):
+            yield weights[:, column], times[:, column]
 
 
 def critical_path(graph: StepGraph, weights: Seconds, times: Seconds) -> Index:

@@ -25,7 +25,7 @@ class _Answer(NamedTuple):
 
 
 class AnswerCache:
-    """Newest answers by their question, computed by one thread of its own, which rests after each of them.
+    """Newest answers by their question, computed by a separate thread, which rests after each of them.
 
     All questions together, without what `run` computes, take a tenth of a core at most. A page asks again with every
     step, and gets its last answer while the thread computes or rests; a question without an answer waits until the

@@ -20,7 +20,7 @@ MAX_STEPS = 1000
 MAX_FIRST_STEP = 2**31 - 1
 """Largest step that the ranks' control page can hold."""
 MAX_LEAD = 100_000
-"""Steps from the newest known one to the begin of a window, so that none occupies the page for ever."""
+"""Steps from the newest known one to the begin of a window, so that each leaves the page."""
 SUSPECT_STEPS = 3
 """Steps of a window that a verdict brings."""
 SUSPECT_INTERVAL_S = 600.0
