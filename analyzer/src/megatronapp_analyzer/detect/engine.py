@@ -75,7 +75,7 @@ class Detector:
         """
         attempt = max((rank.attempt for rank in ranks if rank.attempt is not None), default=self._attempt or 0)
         starting = attempt != self._attempt
-        usual = float("nan") if starting else float(self._step_s.median()[0])
+        usual = float("nan") if starting else float(self._microbatch_s.median()[0]) * self._microbatches
         step = 0 if starting or not self._recent else self._recent[-1]
         when = JobMoment(attempt=attempt, step=step, time=now_ns * 1e-9)
         return self._hangs.observe(ranks, usual if np.isfinite(usual) else None, when)
@@ -84,7 +84,9 @@ class Detector:
         self._channels = ChannelSet(self._layout, self._units, self._settings)
         self._aligner = ClockAligner(self._layout)
         self._narrowing = MemberLocalizer(self._units)
-        self._step_s = ColumnHistory(1, self._settings.window)
+        self._microbatch_s = ColumnHistory(1, self._settings.window)
+        self._microbatches = 1
+        """Microbatches of the newest step."""
         self._steps_seen = 0
         self._recent: collections.deque[int] = collections.deque(maxlen=self._settings.votes)
 
@@ -98,11 +100,12 @@ class Detector:
 
     def _judge(self, view: StepRecords, features: StepFeatures, clocks: ClockModel) -> list[Verdict]:
         step_s = float(np.nanmedian(features.step_s))
-        usual = float(self._step_s.median()[0])
+        self._microbatches = max(int(features.forwards.max(initial=0)), 1)  # more as the batch grows
+        usual = float(self._microbatch_s.median()[0]) * self._microbatches
         budget = min(usual, step_s) if np.isfinite(usual) else step_s
         evidence = self._channels.read(features, budget, whole=view.lost == 0)
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.link)):
-            self._step_s.add(np.array([step_s]), np.array([True]))
+            self._microbatch_s.add(np.array([step_s / self._microbatches]), np.array([True]))
         found = self._candidates(evidence, view, budget)
         self._tracks.propose(
             found,

@@ -68,6 +68,7 @@ class ChannelSet:
         self._settings = settings
         self._units = units
         self._stage_of = np.array(layout.stages, np.int64)
+        self._nodes = layout.nodes
         stages = self._stage_of
         self._compute = LogChannel(
             units.stage, units.replica, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP
@@ -76,7 +77,7 @@ class ChannelSet:
         self._loss_stages = layout.loss_stages
         self._stages_of_role = layout.pp
         self._launches = LaunchBaseline(layout, units, settings)
-        self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
+        self._stall = DelayChannel(stages, settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
         self._stopped = DelayChannel(np.zeros(layout.world, np.int64), settings)
@@ -200,14 +201,27 @@ class ChannelSet:
             harmful=np.zeros(len(ratio), np.bool_),
         )
 
+    def _link_peers(self) -> Ints:
+        """Number the pairs that are expected to deliver alike: between the same stages, and all or none across nodes.
+
+        A pair without such a peer gets -1, and is judged by its own history.
+        """
+        kinds = [
+            (self._stage_of[source], self._stage_of[target], self._nodes[source] == self._nodes[target])
+            for source, target in self._pairs
+        ]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds)) if kinds.count(kind) > 1}
+        return np.array([numbers.get(kind, -1) for kind in kinds], np.int64)
+
     def _harm_s(self, features: StepFeatures, step_s: float) -> float:
         """Return the excess in a step from which fewer steps suffice; a processor may be busy for a moment."""
         return self._settings.harm * step_s if features.on_device else np.inf
 
     def _columns(self, pairs: Ints) -> Ints:
-        """Return the column of each pair, adding columns for new ones. Without history all links are peers."""
+        """Return the column of each pair, adding columns for new ones."""
         columns = [self._pairs.setdefault((int(a), int(b)), len(self._pairs)) for a, b in pairs]
-        self._link.grow(np.zeros(len(self._pairs), np.int64))
+        if len(self._pairs) > self._votes_link.columns:
+            self._link.grow(self._link_peers())
         self._votes_link.grow(len(self._pairs))
         return np.array(columns, np.int64)
 

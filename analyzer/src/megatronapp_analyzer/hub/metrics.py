@@ -155,7 +155,7 @@ class HubCollector(Collector):
     def _links(self) -> Iterator[Metric]:
         links = GaugeMetricFamily(
             "megascan_link_slowdown_ratio",
-            "Time of a named link over the time expected.",
+            "Length of a microbatch of the receiver with the late messages of a named link, over its length without.",
             labels=["job_id", "src_node", "dst_node"],
         )
         worst: dict[tuple[str, str], float] = {}
@@ -163,7 +163,7 @@ class HubCollector(Collector):
             if verdict.subject.type == SubjectType.LINK and len(verdict.subject.ranks) == 2:
                 source, destination = (self._place(rank)[0] for rank in verdict.subject.ranks)
                 worst[source, destination] = max(verdict.slowdown, worst.get((source, destination), 0.0))
-        for (source, destination), ratio in sorted(worst.items())[:TOP_RANKS]:
+        for (source, destination), ratio in sorted(worst.items(), key=lambda found: -found[1])[:TOP_RANKS]:
             links.add_metric([self._job, source, destination], ratio)
         yield links
 

@@ -206,7 +206,9 @@ class FindingTracker:
                 track.state = VerdictState.CONFIRMED
             return
         track.clean += 1
-        if track.state is VerdictState.CONFIRMED and votes < self._settings.suspect_votes:
+        # Votes of a column that has become unknown stay as they are; its verdict must not stay for that.
+        unknown = track.clean >= self._settings.clear_steps
+        if track.state is VerdictState.CONFIRMED and (votes < self._settings.suspect_votes or unknown):
             track.state = VerdictState.RECOVERING
         elif track.state is VerdictState.RECOVERING and track.clean >= self._settings.clear_steps:
             track.state, track.until = VerdictState.CLEARED, now

@@ -27,6 +27,11 @@ class VoteWindow:
         self._ring[0, known] = over[known]
 
     @property
+    def columns(self) -> int:
+        """Number of columns."""
+        return int(self._ring.shape[1])
+
+    @property
     def count(self) -> Ints:
         """Number of votes of each column."""
         count: Ints = self._ring.sum(axis=0)
