@@ -19,6 +19,7 @@ constexpr std::uint64_t kCalibrationTimeoutNs = 10'000'000'000;
 constexpr std::size_t kHostRecords = 8192;
 constexpr std::size_t kLengths = 8192;
 constexpr double kNsPerMs = 1e6;
+constexpr int kInvalidContext = 201;                     // CUDA_ERROR_INVALID_CONTEXT
 constexpr std::int64_t kNewReferenceNs = 1'000'000'000;  // 32-bit floats of milliseconds: 0.06 us at 1 s
 constexpr std::int64_t kExactNs = 8'000'000'000;         // 0.5 us at 8 s
 constexpr auto kShortestPause = std::chrono::microseconds(500);
@@ -146,15 +147,25 @@ void DeviceRecorder::record(const Span& span) noexcept {
 }
 
 DeviceEvent DeviceRecorder::recorded_event(DeviceStream stream) noexcept {
+    // A thread of autograd may have used no device yet when its first hook runs.
+    const auto in_context = [&](auto call) {
+        const int code = call();
+        if (code != kInvalidContext) {
+            return code;
+        }
+        const CurrentContext current(driver_, context_);
+        return call();
+    };
     DeviceEvent event = nullptr;
     if (DeviceEvent* pooled = free_events_.front()) {
         event = *pooled;
         free_events_.pop();
-    } else if (const int code = driver_.event_create(&event, kTimedEventFlags); code != kDriverSuccess) {
+    } else if (const int code = in_context([&] { return driver_.event_create(&event, kTimedEventFlags); });
+               code != kDriverSuccess) {
         fail("cuEventCreate", code);
         return nullptr;
     }
-    if (const int code = driver_.event_record(event, stream); code != kDriverSuccess) {
+    if (const int code = in_context([&] { return driver_.event_record(event, stream); }); code != kDriverSuccess) {
         fail("cuEventRecord", code);
         driver_.event_destroy(event);
         return nullptr;

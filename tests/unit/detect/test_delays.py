@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from detect.faults import parse
-from detect.noise import CPU, QUIET
+from detect.noise import CPU, GPU, QUIET
 from detect.runner import run
 from detect.score import score
-from detect.simulation import JobSimulation, SimulatedJob
+from detect.simulation import Events, JobSimulation, SimulatedJob
 from detect.suite import LAYOUTS, DetectionCase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +97,19 @@ def test_a_stopped_process_is_named_as_the_fault_of_its_host(layout: str, duty: 
     total = score([run(case, ["ours"]).windows["ours"]])
     assert (total.hits, total.false, total.cause_f1) == (1, 0, 1.0)
     assert total.cost_errors[0] < 0.25
+
+
+def test_links_that_differ_for_a_reason_are_healthy() -> None:
+    """Between two stages the messages of every replica are late, as across a slower network, from the first step on."""
+    grid = LAYOUTS["dp4-pp4"]
+    faults = parse("; ".join(f"link source={rank} target={rank + 4} delay=0.5 from=0" for rank in range(4, 8)), grid)
+    job = SimulatedJob(grid=grid, noise=GPU, faults=faults)
+    case = DetectionCase(row="network", layout="dp4-pp4", job=job, seed=3, steps=40, faults=faults)
+    assert run(case, ["ours"]).windows["ours"].named == {}
+
+
+def test_a_batch_that_grows_is_no_finding() -> None:
+    grid = LAYOUTS["dp4-pp4"]
+    job = SimulatedJob(grid=grid, noise=GPU, microbatches=8, events=Events(ramp_up=((20, 16), (35, 32))))
+    case = DetectionCase(row="ramp", layout="dp4-pp4", job=job, seed=3, steps=60, faults=())
+    assert run(case, ["ours"]).windows["ours"].named == {}

@@ -70,6 +70,14 @@ def test_the_device_that_hangs_is_the_culprit_where_all_hosts_are_ahead_in_a_wai
     assert "device" in found.reason
 
 
+def test_devices_inside_a_pass_may_wait_for_each_other() -> None:
+    found = find([_rank(rank, 20, RecordKind.GRAD_NORM, device=RecordKind.FORWARD) for rank in (0, 1)], 0.5, SETTINGS)
+    assert found is not None
+    assert (found.culprits, found.certain) == ((0, 1), False)
+    assert "tensor-parallel" in found.reason
+    assert "others" not in found.reason
+
+
 def test_a_device_inside_a_collective_waits_wherever_its_host_is() -> None:
     ranks = [
         _rank(0, 20, RecordKind.OPTIMIZER, device=RecordKind.GRAD_REDUCE),

@@ -139,4 +139,20 @@ def test_a_page_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFix
         commands.read()
         plan.begin_step(step)
         assert plan.compute_stall_ns(MS) == 2 * MS
-    assert caplog.text.count("the control page is ignored") == 3
+    assert caplog.text.count("a part of the control page is ignored") == 2
+    assert (
+        caplog.text.count("] the control page is ignored") + caplog.text.count(" the control page is ignored: torn")
+        == 1
+    )
+
+
+def test_an_invalid_part_of_a_page_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    plan, taken = FaultPlan(0, []), list[Any]()
+    pages: Any = Pages({"faults": 7, "windows": 1}, {"faults": [], "windows": 2}, {"faults": 7, "windows": 3})
+    commands = CommandReader(
+        pages, [lambda page: plan.command(commanded_faults(page)), lambda page: taken.append(page["windows"])]
+    )
+    for _ in range(3):
+        commands.read()
+    assert taken == [1, 2, 3]
+    assert caplog.text.count("a part of the control page is ignored") == 2, "again after a valid page"

@@ -16,6 +16,8 @@ from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
 
 LOG = logging.getLogger(__name__)
+OTHER_VERSION = "not a ring of this version"
+"""Part of the error of megatronapp_native for a ring that another release has written."""
 FRAME_RECORDS = 4096
 CLOCK_RESEND_NS = 30_000_000_000
 NS_PER_S = 1_000_000_000
@@ -227,7 +229,10 @@ class RingDirectory:
             return RingSource(self._directory / name, ring, self._worker, self._library)
         except (self._library.error, FileNotFoundError, ValueError) as error:
             if name not in self._complained:
-                LOG.info("%s: not a ring yet: %s", name, error)
+                if OTHER_VERSION in str(error):
+                    LOG.warning("%s: %s; use trainer and analyzer images of the same release", name, error)
+                else:
+                    LOG.info("%s: not a ring yet: %s", name, error)
                 self._complained.add(name)
             return None
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import CurrentSpan, RankLiveness
-from megatronapp_common.trace import COLLECTIVE_KINDS, RecordKind
+from megatronapp_common.trace import COLLECTIVE_KINDS, PASS_KINDS, RecordKind
 
 WAITING_KINDS = COLLECTIVE_KINDS | {RecordKind.RECV_WAIT, RecordKind.SEND_WAIT}
 PAUSING_KINDS = frozenset({RecordKind.CHECKPOINT, RecordKind.EVALUATE, RecordKind.PAUSE})
@@ -67,17 +67,30 @@ def _culprits(silent: list[RankLiveness]) -> tuple[list[RankLiveness], bool, str
         return stopped, True, "its process is stopped"
     working = [rank for rank in silent if not waits(rank)]
     if working:
-        return working, True, _reason(working)
+        return working, not _may_wait_inside(working), _reason(working, others=len(working) < len(silent))
     order = sorted(silent, key=_silent_s, reverse=True)
     if len(order) > 1 and _silent_s(order[0]) - _silent_s(order[1]) > CLEARLY_EARLIER_S:
         return order[:1], False, "all wait, and it was the first to fall silent"
     return order, False, "all wait for each other"
 
 
-def _reason(working: list[RankLiveness]) -> str:
+def _may_wait_inside(working: list[RankLiveness]) -> bool:
+    """Return true for several ranks whose devices are inside passes, in which tensor-parallel ranks wait for each other
+    without a span that says so.
+    """
+    return len(working) > 1 and all(
+        rank.device_span is not None and rank.device_span.kind in PASS_KINDS and position(rank) is rank.device_span
+        for rank in working
+    )
+
+
+def _reason(working: list[RankLiveness], *, others: bool) -> str:
+    suffix = ", while others wait" if others else ""
+    if _may_wait_inside(working):
+        return f"its device has not finished a pass, in which it may wait for its tensor-parallel peers{suffix}"
     if all(rank.device_span is not None and position(rank) is rank.device_span for rank in working):
-        return "its device has not finished its work, while others wait"
-    return "it is not inside a wait, while others wait"
+        return f"its device has not finished its work{suffix}"
+    return f"it is not inside a wait{suffix}"
 
 
 def _silent_s(rank: RankLiveness) -> float:

@@ -239,6 +239,7 @@ def _recorder(ring: TraceRing, plan: FaultPlan, *, on_device: bool) -> Recorder:
         recorder = native.DeviceRecorder(ring if isinstance(ring, native.RingWriter) else None, device)
     except native.RingError as error:
         log.warning("tracing is off on this rank: %s", error)
+        ring.close(True)  # a ring without records would look like a rank that hangs
         return host_recorder(NullRing())
     return DeviceRecorder(
         ring,

@@ -30,14 +30,26 @@ class CommandReader:
     def read(self) -> None:
         """Apply the commands of the page if it changed.
 
-        An invalid page changes nothing, and never ends the training that reads it.
+        A page or a part of it that is invalid changes nothing, and never ends the training that reads it.
         """
         try:
             document = self._control.read_new()
-            if document is not None:
-                for take in self._takers:
-                    take(document)
         except Exception as error:  # another process wrote the page
-            if str(error) != self._complaint:
-                log.warning("the control page is ignored: %s", error)
-            self._complaint = str(error)
+            self._complain("the control page is ignored", error)
+            return
+        if document is None:
+            return
+        valid = True
+        for take in self._takers:
+            try:
+                take(document)
+            except Exception as error:
+                self._complain("a part of the control page is ignored", error)
+                valid = False
+        if valid:
+            self._complaint = ""
+
+    def _complain(self, what: str, error: Exception) -> None:
+        if str(error) != self._complaint:
+            log.warning("%s: %s", what, error)
+        self._complaint = str(error)

@@ -6,6 +6,7 @@ log at the boundaries of steps.
 """
 
 import ctypes
+import logging
 import os
 import pathlib
 import time
@@ -20,6 +21,8 @@ from megatronapp_common.trace import BYTES_UNIT, NO_COMM, NO_MICROBATCH, Flag, N
 from megatronapp_native import _native
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.scan.recorder import TraceRing
+
+log = logging.getLogger(__name__)
 
 TRANSFER = np.dtype(
     [
@@ -43,8 +46,10 @@ FIRST_TRANSFER_S = 30.0
 POLL_S = 0.001
 PROBE_ELEMENTS = 12_347
 """Size of the reduction that identifies a communicator; no other transfer before training has it."""
-CLOCK_DRAINS = 8
-"""Drains over which the smallest delay between the end on the device and its sighting on the host is taken."""
+CLOCK_WINDOW_NS = 2_000_000_000
+"""Time over which the smallest delay between an end on the device and its sighting on the host is taken: clocks that
+differ by 20e-6 part by 40 us in it.
+"""
 Transfers = NDArray[np.void]
 SlotOf = Callable[[int, int], int]
 """Function from an operation and its peer in the communicator to the slot in the ring's table, or NO_COMM."""
@@ -55,6 +60,9 @@ class TransferLog(Protocol):
 
     def take(self) -> Transfers:
         """Return the transfers that have finished since the last call, oldest first."""
+
+    def dropped(self) -> int:
+        """Return how many were dropped so far."""
 
 
 def plugin_path() -> pathlib.Path:
@@ -84,7 +92,13 @@ class PluginLog:
         library = ctypes.CDLL(str(plugin_path()))
         self._take = library.megatronapp_nccl_take
         self._take.argtypes, self._take.restype = [ctypes.c_void_p, ctypes.c_uint64], ctypes.c_uint64
+        self._dropped = library.megatronapp_nccl_dropped
+        self._dropped.restype = ctypes.c_uint64
         self._buffer = np.zeros(MOST_AT_ONCE, TRANSFER)
+
+    def dropped(self) -> int:
+        """Return how many transfers were dropped so far, because too many were pending or none took them."""
+        return int(self._dropped())
 
     def take(self) -> Transfers:
         """Return the transfers that have finished since the last call, oldest first."""
@@ -126,7 +140,9 @@ class NcclTransfers:
         self._ring = ring
         self._log = log
         self._slots = slots
-        self._delays_ns: deque[int] = deque(maxlen=CLOCK_DRAINS)
+        self._delays_ns: deque[tuple[int, int]] = deque()
+        """Time of sighting and smallest delay of each drain in the window."""
+        self._dropped = 0
         self._steps: deque[tuple[int, int]] = deque(maxlen=64)
         """Begin, in ns, and number of the newest steps."""
 
@@ -138,12 +154,20 @@ class NcclTransfers:
     def drain(self) -> None:
         """Write the transfers that have finished."""
         found = self._log.take()
+        if (dropped := self._log.dropped()) > self._dropped:
+            log.warning("%d transfers of NCCL were dropped", dropped - self._dropped)
+            self._dropped = dropped
+        found = found[found["device_start_ns"] > 0]
         if not len(found) or not self._steps:
             return
-        self._delays_ns.append(int((found["seen_ns"].astype(np.int64) - found["device_end_ns"].astype(np.int64)).min()))
-        shift_ns = min(self._delays_ns)
+        seen_ns = found["seen_ns"].astype(np.int64)
+        delay_ns = int((seen_ns - found["device_end_ns"].astype(np.int64)).min())
+        self._delays_ns.append((int(seen_ns.max()), delay_ns))
+        while self._delays_ns[0][0] < self._delays_ns[-1][0] - CLOCK_WINDOW_NS:
+            self._delays_ns.popleft()
+        shift_ns = min(delay for _, delay in self._delays_ns)
         for transfer in found:
-            self._write(transfer, int(transfer["device_start_ns"]) + shift_ns)
+            self._write(transfer, max(int(transfer["device_start_ns"]) + shift_ns, 0))
 
     def _write(self, transfer: np.void, start_ns: int) -> None:
         step = next((number for begun_ns, number in reversed(self._steps) if begun_ns <= start_ns), self._steps[0][1])

@@ -169,9 +169,9 @@ class ScanObserver:
         """Write pending spans and mark the ring as closed."""
         self._record_stops()
         self._stops.close()
-        self._recorder.finish()
         if self._nccl is not None:
             self._nccl.drain()
+        self._recorder.finish()
         self._windows.close()
         self._recorder.ring.close(False)
         self._control.close()

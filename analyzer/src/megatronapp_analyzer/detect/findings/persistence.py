@@ -28,7 +28,7 @@ class VoteWindow:
 
     @property
     def columns(self) -> int:
-        """Number of columns."""
+        """Return the number of columns."""
         return int(self._ring.shape[1])
 
     @property

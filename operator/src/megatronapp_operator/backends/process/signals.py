@@ -10,6 +10,7 @@ from collections.abc import Iterator
 WAKING = frozenset({signal.SIGCHLD})
 FORCING = signal.SIGQUIT
 """Signal that stops at once. A second SIGTERM does, too, but two equal pending signals arrive as one."""
+READ_BYTES = 512
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FORCING)
 
 
@@ -22,17 +23,19 @@ class SignalPipe:
 
     def __init__(self, read_end: int) -> None:
         self._read_end = read_end
+        self._waiting: list[int] = []
+        """Numbers that were read, each of them once."""
 
     def wait(self, timeout_s: float) -> signal.Signals | None:
         """Return the next signal, or None after `timeout_s` seconds. A stop of this process counts for the time."""
         until_s = time.monotonic() + timeout_s
-        while True:
+        while not self._waiting:
             left_s = max(0.0, until_s - time.monotonic())
             if not select.select([self._read_end], [], [], left_s)[0]:
                 return None
-            number = os.read(self._read_end, 1)[0]
-            if number in WAKING or number in STOPPING:
-                return signal.Signals(number)
+            arrived = dict.fromkeys(os.read(self._read_end, READ_BYTES))
+            self._waiting += [number for number in arrived if number in WAKING or number in STOPPING]
+        return signal.Signals(self._waiting.pop(0))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megatronapp_common.trace import RECORD, RecordKind
+from megatronapp_native.errors import RingError
 from megatronapp_trainer.scan.windows.rank_marks import Mark, RankMarks, Records
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ MAX_READ = 1 << 20
 STEPS_LATER = 2
 """Steps after which the device has ended the spans of a step; later ones are not in the file."""
 _END = b"\n]\n"
+FAILURES = (OSError, RingError, KeyError, ValueError)
+"""Failures of the disk, of the ring, and of records that the metadata does not explain."""
 
 
 class RingSource(Protocol):
@@ -63,24 +66,39 @@ class RankFile:
 
     def step_begin(self, step: int, *, in_window: bool) -> None:
         """Write steps that are over, and expect `step` if it is in a window."""
-        if in_window and not self._failed:
-            if self._ring is None:
-                self._ring = self._open_ring()
-                self._ring.read(MAX_READ)  # of earlier steps
-            self._expected.append(step)
-        if self._ring is not None:
-            self._take_in()
-            self._write([due for due in self._expected if due + STEPS_LATER <= step])
+        if self._failed:
+            return
+        try:
+            if in_window:
+                if self._ring is None:
+                    self._ring = self._open_ring()
+                    self._ring.read(MAX_READ)  # of earlier steps
+                self._expected.append(step)
+            if self._ring is not None:
+                self._take_in()
+                self._write([due for due in self._expected if due + STEPS_LATER <= step])
+        except FAILURES as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Write the steps that are left."""
-        if self._ring is not None:
+        if self._ring is None or self._failed:
+            return
+        try:
             self._take_in()
             self._write(self._expected)
+        except FAILURES as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        log.warning("%s gets no more steps: %s: %s", self._path, type(error).__name__, error)
 
     def _take_in(self) -> None:
         assert self._ring is not None
-        data, _ = self._ring.read(MAX_READ)
+        data, lost = self._ring.read(MAX_READ)
+        if lost:
+            log.warning("%s lacks %d records; a larger --trace-capacity holds more", self._path, lost)
         read = np.frombuffer(data, RECORD)
         read = read[(read["kind"] < RecordKind.METRIC) & np.isin(read["step"], self._expected)]
         self._records = np.concatenate([self._records, read])
@@ -89,12 +107,8 @@ class RankFile:
         if not due:
             return
         marks = [mark for step in due for mark in self._marks.step(self._of_step(step), self._real_offset_ns())]
-        try:
-            if marks and not self._failed:
-                self._append(marks)
-        except OSError as error:
-            self._failed = True
-            log.warning("%s cannot be written, and gets no more steps: %s", self._path, error)
+        if marks:
+            self._append(marks)
         self._expected = [step for step in self._expected if step not in due]
         self._records = self._records[np.isin(self._records["step"], self._expected)]
         if not self._expected and self._ring is not None:
