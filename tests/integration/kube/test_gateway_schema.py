@@ -28,6 +28,7 @@ OPERATIONS = (
     ("POST", "/api/v1/jobs/{namespace}/{name}/faults"),
     ("DELETE", "/api/v1/jobs/{namespace}/{name}/faults/{fault}"),
     ("POST", "/api/v1/jobs/{namespace}/{name}/training/{action}"),
+    ("POST", "/api/v1/jobs/{namespace}/{name}/trace/windows"),
     ("GET", "/api/v1/jobs/{namespace}/{name}/{path}"),
     ("GET", SCOPE),
     ("GET", f"{SCOPE}/{{path}}"),
