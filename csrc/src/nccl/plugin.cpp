@@ -117,7 +117,8 @@ Result finalize(void* context) {
 
 extern "C" {
 
-/// The symbol that NCCL looks for.
+/// The symbol that NCCL looks for, by this name.
+// NOLINTNEXTLINE(readability-identifier-naming)
 __attribute__((visibility("default"))) megatronapp::nccl::Profiler ncclProfiler_v4 = {
     "megatronapp",
     megatronapp::nccl::init,

@@ -12,7 +12,7 @@
 
 // The plugin as NCCL and its reader see it.
 extern "C" {
-extern megatronapp::nccl::Profiler ncclProfiler_v4;
+extern megatronapp::nccl::Profiler ncclProfiler_v4;  // NOLINT(readability-identifier-naming): NCCL's name
 std::uint64_t megatronapp_nccl_take(megatronapp::nccl::Transfer* out, std::uint64_t capacity);
 std::uint64_t megatronapp_nccl_dropped();
 }
