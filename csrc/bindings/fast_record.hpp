@@ -18,7 +18,7 @@ PyObject* fast_record(PyObject* self, PyObject* const* arguments, Py_ssize_t cou
     if (!parse_record(arguments, count, span)) {
         return nullptr;
     }
-    Recorder* recorder = object_of<Recorder>(self);
+    auto* recorder = object_of<Recorder>(self);
     if (recorder == nullptr) {
         return PyErr_Format(PyExc_TypeError, "record(): __init__ was not called");
     }

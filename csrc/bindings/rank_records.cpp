@@ -23,6 +23,8 @@ class Bytes {
     }
     Bytes(const Bytes&) = delete;
     Bytes& operator=(const Bytes&) = delete;
+    Bytes(Bytes&&) = delete;
+    Bytes& operator=(Bytes&&) = delete;
     ~Bytes() { PyBuffer_Release(&view_); }
 
     [[nodiscard]] std::span<std::byte> span() const {

@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <memory>
+
 namespace megatronapp {
 namespace {
 
@@ -26,16 +28,15 @@ TEST(StopOf, LateWakeUpOnACrowdedProcessorIsNone) {
 }
 
 TEST(StopMeter, ForkedChildEndsWithoutTheThread) {
-    auto* meter = new StopMeter();
+    auto meter = std::make_unique<StopMeter>();
     const pid_t child = ::fork();
     if (child == 0) {
-        delete meter;  // would wait for ever for a thread that the child lacks
+        meter.reset();  // would wait for ever for a thread that the child lacks
         ::_exit(0);
     }
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     EXPECT_EQ(status, 0);
-    delete meter;
 }
 
 }  // namespace

@@ -35,6 +35,8 @@ class FakeNccl {
     }
     FakeNccl(const FakeNccl&) = delete;
     FakeNccl& operator=(const FakeNccl&) = delete;
+    FakeNccl(FakeNccl&&) = delete;
+    FakeNccl& operator=(FakeNccl&&) = delete;
     ~FakeNccl() { EXPECT_EQ(ncclProfiler_v4.finalize(context_), kSuccess); }
 
     void* collective(const char* function, std::size_t count, const char* datatype, std::uint8_t channels) {
@@ -122,7 +124,8 @@ TEST(NcclPlugin, CountsSendsAndReceivesOfEachPeer) {
         EXPECT_EQ(each.device_end_ns, 4U);
         found.push_back({static_cast<int>(each.operation), each.peer, static_cast<int>(each.sequence)});
     }
-    const int send = static_cast<int>(Operation::kSend), receive = static_cast<int>(Operation::kReceive);
+    const int send = static_cast<int>(Operation::kSend);
+    const int receive = static_cast<int>(Operation::kReceive);
     EXPECT_EQ(found, (std::vector<std::array<int, 3>>{
                          {send, 1, 0}, {receive, 1, 0}, {send, 2, 0}, {send, 1, 1}, {receive, 1, 1}}));
 }
@@ -157,9 +160,11 @@ TEST(TransferLog, FreesOperationsWhoseChannelsNeverEnd) {
 }
 
 TEST(NcclPlugin, LogsEveryOperationOfSeveralCommunicatorsAndThreads) {
-    constexpr int kThreads = 4, kOperations = 500;
+    constexpr int kThreads = 4;
+    constexpr int kOperations = 500;
     {
         std::vector<std::jthread> threads;
+        threads.reserve(kThreads);
         for (int thread = 0; thread < kThreads; ++thread) {
             threads.emplace_back([thread] {
                 FakeNccl nccl(100U + static_cast<std::uint64_t>(thread), 2, 0);
