@@ -132,7 +132,7 @@ class NcclTransfers:
     """Records of the transfers of this rank, written at the boundaries of steps.
 
     A transfer belongs to the step in which its kernel began. Times of the device are shifted by the smallest delay
-    with which the host has seen an end lately: they are late by that much, some tens of microseconds.
+    with which the host has seen an end lately: they are late by that much.
     """
 
     def __init__(self, ring: TraceRing, log: TransferLog, slots: Mapping[int, SlotOf]) -> None:

@@ -160,7 +160,7 @@ def parts_of(chunk: Any) -> Iterator[_Part]:  # noqa: ANN401 - a model in wrappe
         model = model.module
     if getattr(model, "pre_process", False):
         yield _Part(LayerSite.EMBEDDING, NO_LAYER, model.embedding, model.embedding)
-    for number, layer in enumerate(model.decoder.layers):
+    for number, layer in enumerate(model.decoder.layers[:MAX_LAYERS]):  # a record has no number for more
         for name, site in _LAYER_MODULES.items():
             module = getattr(layer, name, None)
             if module is not None and type(module).__name__ != "IdentityOp":
