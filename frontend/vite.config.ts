@@ -26,7 +26,12 @@ export default defineConfig({
       },
       {
         extends: true,
-        test: { name: "page", environment: "happy-dom", include: tests("app,composables,features,ui") },
+        test: {
+          name: "page",
+          environment: "happy-dom",
+          include: tests("app,composables,features,ui"),
+          setupFiles: ["./vitest.setup.ts"],
+        },
       },
     ],
   },
