@@ -1,6 +1,7 @@
 """Slowdowns of cells by replay, and the blame of a step: the injected fault is the culprit, and blame adds up."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
@@ -291,4 +292,21 @@ async def test_the_rest_is_of_all_questions_together_and_few_requests_wait_for_i
         assert isinstance(refused, HttpError)
         assert (refused.status, refused.code) == (503, "busy")
         assert refused.retry_s is not None and 1 <= refused.retry_s <= 2 * REST_FACTOR
+    slow.cache.close()
+
+
+@pytest.mark.asyncio
+async def test_requests_that_gave_up_take_one_place_per_question() -> None:
+    """A page that asks again before its answer is there does not fill the queue, and others still get theirs."""
+    slow = SlowAnswers()
+    first = asyncio.create_task(slow.cache.answer(("a",), 1, slow.compute))
+    await asyncio.sleep(0)
+    for version in range(2, 2 * MAX_WAITING):
+        given_up = asyncio.create_task(slow.cache.answer(("b",), version, slow.compute))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await given_up
+    assert await slow.cache.answer(("c",), 1, slow.compute) == 3
+    assert (await first, len(slow.begun)) == (1, 3)
     slow.cache.close()

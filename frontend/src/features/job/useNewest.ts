@@ -1,5 +1,5 @@
 /** An answer of the hub about the newest steps, fetched again as steps end. */
-import { onBeforeUnmount, shallowRef, watch, type ShallowRef } from "vue";
+import { onScopeDispose, shallowRef, watch, type ShallowRef } from "vue";
 import { asApiError, isAbort, type ApiError } from "../../api/client";
 
 /** While steps end, the answer is fetched at most this often. */
@@ -26,32 +26,42 @@ export function useNewest<T>(
   let pending: AbortController | undefined;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let lastFetch = -Infinity;
+  let outdated = false;
 
   async function load(): Promise<void> {
     pending?.abort();
-    const { signal } = (pending = new AbortController());
+    const request = (pending = new AbortController());
     lastFetch = Date.now();
+    outdated = false;
     try {
-      state.value = { kind: "ready", view: await fetchView(signal) };
+      state.value = { kind: "ready", view: await fetchView(request.signal) };
     } catch (error) {
       if (!isAbort(error) && state.value.kind !== "ready")
         state.value = { kind: "error", error: asApiError(error) };
     }
+    if (pending !== request) return;
+    pending = undefined;
+    if (outdated) follow();
   }
 
-  watch(
-    newest,
-    () => {
-      clearTimeout(timer);
-      const wait = lastFetch + FOLLOW_MS - Date.now();
-      if (wait > 0) timer = setTimeout(() => void load(), wait);
-      else void load();
-    },
-    { immediate: true },
-  );
-  onBeforeUnmount(() => {
+  /** Fetch in time. A hub that answers slowly gets the next request only after its answer, for it computes on. */
+  function follow(): void {
     clearTimeout(timer);
-    pending?.abort();
+    if (pending) {
+      outdated = true;
+      return;
+    }
+    const wait = lastFetch + FOLLOW_MS - Date.now();
+    if (wait > 0) timer = setTimeout(() => void load(), wait);
+    else void load();
+  }
+
+  watch(newest, follow, { immediate: true });
+  onScopeDispose(() => {
+    clearTimeout(timer);
+    const last = pending;
+    pending = undefined;
+    last?.abort();
   });
   return {
     state,

@@ -2,12 +2,11 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar, cast
 
 from megatronapp_common.web.problems import HttpError
@@ -29,7 +28,7 @@ class AnswerCache:
 
     All questions together, without what `run` computes, take a tenth of a core at most. A page asks again with every
     step, and gets its last answer while the thread computes or rests; a question without an answer waits until the
-    rest is over.
+    rest is over. Requests with equal questions wait together: a client that gives up and asks again takes one place.
     """
 
     def __init__(
@@ -44,12 +43,15 @@ class AnswerCache:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._computing = asyncio.Lock()
         self._pending = 0
+        self._waiting: dict[tuple[object, ...], asyncio.Task[_Answer]] = {}
         self._state = threading.Lock()  # of the two below, which the thread writes
         self._answers: OrderedDict[tuple[object, ...], _Answer] = OrderedDict()
         self._rest_end = -math.inf
 
     def close(self) -> None:
-        """End the thread after the answer that it computes."""
+        """End the thread after the answer that it computes, and all that wait."""
+        for task in self._waiting.values():
+            task.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, question: tuple[object, ...], version: object, compute: Callable[[], V]) -> V:
@@ -60,36 +62,49 @@ class AnswerCache:
         """
         if (known := self._known(question, version)) is not None:
             return cast(V, known.value)
-        with self._place():
-            async with self._computing:
-                while (rest_s := self._rest_s()) > 0:
-                    await self._sleep(rest_s)
-                found = self._of_version(question, version)
-                if found is None:
-                    loop = asyncio.get_running_loop()
-                    found = await loop.run_in_executor(self._executor, self._compute, question, version, compute)
-                return cast(V, found.value)
+        task = self._waiting.get(question)
+        if task is None:
+            self._take_place()
+            task = asyncio.create_task(self._wait(question, version, compute))
+            self._waiting[question] = task
+            task.add_done_callback(lambda done: self._forget(question, done))
+        return cast(V, (await asyncio.shield(task)).value)
+
+    def _forget(self, question: tuple[object, ...], task: "asyncio.Task[_Answer]") -> None:
+        del self._waiting[question]
+        self._pending -= 1
+        if not task.cancelled():
+            task.exception()  # retrieved also where every request that waited has been cancelled
+
+    async def _wait(self, question: tuple[object, ...], version: object, compute: Callable[[], object]) -> _Answer:
+        """Wait until the thread is free and rested, and compute the answer unless another request has done so."""
+        async with self._computing:
+            while (rest_s := self._rest_s()) > 0:
+                await self._sleep(rest_s)
+            found = self._of_version(question, version)
+            if found is None:
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._executor, self._compute, question, version, compute)
+            return found
 
     async def run(self, compute: Callable[[], V]) -> V:
         """Return what `compute` returns, which is quick: computed by the same thread, without a rest before or after.
 
         Raises HttpError 503 if MAX_WAITING requests wait already.
         """
-        with self._place():
+        self._take_place()
+        try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, compute)
+        finally:
+            self._pending -= 1
 
-    @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """Count a request while it waits and is computed."""
+    def _take_place(self) -> None:
+        """Count a question that waits or is computed. Raises HttpError 503 as above."""
         if self._pending > MAX_WAITING:
-            retry_s = max(1, math.ceil(self._rest_s()))
+            retry_s = math.ceil(max(1.0, self._rest_s()))  # the rest begins long ago where nothing was computed yet
             text = f"{MAX_WAITING} requests for the analysis of slow ranks wait already"
             raise HttpError(503, "busy", text, f"Try again in {retry_s} s.", retry_s=retry_s)
         self._pending += 1
-        try:
-            yield
-        finally:
-            self._pending -= 1
 
     def _known(self, question: tuple[object, ...], version: object) -> _Answer | None:
         """Return an answer that can be given at once."""
