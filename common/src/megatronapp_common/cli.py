@@ -21,6 +21,7 @@ from megatronapp_common.text.terminal import replace_control_characters
 
 GROUP = "megatronapp.commands"
 PROG = "megatronapp"
+PLUGIN_PROG = "kubectl megatron"
 FAILURE_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 BROKEN_PIPE_EXIT_CODE = 141
@@ -68,12 +69,19 @@ PARTS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def kubectl_plugin(arguments: Sequence[str] | None = None) -> int:
+    """Run `kubectl megatron`: the same command line, in which jobs are those of the kubeconfig's current cluster."""
+    return main(arguments, prog=PLUGIN_PROG)
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Run the command line and return its exit code. ``arguments`` default to those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser(importlib.metadata.entry_points(group=GROUP))
+    parser = build_parser(importlib.metadata.entry_points(group=GROUP), prog=prog)
     try:
         values = parser.parse_args(words)
+        if prog == PLUGIN_PROG and hasattr(values, "cluster"):
+            values.cluster = True
         func = getattr(values, "func", None)
         if func is None:
             parser.print_help()
@@ -99,9 +107,9 @@ def is_ours(error: Exception) -> bool:
     return type(error).__module__.startswith("megatronapp_")
 
 
-def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootParser:
+def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint], *, prog: str = PROG) -> RootParser:
     """Build the parser with the subcommands of every part among these entry points that can be loaded."""
-    parser = RootParser(prog=PROG, description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser = RootParser(prog=prog, description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="show program's version number and exit")
     found = {point.name: point for point in entry_points}
     for name in [*PARTS, *(name for name in found if name not in PARTS)]:

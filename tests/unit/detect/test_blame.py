@@ -296,7 +296,7 @@ async def test_the_rest_is_of_all_questions_together_and_few_requests_wait_for_i
 
 
 @pytest.mark.asyncio
-async def test_requests_that_gave_up_take_one_place_per_question() -> None:
+async def test_requests_that_gave_up_wait_together() -> None:
     """A page that asks again before its answer is there does not fill the queue, and others still get theirs."""
     slow = SlowAnswers()
     first = asyncio.create_task(slow.cache.answer(("a",), 1, slow.compute))

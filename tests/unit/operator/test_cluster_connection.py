@@ -100,7 +100,7 @@ def test_a_log_that_ends_before_its_length_broke_off(tmp_path: pathlib.Path, mis
     length = b"Content-Length: %d\r\n\r\n" % (len(text) + missing)
     broken = pytest.raises(UnavailableError, match="the log of demo-worker-0 broke off")
     with answered(tmp_path, OK + length + text) as found:
-        lines = WorkerLog(found, job, 0, None).lines(pod)
+        lines = WorkerLog(found, job, worker=0, rank=None, attempt=None).lines(pod)
         assert [next(lines), next(lines)] == ["one", "two"]
         with broken if missing else contextlib.nullcontext():
             assert list(lines) == []

@@ -17,15 +17,20 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.ignore_not_found:
             return 0
         raise
+    if job.alive and not job.ended:
+        print(_stopping(job, force=arguments.force), flush=True)
+    delete(job, force=arguments.force)
+    print(f'megatronjob.megatronapp.io "{job.name}" deleted')
+    return 0
+
+
+def delete(job: JobView, *, force: bool) -> None:
+    """Stop a job, with `force` without a checkpoint, and remove its state; its checkpoints stay."""
     if job.alive:
-        if not job.ended:
-            print(_stopping(job, force=arguments.force), flush=True)
-        stop_backend(job, force=arguments.force)
+        stop_backend(job, force=force)
     with lock.hold(job.paths.lock):
         registry.clean_up(job.paths)
         job.paths.remove()
-    print(f'megatronjob.megatronapp.io "{job.name}" deleted')
-    return 0
 
 
 def _stopping(job: JobView, *, force: bool) -> str:

@@ -48,15 +48,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 def wait(place: JobLookup, arguments: argparse.Namespace, *, poll_s: float = POLL_S) -> int:
     """Wait for a job of `place`; return the exit code. Raises OperatorError on a timeout or another end."""
-    wanted = parse_condition(arguments.condition)
-    deadline = time.monotonic() + arguments.timeout if arguments.timeout >= 0 else float("inf")
-    while True:
-        if _reached(place, arguments.job, wanted):
-            word = "condition met" if wanted.type else "deleted"
-            print(f"megatronjob.megatronapp.io/{arguments.job} {word}")
-            return 0
+    condition = parse_condition(arguments.condition)
+    wait_for(place, arguments.job, condition, timeout_s=arguments.timeout, poll_s=poll_s)
+    print(f"megatronjob.megatronapp.io/{arguments.job} {'condition met' if condition.type else 'deleted'}")
+    return 0
+
+
+def wait_for(
+    place: JobLookup, name: str, condition: WaitCondition, *, timeout_s: float, poll_s: float = POLL_S
+) -> None:
+    """Wait for a job, without end if `timeout_s` is negative. Raises OperatorError on a timeout or another end."""
+    deadline = time.monotonic() + timeout_s if timeout_s >= 0 else float("inf")
+    while not _reached(place, name, condition):
         if time.monotonic() >= deadline:
-            raise OperatorError(f"timed out waiting for the condition on megatronjobs/{arguments.job}")
+            raise OperatorError(f"timed out waiting for the condition on megatronjobs/{name}")
         time.sleep(poll_s)
 
 
@@ -68,12 +73,15 @@ def parse_condition(text: str) -> WaitCondition:
     name, _, status = rest.partition("=")
     if word != "condition" or not name:
         raise OperatorError(f"--for={text}: write condition=Complete, condition=Running=false, or delete")
-    return WaitCondition(
-        _known(text, name, [kind.value for kind in ConditionType]), _known(text, status or "True", STATUSES)
-    )
+    return named_condition(name, status or "True", place=f"--for={text}")
 
 
-def _known(text: str, word: str, known: Sequence[str]) -> str:
+def named_condition(name: str, status: str, *, place: str) -> WaitCondition:
+    """Return the condition of this name in any case. Raises OperatorError that begins with `place`."""
+    return WaitCondition(_known(place, name, [kind.value for kind in ConditionType]), _known(place, status, STATUSES))
+
+
+def _known(place: str, word: str, known: Sequence[str]) -> str:
     """Return the known name that matches `word` in any case. Raises OperatorError that lists all."""
     by_small = {one.lower(): one for one in known}
     if word.lower() in by_small:
@@ -81,7 +89,7 @@ def _known(text: str, word: str, known: Sequence[str]) -> str:
     words = by_small | {other: meant for other, meant in ALIASES.items() if meant in known}
     nearest = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
     meant = f"did you mean {words[nearest[0]]}? " if nearest else ""
-    raise OperatorError(f"--for={text}: {word!r} is not known; {meant}known: {', '.join(known)}")
+    raise OperatorError(f"{place}: {word!r} is not known; {meant}known: {', '.join(known)}")
 
 
 def _reached(place: JobLookup, name: str, wanted: WaitCondition) -> bool:

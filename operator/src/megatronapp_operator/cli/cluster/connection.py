@@ -55,13 +55,29 @@ class ClusterJob:
         return self.phase in TERMINAL_PHASES
 
 
-class Cluster:
-    """Requests of one subcommand. Every method raises ApiError if the API server refuses or cannot be reached."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSelection:
+    """Selection of a cluster, a namespace, and a way to its gateway; None where the kubeconfig or discovery decides."""
 
-    def __init__(self, client: OfficialClient, arguments: argparse.Namespace) -> None:
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+    gateway: str | None = None
+    """URL, or NAMESPACE/SERVICE."""
+    service_account: str | None = None
+    """[NAMESPACE/]NAME of the account whose token logs in at the gateway."""
+
+
+class Cluster:
+    """Requests of one caller. Every method raises ApiError if the API server refuses or cannot be reached."""
+
+    def __init__(self, client: OfficialClient, selection: ClusterSelection) -> None:
         self.client = client
-        self.arguments = arguments
-        self.namespace = arguments.namespace or client.namespace
+        self.selection = selection
+        self.namespace = selection.namespace or client.namespace
+
+    def close(self) -> None:
+        self.client.close()
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
         """Return one object, of a namespace or of the cluster; None if it does not exist."""
@@ -139,9 +155,16 @@ class Cluster:
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[Cluster]:
     """Connect to the cluster that the command line selects. Raises OperatorError if the kubeconfig has none."""
-    client = OfficialClient(arguments.kubeconfig, arguments.context or os.environ.get(CONTEXT_VARIABLE) or None)
-    with contextlib.closing(client):
-        yield Cluster(client, arguments)
+    fields = (field.name for field in dataclasses.fields(ClusterSelection))
+    selection = ClusterSelection(**{name: getattr(arguments, name, None) for name in fields})
+    with contextlib.closing(connect(selection)) as cluster:
+        yield cluster
+
+
+def connect(selection: ClusterSelection) -> Cluster:
+    """Return a connection to a cluster, to be closed. Raises OperatorError if the kubeconfig has none."""
+    context = selection.context or os.environ.get(CONTEXT_VARIABLE) or None
+    return Cluster(OfficialClient(selection.kubeconfig, context), selection)
 
 
 def _event(one: Object) -> dict[str, Any]:

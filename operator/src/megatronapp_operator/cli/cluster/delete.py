@@ -4,7 +4,7 @@ import argparse
 
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS
-from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.errors import JobNotFoundError
 
 
@@ -17,11 +17,20 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.ignore_not_found:
                 return 0
             raise
-        cluster.delete(JOBS, job.document)
+        delete_job(cluster, job)
         if arguments.force:
             print("stopping at once; no checkpoint is written", flush=True)
-            pods = cluster.list_objects(PODS, job.namespace, labelSelector=f"{LABEL_JOB_UID}={job.uid}")
-            for pod in pods:
-                cluster.delete(PODS, pod, grace_s=0)
+            kill_pods(cluster, job)
     print(f'megatronjob.megatronapp.io "{job.name}" deleted')
     return 0
+
+
+def delete_job(cluster: Cluster, job: ClusterJob) -> None:
+    """Delete a job; its pods stop after it, with time for a checkpoint."""
+    cluster.delete(JOBS, job.document)
+
+
+def kill_pods(cluster: Cluster, job: ClusterJob) -> None:
+    """End the pods of a job at once, without a checkpoint."""
+    for pod in cluster.list_objects(PODS, job.namespace, labelSelector=f"{LABEL_JOB_UID}={job.uid}"):
+        cluster.delete(PODS, pod, grace_s=0)

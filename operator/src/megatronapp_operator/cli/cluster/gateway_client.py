@@ -65,7 +65,7 @@ def _is_local_host(host: str) -> bool:
 @contextlib.contextmanager
 def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
     """Yield the gateway while it is reachable: by a forwarded port, unless `--gateway` is a URL."""
-    wanted = cluster.arguments.gateway or ""
+    wanted = cluster.selection.gateway or ""
     if "://" in wanted:
         _warn_of_plain_text(wanted)
         yield GatewayEndpoint(wanted.rstrip("/"))

@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
@@ -21,6 +20,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import PODS, Obje
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.cluster.official_client import unavailable
 from megatronapp_operator.cli.follower import reporting_rank
+from megatronapp_operator.cli.logs import LogSelection
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
 CONTAINER = "trainer"
@@ -33,51 +33,60 @@ _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
 def main(arguments: argparse.Namespace) -> int:
     """Print a log; return the exit code."""
     with opened(arguments) as cluster:
-        job = cluster.view(arguments.job)
-        loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
-        log = WorkerLog(cluster, job, *_selected_log(loaded, arguments))
+        log = WorkerLog.of(cluster, cluster.view(arguments.job), LogSelection.of(arguments))
         if arguments.follow:
-            _follow(log, arguments)
+            for line in log.following(arguments.tail):
+                _print([line])
             return 0
-        lines = list(log.lines(log.pod(arguments.attempt)))
+        lines = list(log.lines(log.pod()))
         _print(lines if arguments.tail is None else lines[max(0, len(lines) - arguments.tail) :])
         if not lines:
-            read = f"the launchers log starts and ends: megatronapp logs {job.name} --worker 0"
+            read = f"the launchers log starts and ends: megatronapp logs {log.job.name} --worker 0"
             print(f"note: {log.whose} has written nothing (yet); {read}", file=sys.stderr)
     return 0
 
 
-def _selected_log(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int, int | None]:
+def _selected_log(job: MegatronJob, selection: LogSelection) -> tuple[int, int | None]:
     """Return worker and rank of the selected log (rank None: the launcher)."""
-    if arguments.worker is not None:
-        if not 0 <= arguments.worker < job.world.nodes:
+    if selection.worker is not None:
+        if not 0 <= selection.worker < job.world.nodes:
             raise OperatorError(
-                f"{job.metadata.name} has no worker {arguments.worker}; take 0 to {job.world.nodes - 1}"
+                f"{job.metadata.name} has no worker {selection.worker}; take 0 to {job.world.nodes - 1}"
             )
-        return arguments.worker, None
-    rank = reporting_rank(job) if arguments.rank is None else arguments.rank
+        return selection.worker, None
+    rank = reporting_rank(job) if selection.rank is None else selection.rank
     return job.world.placement.worker_of(rank), rank
 
 
 class WorkerLog:
     """Log of one rank, or of a launcher, in the pod of its worker."""
 
-    def __init__(self, cluster: Cluster, job: ClusterJob, worker: int, rank: int | None) -> None:
+    def __init__(
+        self, cluster: Cluster, job: ClusterJob, *, worker: int, rank: int | None, attempt: int | None
+    ) -> None:
         self._cluster = cluster
         self.job = job
         self._pod = f"{job.name}-worker-{worker}"
         self._rank = rank
+        self._attempt = attempt
         self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"
 
-    def pod(self, attempt: int | None = None) -> Object:
+    @classmethod
+    def of(cls, cluster: Cluster, job: ClusterJob, selection: LogSelection) -> "WorkerLog":
+        """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
+        loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
+        worker, rank = _selected_log(loaded, selection)
+        return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt)
+
+    def pod(self) -> Object:
         """Return the worker's pod. Raises OperatorError if it does not exist, or belongs to another attempt."""
         pod = self._cluster.get(PODS, self.job.namespace, self._pod)
         if pod is None:
             raise OperatorError(f"pod {self.job.namespace}/{self._pod} does not exist (any more), and so has no log")
         found = pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0")
-        if attempt is not None and str(attempt) != found:
+        if self._attempt is not None and str(self._attempt) != found:
             raise OperatorError(
-                f"{self._pod} is of attempt {found}; the log of attempt {attempt} was deleted with its pod; "
+                f"{self._pod} is of attempt {found}; the log of attempt {self._attempt} was deleted with its pod; "
                 "look for it in the log storage of the cluster"
             )
         return pod
@@ -97,6 +106,25 @@ class WorkerLog:
             return self._cluster.view(self.job.name).ended
         except JobNotFoundError:
             return True
+
+    def following(self, tail: int | None = None) -> Iterator[str]:
+        """Yield lines until the job has ended; continue with the pod of the next attempt unless an attempt is selected.
+
+        With `tail`, only that many of the lines that exist already. Raises ApiError or OperatorError.
+        """
+        read = None
+        while True:
+            try:
+                pod = self.pod()
+                if pod["metadata"]["uid"] != read:
+                    yield from self.lines(pod, follow=True) if tail is None else _tailed(self, pod, tail)
+                    read, tail = pod["metadata"]["uid"], None
+            except (OperatorError, ApiError) as error:
+                if self._attempt is not None or not _is_late(error):
+                    raise
+            if self.is_complete() or self._attempt is not None:
+                return
+            time.sleep(POLL_S)
 
 
 def _lines(read: Callable[[], bytes]) -> Iterator[str]:
@@ -118,27 +146,6 @@ def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
                 yield line
         elif rank is not None and int(found[1]) == rank:
             yield found[2]
-
-
-def _follow(log: WorkerLog, arguments: argparse.Namespace) -> None:
-    """Print lines until the job has ended; continue with the pod of the next attempt."""
-    told: Any = None
-    tail = arguments.tail
-    while True:
-        try:
-            pod = log.pod(arguments.attempt)
-            if pod["metadata"]["uid"] != told:
-                for line in log.lines(pod, follow=True) if tail is None else _tailed(log, pod, tail):
-                    _print([line])
-                told, tail = pod["metadata"]["uid"], None
-        except (OperatorError, ApiError) as error:
-            if arguments.attempt is not None:
-                raise
-            if not _is_late(error):
-                raise
-        if log.is_complete() or arguments.attempt is not None:
-            return
-        time.sleep(POLL_S)
 
 
 def _tailed(log: WorkerLog, pod: Object, count: int) -> Iterator[str]:

@@ -24,8 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
         print_problems(error)
         return BAD_MANIFEST_EXIT_CODE
     with opened(arguments) as cluster:
-        _settle_namespace(cluster, job)
-        stored = _store(cluster, job)
+        stored, change = store(cluster, job)
+        print(f"megatronjob.megatronapp.io/{stored.name} {change}")
         if arguments.detach:
             return 0
         try:
@@ -38,13 +38,17 @@ def main(arguments: argparse.Namespace) -> int:
 def _settle_namespace(cluster: Cluster, job: MegatronJob) -> None:
     """Use the namespace of the manifest, or that of the command line; they may not differ. Raises OperatorError."""
     named = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
-    if named is not None and cluster.arguments.namespace not in {None, named}:
+    if named is not None and cluster.selection.namespace not in {None, named}:
         raise OperatorError(f"metadata.namespace is {named!r}, but -n is {cluster.namespace!r}; omit one of them")
     cluster.namespace = named or cluster.namespace
 
 
-def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
-    """Store the job and print what changed. Raises JobConflictError for a job that has ended."""
+def store(cluster: Cluster, job: MegatronJob) -> tuple[ClusterJob, str]:
+    """Store the job; return it with created, configured or unchanged.
+
+    Raises JobConflictError for a job that has ended, OperatorError if two namespaces are named.
+    """
+    _settle_namespace(cluster, job)
     name = job.metadata.name
     before = cluster.get(JOBS, cluster.namespace, name)
     if before is not None and ClusterJob(before).ended:
@@ -56,8 +60,7 @@ def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
     document["metadata"]["namespace"] = cluster.namespace
     stored = cluster.apply({key: value for key, value in document.items() if key != "status"})
     same = before is not None and before["metadata"]["generation"] == stored.document["metadata"]["generation"]
-    print(f"megatronjob.megatronapp.io/{name} {'created' if before is None else 'unchanged' if same else 'configured'}")
-    return stored
+    return stored, "created" if before is None else "unchanged" if same else "configured"
 
 
 def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
 from megatronapp_common.job import read_status
@@ -46,8 +46,18 @@ class SelectedToken:
     whose: str | None = None
 
 
-def token_for(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None) -> str:
-    """Return a token that the gateway accepts.
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def token_for(
+    cluster: Cluster,
+    gateway: GatewayEndpoint,
+    job: ClusterJob | None,
+    *,
+    report: Callable[[str], None] = _print_note,
+) -> str:
+    """Return a token that the gateway accepts, and report whose rights it has if they are not the caller's own.
 
     Raises HubError with the gateway's message, OperatorError for a wrong account.
     """
@@ -57,7 +67,7 @@ def token_for(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None
         answer = gateway_client.call_gateway(gateway, "GET", path, token=shown.token)
         if answer.is_success:
             if shown.whose is not None:
-                print(f"note: with the rights of {shown.whose}", file=sys.stderr)
+                report(f"with the rights of {shown.whose}")
             return shown.token
         refusal = replace_control_characters(problem_of(answer))
         if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
@@ -66,8 +76,8 @@ def token_for(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None
 
 
 def _tokens(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None) -> Iterator[SelectedToken]:
-    if cluster.arguments.service_account:
-        yield _of_account(cluster, *_account(cluster, cluster.arguments.service_account))
+    if cluster.selection.service_account:
+        yield _of_account(cluster, *_account(cluster, cluster.selection.service_account))
         return
     own = cluster.bearer()
     if own is not None:

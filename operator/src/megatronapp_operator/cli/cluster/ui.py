@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
             if not answer.is_success:
                 raise HubError(replace_control_characters(problem_of(answer)))
             page = gateway.page
-            address = f"{page}/{_query(job)}#code={answer.json()['ticket']}"
+            address = f"{page}/{page_path(job)}#code={answer.json()['ticket']}"
             print(address, flush=True)
             if page != gateway.url:
                 print(OTHER_NAME.format(url=gateway.url), file=sys.stderr)
@@ -47,7 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _query(job: ClusterJob | None) -> str:
+def page_path(job: ClusterJob | None) -> str:
+    """Return the path and query of a job's page at the gateway."""
     if job is None:
         return ""
     return page_query(job.document["spec"].get("mode"), job=f"{job.namespace}/{job.name}")

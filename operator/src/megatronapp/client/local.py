@@ -1,0 +1,99 @@
+"""Jobs of this user on this machine."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import httpx
+
+from megatronapp.client.hub import Hub
+from megatronapp.client.job import Page
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.process.state import registry
+from megatronapp_operator.backends.process.state.registry import JobView
+from megatronapp_operator.cli.addresses import hub_access, page_address
+from megatronapp_operator.cli.delete import delete
+from megatronapp_operator.cli.logs import LogSelection, OpenLog
+from megatronapp_operator.cli.run import runnable
+from megatronapp_operator.cli.ui import wait_ready
+from megatronapp_operator.errors import HubError, JobConflictError, OperatorError
+
+ANSWER_S = 120.0
+"""Seconds for an answer of the hub, which may have to read its disk."""
+COMMAND = (sys.executable, "-m", "megatronapp_common.cli")
+
+
+class LocalJobs:
+    """Jobs in the state folder of this user."""
+
+    POLL_S = 0.2
+
+    def view(self, name: str) -> JobView:
+        """Return the current state of a job. Raises JobNotFoundError."""
+        return registry.view(name)
+
+    def views(self) -> Sequence[JobView]:
+        """Return all jobs, by name."""
+        return registry.views()
+
+    def submit(self, job: MegatronJob) -> str:
+        """Start a job in a separate process; return its name. Raises OperatorError with what the command prints.
+
+        The command runs in a new interpreter, because a process with threads, such as a notebook's, must not be forked.
+        """
+        runnable(job)
+        name = job.metadata.name
+        if any(other.name == name and other.alive and not other.ended for other in registry.views()):
+            raise JobConflictError(f'megatronjobs.megatronapp.io "{name}" is running; delete it, or use another name')
+        document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        started = subprocess.run(
+            [*COMMAND, "run", "-", "--detach"], input=json.dumps(document), capture_output=True, text=True, check=False
+        )
+        if started.returncode != 0:
+            lines = [line.removeprefix("error: ") for line in started.stderr.splitlines()]
+            raise OperatorError("\n".join(lines) or f"the command to run {name} failed ({started.returncode})")
+        return name
+
+    def delete(self, name: str, *, force: bool) -> None:
+        """Stop a job and delete it. Raises JobNotFoundError."""
+        delete(registry.view(name), force=force)
+
+    def log(self, name: str, selection: LogSelection, *, follow: bool) -> Iterator[str]:
+        """Yield the lines of a log, with `follow` until the job has ended. Raises OperatorError."""
+        log = OpenLog(registry.view(name), selection)
+        if not follow:
+            log.require()
+            yield from log.lines()
+            return
+        for lines in log.following():
+            yield from lines
+
+    @contextlib.contextmanager
+    def hub(self, name: str) -> Iterator[Hub]:
+        """Connect to the hub of a job. Raises HubError."""
+        url, token = hub_access(registry.view(name).paths)
+        wait_ready(url)
+        address = f"{url}/api/v1/"
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=address, timeout=ANSWER_S, trust_env=False, headers=headers) as client:
+
+            def send(path: str, query: Mapping[str, str]) -> httpx.Response:
+                try:
+                    return client.get(path, params=query)
+                except httpx.HTTPError as error:
+                    raise HubError(f"{url}: the hub does not answer: {error}") from error
+
+            yield Hub(send, address=url, token=token)
+
+    @contextlib.contextmanager
+    def page(self, name: str) -> Iterator[Page]:
+        """Return the address of a job's page, which logs a browser in once. Raises HubError."""
+        job = registry.view(name)
+        url, _ = hub_access(job.paths)
+        wait_ready(url)
+        yield Page(page_address(job.paths, mode=job.document["spec"].get("mode")))
+
+    def close(self) -> None:
+        """Do nothing: no connection is held."""
