@@ -10,7 +10,7 @@ from perturbing_ranks import recipe
 
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
-    "--global-batch-size 8 --train-iters 4 --lr 2e-3 --mock-data --vocab-size 120 --training-control "
+    "--global-batch-size 8 --train-iters 4 --lr 2e-3 --mock-data --vocab-size 120 --eval-iters 1 --training-control "
     "--training-start-paused --training-resume-after 1"
 )
 Script = list[tuple[int, dict[str, Any]]]

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.process]
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 "
-    "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 120"
+    "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 120 "
+    "--eval-iters 0"
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
 PREFLIGHT = '{"enabled":true,"timeoutSeconds":80}'
