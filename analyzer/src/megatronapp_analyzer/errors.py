@@ -9,6 +9,7 @@ AnalyzerError
 ├── ExportError       a trace export that cannot be made
 ├── WhatIfError       a recording that cannot be analysed
 ├── ImportTraceError  a trace of another tool that cannot be read
+├── JudgeLostError    the process of the detector has ended, or cannot be started
 ├── SessionError      a recorded session that cannot be read or replayed
 └── HubError          the hub answered a request with an error, or did not answer
 
@@ -51,6 +52,10 @@ class ExportError(AnalyzerError):
 
 class WhatIfError(AnalyzerError):
     """A recording of steps that the what-if analysis cannot read or understand."""
+
+
+class JudgeLostError(AnalyzerError):
+    """A detector whose process has ended, does not answer, or cannot be started."""
 
 
 class SessionError(AnalyzerError):

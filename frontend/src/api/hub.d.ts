@@ -4121,6 +4121,12 @@ export interface components {
             sentence: string;
             since: components["schemas"]["Moment"];
             /**
+             * Stale
+             * @description Unknown now: the detector that reported it was lost, and no other has judged since.
+             * @default false
+             */
+            stale: boolean;
+            /**
              * State
              * @enum {string}
              */

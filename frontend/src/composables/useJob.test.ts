@@ -14,6 +14,7 @@ const verdict = {
   id: "v",
   subject: { ranks: [2] },
   state: "confirmed",
+  stale: false,
   cause: "compute",
   effect: { secondsPerStep: 1 },
 };

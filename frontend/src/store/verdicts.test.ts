@@ -1,12 +1,13 @@
 import { describe, expect, it } from "vitest";
 import type { Verdict } from "../api/types";
-import { activeVerdicts, costFigures, costOf, subjectName, suspectRanks } from "./verdicts";
+import { activeVerdicts, costFigures, costOf, stateName, subjectName, suspectRanks } from "./verdicts";
 
 const verdict = (change: Partial<Verdict>): Verdict => ({
   id: "a",
   subject: { type: "rank", ranks: [2], worker: 1, node: "node-1" },
   cause: "compute",
   state: "confirmed",
+  stale: false,
   effect: { secondsPerStep: 0.1, slowdown: 3 },
   confidence: 0.97,
   evidence: { steps: [50], text: [] },
@@ -40,6 +41,13 @@ describe("verdicts", () => {
       ]),
     ]).toEqual([1, 3]);
     expect(subjectName(link)).toBe("Link 1 → 3");
+  });
+
+  it("mark no rank while it is unknown whether they hold", () => {
+    const unknown = verdict({ stale: true });
+    expect([...suspectRanks([unknown])]).toEqual([]);
+    expect(stateName(unknown)).toContain("unknown");
+    expect(stateName(verdict({}))).toBe("confirmed");
   });
 
   it("cost what they cost up to now, or up to their end", () => {

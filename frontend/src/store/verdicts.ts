@@ -18,9 +18,14 @@ export function activeVerdicts(verdicts: readonly Verdict[]): Verdict[] {
     );
 }
 
+/** The state in words. */
+export const stateName = (verdict: Verdict): string =>
+  verdict.stale ? `unknown while its detector starts again, before that ${verdict.state}` : verdict.state;
+
 /** Ranks that a present verdict names. */
 export function suspectRanks(verdicts: readonly Verdict[]): ReadonlySet<number> {
-  return new Set(verdicts.filter(isActive).flatMap((verdict) => verdict.subject.ranks));
+  const present = verdicts.filter((verdict) => isActive(verdict) && !verdict.stale);
+  return new Set(present.flatMap((verdict) => verdict.subject.ranks));
 }
 
 /** The subject in two words. */

@@ -25,6 +25,7 @@ from shared_tls import SHARED_TLS
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import ControlSettings, HubSettings, JobIdentity
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
@@ -297,7 +298,7 @@ def serve_hub(
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         port = sock.getsockname()[1]
-        hub = Hub(settings, lambda layout: FakeDetector(script, layout))
+        hub = Hub(settings, LocalJudge(lambda layout: FakeDetector(script, layout)))
         app = create_app(hub, secret=secret, frontend=frontend, named=named)
         config = uvicorn.Config(
             app, ws="websockets-sansio", log_config=None, access_log=False, timeout_graceful_shutdown=1

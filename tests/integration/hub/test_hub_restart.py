@@ -21,6 +21,19 @@ from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 90.0
+VERDICT = {
+    "id": "v1",
+    "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
+    "cause": "compute",
+    "state": "confirmed",
+    "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
+    "confidence": 0.9,
+    "evidence": {"steps": [3], "text": []},
+    "since": {"attempt": 0, "step": 3, "time": 1.0},
+    "until": None,
+    "sentence": "Rank 1 is slow.",
+    "stale": False,
+}
 
 
 class HubProcess:
@@ -123,6 +136,65 @@ async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: 
         mine.close_rings(unlink=True)
 
 
+def detectors_of(hub: asyncio.subprocess.Process) -> list[int]:
+    """Return the ids of the hub's child processes, its detector."""
+    return [int(pid) for pid in Path(f"/proc/{hub.pid}/task/{hub.pid}/children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def test_the_detector_is_started_again_and_ends_with_the_hub(
+    hub: HubProcess, worker: Any, fake_job: Any, until: Any
+) -> None:
+    job = fake_job(data=1)
+    mine = worker(hub.url, index=0, job=job)
+    mine.open_rings()
+
+    async def is_judged() -> bool:
+        return (await hub.get("/api/v1/tracer"))["lagSeconds"] is not None
+
+    async def has_restarted() -> bool:
+        async with hub.client() as client:
+            text = (await client.get("/metrics")).text
+        return "megascan_analyzer_restarts_total{" in text and 'restarts_total{job_id="demo"} 1.0' in text
+
+    async with hub.running() as process, mine.agent():
+        mine.write_steps(range(20))
+        await until(is_judged)
+        (first,) = detectors_of(process)
+        os.kill(first, signal.SIGKILL)
+        mine.write_steps(range(20, 40))
+        await until(has_restarted)
+        await until(is_judged)
+        assert len(await hub.get("/api/v1/steps")) == 40
+        (second,) = detectors_of(process)
+        assert second != first
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+        assert has_ended(first)
+        assert has_ended(second)
+    async with hub.running() as process:
+
+        async def has_detector() -> bool:
+            return len(detectors_of(process)) == 1
+
+        await until(has_detector)
+        (third,) = detectors_of(process)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+        async def has_died() -> bool:
+            return has_ended(third)
+
+        await until(has_died)
+    mine.close_rings(unlink=True)
+
+
 @pytest.mark.full("test_process_commands opens them by the command")
 async def test_the_pages_of_a_job_that_has_ended_open_again(
     hub: HubProcess, worker: Any, fake_job: Any, until: Any
@@ -144,19 +216,7 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
             before = {path: await hub.get(path) for path in ("/api/v1/heatmap", "/api/v1/timeline?step=19")}
     for mine in workers:
         mine.close_rings(unlink=True)
-    verdict = {
-        "id": "v1",
-        "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
-        "cause": "compute",
-        "state": "confirmed",
-        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
-        "confidence": 0.9,
-        "evidence": {"steps": [3], "text": []},
-        "since": {"attempt": 0, "step": 3, "time": 1.0},
-        "until": None,
-        "sentence": "Rank 1 is slow.",
-    }
-    (folder / "hub" / "verdicts.json").write_text(json.dumps([verdict]))
+    (folder / "hub" / "verdicts.json").write_text(json.dumps([VERDICT]))
     (folder / "status.json").write_text(
         json.dumps({"phase": "Succeeded", "progress": {"iteration": 20, "totalIterations": 20, "state": "done"}})
     )
@@ -175,7 +235,7 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
         assert {rank["state"] for rank in view["ranks"]} == {"ended"}
         assert {path: await hub.get(path) for path in before} == before
         assert (await hub.get("/api/v1/metrics/series?name=loss"))["steps"] == list(range(20))
-        assert await hub.get("/api/v1/verdicts") == [verdict]
+        assert await hub.get("/api/v1/verdicts") == [VERDICT]
         own, other = await hub.get("/api/v1/jobs")
         assert (own["name"], own["phase"], own["here"]) == ("demo", "Succeeded", True)
         shown = [other[key] for key in ("name", "phase", "here", "iteration", "restarts")]

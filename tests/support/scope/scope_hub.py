@@ -18,6 +18,7 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.server import build_server
 from megatronapp_analyzer.hub.http.sockets import open_sockets
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.scope.delivery import session_file
@@ -51,7 +52,7 @@ def identity_of(job: gateway.GatewayJob) -> JobIdentity:
 def replaying(job: gateway.GatewayJob, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
     """A hub that has played a recorded session to its end."""
     session = session_file.load(file)
-    hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
+    hub = Hub(HubSettings(job=identity_of(job), state_dir=None), LocalJudge(Detector))
     hub.scope = ScopeService(settings_of(session))
     for _ in SessionPlayer(session, hub.scope.core).steps():
         pass
@@ -67,7 +68,7 @@ def generating(
     token = derive_token(job_secret(key, job.uid), TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
         client = Rank0Client(rank.url, token)
-        hub = Hub(HubSettings(job=identity_of(job), state_dir=None, serve=client), Detector)
+        hub = Hub(HubSettings(job=identity_of(job), state_dir=None, serve=client), LocalJudge(Detector))
         with serving(hub, job, port=port, key=key) as running:
             running.rank_zero = rank
             rank.publish = lambda frame: running.take(0, frame)

@@ -12,7 +12,9 @@ from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest, StepDigester, against_others
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
-from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, DetectorTask, LivenessReport
+from megatronapp_analyzer.hub.judge.judging import LivenessReport
+from megatronapp_analyzer.hub.judge.links import LocalJudge
+from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, DetectorTask
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import (
     RANK_RECORD,
@@ -172,7 +174,9 @@ def analysis(judges: list[Judge], store: VerdictStore, now_s: float = 1_700_000_
         judges.append(Judge())
         return judges[-1]
 
-    return DetectorTask(make, store, liveness=lambda: None, real_time_s=lambda: now_s)
+    queue = DetectorTask(LocalJudge(make), store, liveness=lambda: None, real_time_s=lambda: now_s)
+    queue.caught_up = True
+    return queue
 
 
 @pytest.mark.asyncio
@@ -239,7 +243,7 @@ async def test_liveness_is_judged_at_every_tick() -> None:
         judges.append(Judge())
         return judges[-1]
 
-    queue = DetectorTask(make, VerdictStore(None), liveness=report_liveness)
+    queue = DetectorTask(LocalJudge(make), VerdictStore(None), liveness=report_liveness)
     task = asyncio.create_task(queue.run(0.001))
     async with asyncio.timeout(20):
         await done.wait()

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http import views
 from megatronapp_analyzer.hub.http.megascan.views import tracer_view
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
@@ -35,7 +36,7 @@ def overhead(hub: Hub) -> list[float]:
 
 @pytest.fixture
 def hub(ring_header: Any) -> Hub:
-    hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), Detector)
+    hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), LocalJudge(Detector))
     for rank in (0, 1):
         header = ring_header(rank)
         header["metadata"] |= {"recordCostNs": COST_NS}

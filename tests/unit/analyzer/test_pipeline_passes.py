@@ -21,6 +21,7 @@ from megatronapp_analyzer.hub.ingest.pipeline_passes import (
     transfers_of,
 )
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
@@ -143,7 +144,7 @@ def make_hub(ring_header: Any, step_rows: Any) -> Callable[[int], Hub]:
     )
 
     def make(steps: int) -> Hub:
-        hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), Detector)
+        hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), LocalJudge(Detector))
         links = [AgentLink(attempt=0, worker=rank, node=f"n{rank}") for rank in (0, 1)]
         first = [0, 0]
         for link in links:

@@ -23,6 +23,7 @@ from megatronapp_analyzer.hub.ingest.digest import StepDigest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import transfers_of
 from megatronapp_analyzer.hub.ingest.role_passes import RolePasses, role_passes, shipments
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
@@ -141,7 +142,7 @@ def test_steps_without_passes_or_roles_or_with_unknown_ranks_have_no_figures() -
 @pytest.fixture
 def hub(ring_header: Any, rows: Callable[..., np.ndarray]) -> Hub:
     """A hub of eight steps of a backward rank (0) and a forward rank (1), which publish their state."""
-    hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), Detector)
+    hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), LocalJudge(Detector))
     links = [AgentLink(attempt=0, worker=rank, node=f"n{rank}") for rank in (0, 1)]
     for link, role in zip(links, ("backward", "forward"), strict=True):
         ring = ring_header(link.worker)

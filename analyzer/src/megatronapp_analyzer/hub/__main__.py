@@ -7,12 +7,12 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.server import build_server
 from megatronapp_analyzer.hub.http.sockets import open_sockets
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.judge.links import ProcessJudge
 from megatronapp_analyzer.hub.neighbours import UserJobs
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ended, load_job_file
@@ -81,7 +81,7 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
         ended=load_ended(arguments.status_file) if arguments.status_file else None,
         neighbours=UserJobs(arguments.jobs_dir) if arguments.jobs_dir else None,
     )
-    hub = Hub(settings, Detector)
+    hub = Hub(settings, ProcessJudge())
     with open_sockets(arguments.host, arguments.port) as found:
         app = create_app(hub, secret=secret, frontend=arguments.frontend, named=found.named)
         LOG.info("listening on %s%s", found.url, "" if found.named else " (its pages get no name of their own)")

@@ -265,6 +265,11 @@ class HubCollector(Collector):
         for name, text, count in (
             ("megascan_analyzer_skipped_steps", "Steps that the detector was too slow to judge.", analysis.skipped),
             ("megascan_analyzer_failures", "Steps at which the detector failed.", analysis.failures),
+            (
+                "megascan_analyzer_restarts",
+                "Starts of the detector's process after its first.",
+                analysis.restarts,
+            ),
             ("megascan_protocol_errors", "Agents refused or cut off.", self._hub.totals.protocol_errors),
             ("megascan_records", "Records taken in.", self._hub.totals.records),
         ):

@@ -12,6 +12,7 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.server import build_server
 from megatronapp_analyzer.hub.http.sockets import open_sockets
+from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.scope.delivery import session_file
@@ -37,7 +38,7 @@ def replay(file: pathlib.Path, *, speed: str, port: int) -> int:
         print(f"warning: {file}: {session.broken}", file=sys.stderr)
     settings = settings_of(session)
     identity = JobIdentity(name=settings.job, uid=f"replay-{os.getpid()}", traced=False)
-    hub = Hub(HubSettings(job=identity, state_dir=None), Detector)
+    hub = Hub(HubSettings(job=identity, state_dir=None), LocalJudge(Detector))
     hub.scope = ScopeService(settings)
     player = SessionPlayer(session, hub.scope.core)
     secret = new_secret()

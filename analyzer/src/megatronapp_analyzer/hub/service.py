@@ -1,6 +1,6 @@
 """The hub itself: receives frames of agents and lets the detector judge finished steps. Knows nothing of HTTP.
 
-Everything here runs on one event loop; only the detector works in a thread, on values that are never changed.
+Everything here runs on one event loop; only the detector works in a separate process.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
 from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.judge.links import JudgeLink
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.answer_cache import AnswerCache
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
-from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask
+from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, DetectorTask, WaitingStep
 from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
@@ -46,7 +47,7 @@ SCOPE_TYPES = frozenset(range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO))
 class Hub:
     """State of one job as its agents report it."""
 
-    def __init__(self, settings: HubSettings, detector: DetectorFactory) -> None:
+    def __init__(self, settings: HubSettings, judge: JudgeLink) -> None:
         self.settings = settings
         self.identity = settings.job
         self.ended = ended = settings.ended
@@ -69,7 +70,9 @@ class Hub:
         self.ranks = RankMonitor(
             self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress
         )
-        self.analysis = DetectorTask(detector, self.verdicts, liveness=self.ranks.liveness)
+        self.analysis = DetectorTask(
+            judge, self.verdicts, liveness=self.ranks.liveness, stored=self._steps_to_learn_from
+        )
         self.totals = HubTotals()
         self.passes = PassesCache()
         self.roles = RolesCache()
@@ -224,6 +227,14 @@ class Hub:
         layout = self.ingest.attempts[step.view.attempt].layout
         if layout is not None:
             self.analysis.add(layout, [step])
+
+    def _steps_to_learn_from(self) -> list[WaitingStep]:
+        """Return the steps of the newest attempt that are in memory, for a fresh detector."""
+        newest = self.ingest.newest
+        if newest is None or newest.layout is None:
+            return []
+        steps = self.ingest.store.newest(MAX_WAITING)
+        return [(newest.layout, step) for step in steps if step.view.attempt == newest.attempt]
 
     def _sample(self, step: StoredStep) -> None:
         layout = self.ingest.attempts[step.view.attempt].layout

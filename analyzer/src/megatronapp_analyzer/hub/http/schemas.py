@@ -159,6 +159,9 @@ class VerdictView(ApiModel):
     since: Moment
     until: Moment | None
     sentence: str
+    stale: Annotated[
+        bool, Field(description="Unknown now: the detector that reported it was lost, and no other has judged since.")
+    ] = False
 
 
 class Action(ApiModel):

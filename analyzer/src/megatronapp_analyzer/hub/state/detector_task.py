@@ -1,90 +1,145 @@
-"""Detector in parallel with the event loop: finished steps in order, then liveness at every tick."""
+"""Queue in front of the detector, which works apart from the event loop: finished steps in order, then liveness.
+
+A detector that is lost is started again, and learns from the steps that the hub stores. Until it has judged them,
+the verdicts of the lost detector are stale.
+"""
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
-from megatronapp_analyzer.hub.ingest import step_totals
-from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.hub.state.verdicts import VerdictStore
-from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
+from megatronapp_analyzer.errors import JudgeLostError
+from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
+from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
+from megatronapp_analyzer.hub.judge.links import JudgeLink
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore, slowing
+from megatronapp_analyzer.model import JobLayout, Verdict
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 2000
 """Number of steps that may wait for the detector; beyond it, the oldest are counted and not judged."""
+MAX_WAITING_BYTES = 256 << 20
+"""Bytes of the records of steps that wait, which the store may have deleted meanwhile; at least one step waits."""
 BATCH = 32
+FIRST_PAUSE_S = 0.25
+LAST_PAUSE_S = 30.0
+"""Pauses before a lost detector is started again: each is twice the one before, up to the last."""
+STEADY_S = 60.0
+"""Life of a detector after which its loss is taken for a single event: the next pause is the first again."""
+OUT_LOSSES = 6
+"""Losses in a row, none of a detector that had caught up, from which on it is taken for out of order."""
+FATAL_TIMES = 2
+"""Number of times that the detector may be lost at a step until this step is not judged any more."""
 
-
-class StepJudge(Protocol):
-    """Judge of steps and liveness; `detect.engine.Detector` is the implementation."""
-
-    def observe(self, step: StepRecords) -> list[Verdict]:
-        """Judge one finished step."""
-
-    def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
-        """Judge which ranks make no progress."""
-
-
-DetectorFactory = Callable[[JobLayout], StepJudge]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LivenessReport:
-    """Ranks that have reported lately; `now_ns` is real time."""
-
-    layout: JobLayout
-    now_ns: int
-    ranks: list[RankLiveness]
+WaitingStep = tuple[JobLayout, StoredStep]
+T = TypeVar("T")
 
 
 class DetectorTask:
-    """Queue in front of the detector. One detector per layout: another layout begins with a fresh one."""
+    """Queue in front of the detector, and what the hub knows of its state."""
 
     def __init__(
         self,
-        factory: DetectorFactory,
+        judge: JudgeLink,
         book: VerdictStore,
         *,
-        liveness: Callable[[], "LivenessReport | None"],
+        liveness: Callable[[], LivenessReport | None],
+        stored: Callable[[], Iterable[WaitingStep]] = tuple,
         real_time_s: Callable[[], float] = time.time,
+        first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        self._factory = factory
+        """Create the queue. `stored`: steps in memory of the newest attempt, which a fresh detector learns from."""
+        self._judge = judge
         self._book = book
         self._liveness = liveness
+        self._stored = stored
         self._real_time_s = real_time_s
-        self._waiting: deque[tuple[JobLayout, StoredStep]] = deque()
+        self._first_pause_s = first_pause_s
+        self._waiting: deque[WaitingStep] = deque()
+        self._waiting_bytes = 0
         self._wake = asyncio.Event()
-        self._detector: StepJudge | None = None
-        self._layout: JobLayout | None = None
+        self._world = 0
+        self._counted: StepKey = (-1, -1)
+        """Newest step whose waste and waits are in the sums: those that are judged again are not added twice."""
+        self._judged: StepKey | None = None
+        """Step that the detector judges now."""
+        self._fatal: dict[StepKey, int] = {}
+        """Number of losses of the detector at a step."""
+        self._not_judged: set[StepKey] = set()
+        self._learned: dict[str, Verdict] = {}
+        """Newest verdicts of a detector that catches up: until then they are those of the past."""
+        self._losses_in_row = 0
         self.caught_up = False
-        """True once the steps that were there at the start have been judged."""
+        """True once the steps that were there when the detector was started have been judged."""
         self.skipped = 0
         self.failures = 0
+        self.restarts = 0
         self.lag_s: float | None = None
         self.wasted_s: dict[str, float] = {}
         """Rank-seconds lost by cause since the start."""
         self.imposed_s: dict[tuple[int, str], float] = {}
         """Seconds that each rank made others wait since the start, by kind of communicator."""
 
+    @property
+    def is_out(self) -> bool:
+        """Return true if the detector could not be started for some time: nothing is judged until it can."""
+        return self._losses_in_row >= OUT_LOSSES
+
     def add(self, layout: JobLayout, steps: Iterable[StoredStep]) -> None:
         """Queue finished steps for the detector."""
-        self._waiting.extend((layout, step) for step in steps)
-        while len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
+        for step in steps:
+            self._waiting.append((layout, step))
+            self._waiting_bytes += step.view.records.nbytes
+        while len(self._waiting) > MAX_WAITING or (self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1):
+            self._pop()
             self.skipped += 1
         if self._waiting:
             self._wake.set()
 
+    def _pop(self) -> WaitingStep:
+        layout, step = self._waiting.popleft()
+        self._waiting_bytes -= step.view.records.nbytes
+        return layout, step
+
     async def run(self, tick_s: float) -> None:
-        """Judge until cancelled. After a restart, the steps queued before show which old verdicts still hold."""
-        while self._waiting:
+        """Judge until cancelled; a detector that is lost is started again."""
+        pause_s = self._first_pause_s
+        try:
+            while True:
+                begun = time.monotonic()
+                try:
+                    await self._run_once(tick_s)
+                except JudgeLostError as error:
+                    if time.monotonic() - begun > STEADY_S:
+                        pause_s = self._first_pause_s
+                    self._note_loss(error, pause_s)
+                await self._in_thread(self._judge.close)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                self.restarts += 1
+        finally:
+            self._judge.close()
+
+    async def _run_once(self, tick_s: float) -> None:
+        """Start the detector, let it catch up, then judge until it is lost. Raises JudgeLostError.
+
+        After a restart, the steps queued before show which old verdicts still hold.
+        """
+        self._judge.start()
+        await self._in_thread(self._judge.wait_until_ready)
+        last = self._waiting[-1][1].key if self._waiting else None
+        while last is not None and self._waiting and self._waiting[0][1].key <= last:
             await self.drain_batch()
+        self._publish_learned()
         self._book.clear_unreported(self._real_time_s())
         self.caught_up = True
+        self._losses_in_row = 0
+        await self._judge_steadily(tick_s)
+
+    async def _judge_steadily(self, tick_s: float) -> None:
         next_tick = time.monotonic()
         while True:
             try:
@@ -95,76 +150,79 @@ class DetectorTask:
                 continue
             await self.drain_batch()
 
+    def _note_loss(self, error: JudgeLostError, pause_s: float) -> None:
+        """Mark what the lost detector has reported as unknown, and queue the stored steps for the next."""
+        LOG.error("%s; it is started again in %g s and learns from the steps in memory", error, pause_s)
+        self.caught_up = False
+        self._losses_in_row += 1
+        self.lag_s = None
+        self._learned.clear()
+        self._book.suspend()
+        if self._judged is not None:
+            self._fatal[self._judged] = self._fatal.get(self._judged, 0) + 1
+            self._judged = None
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        for key in {key for key, times in self._fatal.items() if times >= FATAL_TIMES} - self._not_judged:
+            self._not_judged.add(key)
+            self.failures += 1
+            LOG.error("attempt %d step %d is not judged: the detector was lost at it more than once", *key)
+        for layout, step in self._stored():
+            if step.key not in self._not_judged:
+                self.add(layout, [step])
+
     async def drain_batch(self) -> None:
-        """Judge up to BATCH waiting steps."""
-        batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        """Judge up to BATCH waiting steps. Raises JudgeLostError."""
+        for _ in range(min(BATCH, len(self._waiting))):
+            layout, step = self._pop()
+            self._world, self._judged = layout.world, step.key
+            judgement = await self._in_thread(self._judge.judge, layout, step)
+            self._judged = None
+            self._take(judgement)
+            if step.key > self._counted:
+                self._counted = step.key
+                self._count_waste()
+                self._count_waits(judgement.imposed_s)
+            digest = step.digest
+            self.lag_s = max(0.0, self._real_time_s() - (digest.start_real_ns + digest.duration_ns) * 1e-9)
         if not self._waiting:
             self._wake.clear()
-        if not batch:
-            return
-        for afresh, verdicts in await asyncio.to_thread(self._judge, batch):
-            if afresh:
-                self._book.clear_all(self._real_time_s())
-            self._book.update(verdicts)
-            self._count_waste()
-        newest = batch[-1][1].digest
-        self.lag_s = max(0.0, self._real_time_s() - (newest.start_real_ns + newest.duration_ns) * 1e-9)
 
-    def _judge(self, batch: Sequence[tuple[JobLayout, StoredStep]]) -> list[tuple[bool, list[Verdict]]]:
-        """Return for each step if a fresh detector judged it (verdicts of an older one are over then) and its verdicts.
+    async def _judge_liveness(self) -> None:
+        if (report := self._liveness()) is not None:
+            self._take(await self._in_thread(self._judge.judge_liveness, report))
 
-        A detector that fails is replaced; the hub must continue without it.
-        """
-        found = []
-        for layout, step in batch:
-            detector, afresh = self._prepare(layout)
-            try:
-                found.append((afresh, detector.observe(step.view)))
-            except Exception:
-                self.failures += 1
-                self._detector = None
-                found.append((afresh, []))
-                LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
-            self._count_waits(step)
-        return found
+    def _take(self, judgement: Judgement) -> None:
+        if judgement.afresh:
+            self._publish_learned()
+            self._book.clear_all(self._real_time_s())
+        if self.caught_up:
+            self._book.update(judgement.verdicts)
+        else:
+            self._learned |= {verdict.id: verdict for verdict in judgement.verdicts}
+        self.failures += judgement.failures
 
-    def _count_waits(self, step: StoredStep) -> None:
-        """Add the waits that a step's ranks impose; on an error the step is skipped, because verdicts matter more."""
-        total = dict(self.imposed_s)
+    def _publish_learned(self) -> None:
+        self._book.update(self._learned.values())
+        self._learned.clear()
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return what `function` returns in a thread; if cancelled, end the detector, so that the thread ends, too."""
+        running = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
         try:
-            found = step_totals.imposed_s(step) if len(step.view.records) else {}
-        except Exception:
-            self.failures += 1
-            LOG.exception("waits of attempt %d step %d are not counted", *step.key)
-            return
-        for key, seconds in found.items():
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._judge.stop()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+
+    def _count_waits(self, waits: Mapping[tuple[int, str], float]) -> None:
+        total = dict(self.imposed_s)
+        for key, seconds in waits.items():
             total[key] = total.get(key, 0.0) + seconds
         self.imposed_s = total  # replaced at once: a scrape reads it from another thread
 
-    def _prepare(self, layout: JobLayout) -> tuple[StepJudge, bool]:
-        """Return the detector for `layout`, and whether it replaces one that has judged."""
-        if self._detector is not None and layout == self._layout:
-            return self._detector, False
-        replaces = self._layout is not None
-        self._detector, self._layout = self._factory(layout), layout
-        return self._detector, replaces
-
-    async def _judge_liveness(self) -> None:
-        if (heard := self._liveness()) is None:
-            return
-        detector, afresh = self._prepare(heard.layout)
-        if afresh:
-            self._book.clear_all(self._real_time_s())
-        try:
-            verdicts = await asyncio.to_thread(detector.observe_liveness, heard.now_ns, heard.ranks)
-        except Exception:
-            self.failures += 1
-            LOG.exception("detector failed to judge liveness")
-            return
-        self._book.update(verdicts)
-
     def _count_waste(self) -> None:
-        assert self._layout is not None
-        for verdict in self._book.slowing():
-            lost = verdict.seconds_per_step * self._layout.world
+        for verdict in self._book.slowing() if self.caught_up else slowing(self._learned.values()):
+            lost = verdict.seconds_per_step * self._world
             self.wasted_s[str(verdict.cause)] = self.wasted_s.get(str(verdict.cause), 0.0) + max(0.0, lost)

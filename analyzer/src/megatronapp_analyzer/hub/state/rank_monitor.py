@@ -3,8 +3,8 @@
 import time
 
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.judge.judging import LivenessReport
 from megatronapp_analyzer.hub.state import ranks
-from megatronapp_analyzer.hub.state.detector_task import LivenessReport
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 

@@ -17,6 +17,15 @@ def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
     return verdict["since"]["time"], verdict["since"]["step"]
 
 
+def slowing(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the confirmed verdicts that make each step longer; a hang does not, it ends them."""
+    return [
+        verdict
+        for verdict in verdicts
+        if verdict.state == VerdictState.CONFIRMED and verdict.cause != Cause.HANG and verdict.seconds_per_step > 0
+    ]
+
+
 class VerdictStore:
     """Verdicts of the detector. `version` grows with every change."""
 
@@ -28,13 +37,16 @@ class VerdictStore:
         self.on_new: Callable[[Verdict], None] = lambda _verdict: None
         """Is called with each verdict that the detector reports for the first time."""
         for verdict in self._file.read() or []:
-            self._verdicts[verdict["id"]] = verdict
+            known = {"stale": False} | verdict
+            if writable and verdict["state"] in ACTIVE:
+                known["stale"] = True
+            self._verdicts[verdict["id"]] = known
 
     def update(self, verdicts: Iterable[Verdict]) -> bool:
         """Take verdicts, new or changed. True if that changed anything."""
         changed = False
         for verdict in verdicts:
-            document = verdict.to_json()
+            document = verdict.to_json() | {"stale": False}
             is_new = verdict.id not in self._verdicts
             self._live[verdict.id] = verdict
             changed |= self._verdicts.get(verdict.id) != document
@@ -44,6 +56,15 @@ class VerdictStore:
         if changed:
             self._save()
         return changed
+
+    def suspend(self) -> None:
+        """Mark active verdicts as stale: their detector is lost, and whether they hold is unknown until it is back."""
+        self._live.clear()
+        stale = [verdict for verdict in self._verdicts.values() if verdict["state"] in ACTIVE]
+        for verdict in stale:
+            verdict["stale"] = True
+        if stale:
+            self._save()
 
     def clear_unreported(self, now_s: float) -> None:
         """Clear what the detector has not reported again after a restart."""
@@ -59,7 +80,7 @@ class VerdictStore:
         for verdict in stale:
             since = verdict["since"]
             last_step = max([since["step"], *verdict["evidence"]["steps"]])
-            verdict["state"] = str(VerdictState.CLEARED)
+            verdict["state"], verdict["stale"] = str(VerdictState.CLEARED), False
             verdict["until"] = {"attempt": since["attempt"], "step": last_step, "time": now_s}
         if stale:
             self._save()
@@ -86,7 +107,7 @@ class VerdictStore:
 
     def slowing(self) -> list[Verdict]:
         """Return verdicts that make each step longer; a hang does not, it ends them."""
-        return [verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0]
+        return slowing(self.confirmed())
 
     def hung_ranks(self) -> list[int]:
         """Return the ranks that a confirmed verdict names as hung."""

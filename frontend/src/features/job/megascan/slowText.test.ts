@@ -49,6 +49,7 @@ const verdict = (change: Partial<Verdict> = {}): Verdict => ({
   subject: { type: "rank", ranks: [2], worker: 1, node: "node-1" },
   cause: "compute",
   state: "confirmed",
+  stale: false,
   effect: { secondsPerStep: 0.5, slowdown: 2 },
   confidence: 0.97,
   evidence: { steps: [11, 12], text: [] },

@@ -1,7 +1,7 @@
 /** Slowdowns as rows and sentences. Pure. */
 import type { RankView, Verdict } from "../../../api/types";
 import { ABSENT, clock, compact, integer, percent, ratio, seconds } from "../../../store/format";
-import { causeName, costOf, subjectName } from "../../../store/verdicts";
+import { causeName, costOf, stateName, subjectName } from "../../../store/verdicts";
 import { roleNamed } from "../../../trace/kinds";
 import type { SlowCell, SlowLink, Slowdowns } from "./megascanApi";
 
@@ -124,7 +124,7 @@ export function suspectRows(
       cells: [
         subjectName(verdict),
         causeName(verdict),
-        verdict.state,
+        stateName(verdict),
         percent(verdict.confidence),
         verdict.cause === "hang" ? ABSENT : `+${seconds(verdict.effect.secondsPerStep)}`,
         gpuHoursText(hours),

@@ -1,0 +1,1 @@
+"""Detector in a separate process: what judges steps there, and the hub's end of it."""

@@ -1,0 +1,90 @@
+"""Judgement of steps and of liveness, in whichever process it runs. No sockets, files or clock."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from megatronapp_analyzer.hub.ingest.step_totals import imposed_s
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
+
+LOG = logging.getLogger(__name__)
+
+
+class StepJudge(Protocol):
+    """Judge of steps and liveness; `detect.engine.Detector` is the implementation."""
+
+    def observe(self, step: StepRecords) -> list[Verdict]:
+        """Judge one finished step."""
+
+    def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
+        """Judge which ranks make no progress."""
+
+
+DetectorFactory = Callable[[JobLayout], StepJudge]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LivenessReport:
+    """Ranks that have reported lately; `now_ns` is real time."""
+
+    layout: JobLayout
+    now_ns: int
+    ranks: list[RankLiveness]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """Result of one step or one report of liveness."""
+
+    afresh: bool
+    """True if a fresh detector judged it: verdicts of the one before are over."""
+    verdicts: list[Verdict]
+    imposed_s: Mapping[tuple[int, str], float] = dataclasses.field(default_factory=dict)
+    """Seconds that each rank made others wait in the step, by kind of communicator."""
+    failures: int = 0
+
+
+class StepJudging:
+    """Detector of the current layout: another layout begins with a fresh one, and so does one that has failed."""
+
+    def __init__(self, factory: DetectorFactory) -> None:
+        self._factory = factory
+        self._detector: StepJudge | None = None
+        self._layout: JobLayout | None = None
+
+    def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
+        """Judge a finished step."""
+        detector, afresh = self._prepare(layout)
+        failures, verdicts = 0, []
+        try:
+            verdicts = detector.observe(step.view)
+        except Exception:
+            failures += 1
+            self._detector = None
+            LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
+        waits: Mapping[tuple[int, str], float] = {}
+        try:
+            waits = imposed_s(step) if len(step.view.records) else {}
+        except Exception:  # verdicts matter more
+            failures += 1
+            LOG.exception("waits of attempt %d step %d are not counted", *step.key)
+        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=waits, failures=failures)
+
+    def judge_liveness(self, report: LivenessReport) -> Judgement:
+        """Judge which ranks make no progress."""
+        detector, afresh = self._prepare(report.layout)
+        try:
+            return Judgement(afresh=afresh, verdicts=detector.observe_liveness(report.now_ns, report.ranks))
+        except Exception:
+            LOG.exception("detector failed to judge liveness")
+            return Judgement(afresh=afresh, verdicts=[], failures=1)
+
+    def _prepare(self, layout: JobLayout) -> tuple[StepJudge, bool]:
+        """Return the detector for `layout`, and whether it replaces one that has judged."""
+        if self._detector is not None and layout == self._layout:
+            return self._detector, False
+        replaces = self._layout is not None
+        self._detector, self._layout = self._factory(layout), layout
+        return self._detector, replaces

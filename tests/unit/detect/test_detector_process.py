@@ -1,0 +1,270 @@
+"""The detector in a separate process: the same verdicts, and after a loss right ones or unknown, never wrong ones."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.errors import JudgeLostError
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.judge.channel import receive_message, send_message
+from megatronapp_analyzer.hub.judge.judging import Judgement
+from megatronapp_analyzer.hub.judge.links import LocalJudge, ProcessJudge
+from megatronapp_analyzer.hub.state.detector_task import DetectorTask
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.model import JobLayout
+
+LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
+SLOW_RANK, FROM_STEP, STEPS = 2, 10, 36
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def steps(sim: ModuleType) -> list[StoredStep]:
+    fault = sim.Fault(rank=SLOW_RANK, kind="compute", factor=2.5, from_step=FROM_STEP)
+    simulator = sim.Simulator(sim.Job(layout=LAYOUT, microbatches=4, faults=(fault,)), 7)
+    return [
+        StoredStep(
+            view=view,
+            digest=StepDigest(
+                attempt=view.attempt,
+                step=view.step,
+                start_real_ns=0,
+                duration_ns=view.end_ns - view.start_ns,
+                complete=True,
+                values=np.zeros((len(METRICS), LAYOUT.world), np.float32),
+            ),
+            offsets_ns=np.zeros(LAYOUT.world, np.int64),
+        )
+        for view in simulator.steps(1, STEPS)
+    ]
+
+
+class StartedJudge(ProcessJudge):
+    """Process whose first starts fail, and whose condition tests can await."""
+
+    def __init__(self, *, failing_starts: int = 0, patience_s: float = DEADLINE_S) -> None:
+        super().__init__(patience_s=patience_s)
+        self.starts = 0
+        self._failing = failing_starts
+
+    def command(self, descriptor: int) -> list[str]:
+        self.starts += 1
+        if self.starts <= self._failing:
+            return ["/does/not/exist"] if self.starts == 1 else [sys.executable, "-c", "raise SystemExit(3)"]
+        return super().command(descriptor)
+
+
+@contextlib.contextmanager
+def started(judge: ProcessJudge) -> Iterator[ProcessJudge]:
+    judge.start()
+    try:
+        judge.wait_until_ready()
+        yield judge
+    finally:
+        judge.close()
+
+
+@dataclasses.dataclass
+class Running:
+    """A running queue with what it judges."""
+
+    queue: DetectorTask
+    verdicts: VerdictStore
+    judge: StartedJudge
+    known: list[StoredStep]
+
+    def add(self, steps: list[StoredStep]) -> None:
+        self.known += steps
+        self.queue.add(LAYOUT, steps)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def has_judged(self, step: StoredStep) -> bool:
+        return self.queue.caught_up and self.queue._counted >= step.key
+
+    def slow(self) -> list[dict[str, Any]]:
+        """Return the current verdicts."""
+        return [entry for entry in self.verdicts.all() if entry["state"] != "cleared" and not entry["stale"]]
+
+
+@contextlib.asynccontextmanager
+async def running(judge: StartedJudge) -> AsyncIterator[Running]:
+    known: list[StoredStep] = []
+    verdicts = VerdictStore(None)
+    queue = DetectorTask(
+        judge, verdicts, liveness=lambda: None, stored=lambda: [(LAYOUT, step) for step in known], first_pause_s=0.01
+    )
+    task = asyncio.create_task(queue.run(0.05))
+    try:
+        yield Running(queue, verdicts, judge, known)
+        assert not task.done()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_process_judges_as_the_detector_does(steps: list[StoredStep]) -> None:
+    here = LocalJudge(Detector)
+    with started(ProcessJudge(patience_s=DEADLINE_S)) as there:
+        for step in steps:
+            mine, other = here.judge(LAYOUT, step), there.judge(LAYOUT, step)
+            assert [v.to_json() for v in other.verdicts] == [v.to_json() for v in mine.verdicts]
+            assert dict(other.imposed_s) == dict(mine.imposed_s)
+            assert other.failures == 0
+    assert mine.verdicts, "the simulated fault is found, else this compares nothing"
+
+
+@pytest.mark.asyncio
+async def test_a_killed_process_leaves_nothing_current_and_learns_again(steps: list[StoredStep]) -> None:
+    async with running(StartedJudge()) as hub:
+        hub.add(steps[:28])
+        await hub.until(lambda: hub.has_judged(steps[27]))
+        (before,) = hub.slow()
+        assert before["subject"]["ranks"] == [SLOW_RANK]
+        wasted = dict(hub.queue.wasted_s)
+        first = hub.judge.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        hub.add(steps[28:29])  # by which the loss is noticed
+        await hub.until(lambda: hub.queue.restarts == 1 or not hub.queue.caught_up)
+        assert hub.slow() == []
+        assert hub.verdicts.active() == []
+        assert [(entry["id"], entry["state"], entry["stale"]) for entry in hub.verdicts.all()] == [
+            (before["id"], before["state"], True)
+        ]
+        hub.add(steps[29:])
+        await hub.until(lambda: hub.has_judged(steps[-1]))
+        assert hub.judge.pid != first
+        assert [entry["id"] for entry in hub.slow()] == [before["id"]], "not a second one about the same fault"
+        assert hub.queue.restarts == 1
+        assert hub.queue.skipped == 0
+        new_s = hub.queue.wasted_s["compute"] - wasted["compute"]
+        assert 0 < new_s < wasted["compute"], "steps judged again are not added again"
+    assert not is_running(first)
+
+
+@pytest.mark.asyncio
+async def test_what_the_stored_steps_no_longer_show_is_cleared_after_a_loss(steps: list[StoredStep]) -> None:
+    async with running(StartedJudge()) as hub:
+        hub.add(steps)
+        await hub.until(lambda: hub.has_judged(steps[-1]))
+        assert len(hub.slow()) == 1
+        hub.known[:] = steps[: FROM_STEP - 2]
+        assert hub.judge.pid is not None
+        os.kill(hub.judge.pid, signal.SIGKILL)
+        hub.queue.add(LAYOUT, steps[:1])
+        await hub.until(lambda: hub.queue.restarts == 1 and hub.queue.caught_up)
+        assert [(entry["state"], entry["stale"]) for entry in hub.verdicts.all()] == [("cleared", False)]
+
+
+@pytest.mark.asyncio
+async def test_starts_that_fail_are_tried_again(steps: list[StoredStep]) -> None:
+    async with running(StartedJudge(failing_starts=2)) as hub:
+        hub.add(steps)
+        await hub.until(lambda: hub.has_judged(steps[-1]))
+        assert hub.judge.starts == 3
+        assert hub.queue.restarts == 2
+        assert [entry["subject"]["ranks"] for entry in hub.slow()] == [[SLOW_RANK]]
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_hub_does_not_wait_for_a_process_that_is_stopped(steps: list[StoredStep]) -> None:
+    async with running(StartedJudge()) as hub:
+        await hub.until(lambda: hub.queue.caught_up)
+        pid = hub.judge.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        hub.add(steps)
+        await hub.until(lambda: hub.queue._judged is not None)
+    assert not is_running(pid)
+
+
+@pytest.mark.asyncio
+async def test_a_step_at_which_the_detector_is_lost_again_and_again_is_passed(steps: list[StoredStep]) -> None:
+    class Poisoned(StartedJudge):
+        def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
+            if step.view.step == steps[5].view.step:
+                assert self.pid is not None
+                os.kill(self.pid, signal.SIGKILL)
+            return super().judge(layout, step)
+
+    async with running(Poisoned()) as hub:
+        hub.add(steps)
+        await hub.until(lambda: hub.has_judged(steps[-1]))
+        assert hub.queue.restarts == 2
+        assert hub.queue.failures == 1
+        assert [entry["subject"]["ranks"] for entry in hub.slow()] == [[SLOW_RANK]]
+
+
+def test_a_process_that_does_not_answer_is_lost() -> None:
+    class Silent(ProcessJudge):
+        def command(self, descriptor: int) -> list[str]:
+            return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    judge = Silent(patience_s=0.05)
+    judge.start()
+    try:
+        with pytest.raises(JudgeLostError, match=r"has not answered for 0\.05 s"):
+            judge.wait_until_ready()
+    finally:
+        judge.close()
+
+
+def test_the_error_names_the_exit_code_of_the_process() -> None:
+    judge = StartedJudge(failing_starts=2)
+    judge.starts = 1
+    judge.start()
+    try:
+        with pytest.raises(JudgeLostError, match="ended with code 3"):
+            judge.wait_until_ready()
+    finally:
+        judge.close()
+
+
+ARRAYS = st.lists(st.integers(0, 3000).map(lambda size: np.arange(size, dtype=np.int64)), max_size=4)
+
+
+@settings(max_examples=30)
+@given(arrays=ARRAYS, text=st.text())
+def test_messages_arrive_as_they_were_sent(arrays: list[Any], text: str) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        sender = threading.Thread(target=send_message, args=(near, (text, arrays)))
+        sender.start()
+        found = receive_message(far)
+        sender.join()
+        assert isinstance(found, tuple)
+        assert found[0] == text
+        assert len(found[1]) == len(arrays)
+        for mine, other in zip(arrays, found[1], strict=True):
+            assert np.array_equal(mine, other)
+        near.close()
+        with pytest.raises(EOFError):
+            receive_message(far)
