@@ -1,4 +1,6 @@
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -6,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.align.step_clocks import VALID_STEPS, AttemptClocks
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.step_cache import StepCache
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
 from megatronapp_common.trace import Flag, RecordKind
@@ -200,17 +204,81 @@ def test_records_must_be_whole_and_announced(feeder: Feeder) -> None:
         feeder.ingest.add_records(0, {"rank": 0, "worker": 0, "lost": 0}, b"")
 
 
-def test_nodes_with_other_clocks_are_tied_by_their_messages(step_rows: Any, ring_header: Any) -> None:
-    """Rank 1's real clock is 30 ms off; the messages of the step tie its spans to those of rank 0."""
-    feeder = Feeder(TraceIngest(StoreLimits()), step_rows, ring_header)
-    feeder.ingest.add_ring(0, ring_header(0, boot_id="a"))
-    feeder.ingest.add_ring(0, ring_header(1, boot_id="b", offset_ns=1_700_000_000_030_000_000 - 5_000_000_000))
-    for step in range(6):
+def two_nodes(ingest: TraceIngest, step_rows: Any, ring_header: Any) -> tuple[Feeder, Callable[[int], Any]]:
+    """Return a feeder of two nodes, the second 30 ms off in real time, and a function that sends a step.
+
+    The messages of the step tie the spans of rank 1 to those of rank 0.
+    """
+    feeder = Feeder(ingest, step_rows, ring_header)
+    ingest.add_ring(0, ring_header(0, boot_id="a"))
+    ingest.add_ring(0, ring_header(1, boot_id="b", offset_ns=1_700_000_000_030_000_000 - 5_000_000_000))
+
+    def send(step: int) -> Any:
         feeder.send(0, step_rows(0, step))
         shifted = step_rows(1, step)
         shifted["start_ns"] += np.uint64(5_000_000_000)
         (stored,) = feeder.send(1, shifted).finished
-    assert abs(int(stored.offsets_ns[1]) + 5_000_000_000 - int(stored.offsets_ns[0])) < 3_000_000
+        return stored
+
+    return feeder, send
+
+
+def error_ns(stored: Any) -> int:
+    return abs(int(stored.offsets_ns[1]) + 5_000_000_000 - int(stored.offsets_ns[0]))
+
+
+def test_nodes_with_other_clocks_are_tied_by_their_messages(step_rows: Any, ring_header: Any) -> None:
+    _, send = two_nodes(TraceIngest(StoreLimits()), step_rows, ring_header)
+    for step in range(6):
+        stored = send(step)
+    assert stored.aligned
+    assert error_ns(stored) < 3_000_000
+
+
+def test_clocks_that_are_estimated_elsewhere_change_stored_steps(step_rows: Any, ring_header: Any) -> None:
+    """A reading may be late, there twice, or after another report of a ring, and holds for the steps that follow."""
+    ingest = TraceIngest(StoreLimits(), aligns=False)
+    _, send = two_nodes(ingest, step_rows, ring_header)
+    first, second = send(0), send(1)
+    assert (first.aligned, error_ns(first)) == (False, 30_000_000)
+    layout = ingest.attempts[0].layout
+    assert layout is not None
+    clocks = AttemptClocks(layout)
+    reading = clocks.observe(first.view)
+    assert reading is not None
+    ingest.add_ring(0, ring_header(0, boot_id="a"))
+    for _ in range(2):
+        ingest.take_reading(reading)
+    stored = ingest.store.find(0, 0)
+    assert stored is not None
+    assert stored.aligned
+    assert error_ns(stored) < 3_000_000
+    assert ingest.attempts[0].clock_doubt_s(1) < 0.003
+    third = send(2)
+    assert (third.aligned, error_ns(third) < 3_000_000) == (False, True)
+    assert not ingest.store.find(1, 0).aligned  # type: ignore[union-attr]
+    assert error_ns(send(VALID_STEPS + 1)) == 30_000_000, "a reading of long ago says nothing"
+    ingest.forget_readings()
+    assert ingest.attempts[0].clock_doubt_s(1) == math.inf
+    assert error_ns(send(VALID_STEPS + 2)) == 30_000_000
+    other = dataclasses.replace(reading, tied=reading.tied[:1], uncertainty_s=reading.uncertainty_s[:1])
+    ingest.take_reading(other)
+    ingest.take_reading(dataclasses.replace(reading, attempt=7))
+    assert ingest.attempts[0].clock_uncertainty_s == {}
+    assert second.view.step == 1
+
+
+def test_figures_of_a_step_are_not_stored_before_its_clocks_are_known(step_rows: Any, ring_header: Any) -> None:
+    ingest = TraceIngest(StoreLimits(), aligns=False)
+    _, send = two_nodes(ingest, step_rows, ring_header)
+    step = send(0)
+    cache: StepCache[int] = StepCache(lambda _: 8)
+    assert cache.figures([step], error_ns) == [30_000_000]
+    ingest.store.align(step.key, np.array([0, -5_000_000_000]))
+    aligned = ingest.store.find(0, 0)
+    assert aligned is not None
+    assert cache.figures([aligned], error_ns) == [0]
+    assert cache.figures([aligned], lambda _: 1) == [0]
 
 
 @given(st.integers(2, 50), st.integers(0, 300))

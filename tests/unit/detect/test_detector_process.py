@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.align.step_clocks import ClockReading
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
@@ -28,7 +29,7 @@ from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import JobLayout
 
-LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
+LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2, ranks_per_node=2)
 SLOW_RANK, FROM_STEP, STEPS = 2, 10, 36
 DEADLINE_S = 120.0
 
@@ -36,7 +37,8 @@ DEADLINE_S = 120.0
 @pytest.fixture(scope="module")
 def steps(sim: ModuleType) -> list[StoredStep]:
     fault = sim.Fault(rank=SLOW_RANK, kind="compute", factor=2.5, from_step=FROM_STEP)
-    simulator = sim.Simulator(sim.Job(layout=LAYOUT, microbatches=4, faults=(fault,)), 7)
+    job = sim.Job(layout=LAYOUT, microbatches=4, faults=(fault,), boot_per_node=True, clock_offset_s=0.5)
+    simulator = sim.Simulator(job, 7)
     return [
         StoredStep(
             view=view,
@@ -80,6 +82,19 @@ def started(judge: ProcessJudge) -> Iterator[ProcessJudge]:
 
 
 @dataclasses.dataclass
+class Clocks:
+    """Clocks as the hub knows them."""
+
+    known: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+
+    def take_reading(self, reading: ClockReading) -> None:
+        self.known.add(reading.key)
+
+    def forget_readings(self) -> None:
+        self.known.clear()
+
+
+@dataclasses.dataclass
 class Running:
     """A running queue with what it judges."""
 
@@ -87,6 +102,7 @@ class Running:
     verdicts: VerdictStore
     judge: StartedJudge
     known: list[StoredStep]
+    clocks: "Clocks"
 
     def add(self, steps: list[StoredStep]) -> None:
         self.known += steps
@@ -108,13 +124,18 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(judge: StartedJudge) -> AsyncIterator[Running]:
     known: list[StoredStep] = []
-    verdicts = VerdictStore(None)
+    verdicts, clocks = VerdictStore(None), Clocks()
     queue = DetectorTask(
-        judge, verdicts, liveness=lambda: None, stored=lambda: [(LAYOUT, step) for step in known], first_pause_s=0.01
+        judge,
+        verdicts,
+        liveness=lambda: None,
+        stored=lambda: [(LAYOUT, step) for step in known],
+        clocks=clocks,
+        first_pause_s=0.01,
     )
     task = asyncio.create_task(queue.run(0.05))
     try:
-        yield Running(queue, verdicts, judge, known)
+        yield Running(queue, verdicts, judge, known, clocks)
         assert not task.done()
     finally:
         task.cancel()
@@ -130,6 +151,12 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def offsets_of(judgement: Judgement) -> Any:
+    assert judgement.clocks is not None
+    assert judgement.clocks.offset_ns is not None
+    return judgement.clocks.offset_ns
+
+
 def test_a_process_judges_as_the_detector_does(steps: list[StoredStep]) -> None:
     here = LocalJudge(Detector)
     with started(ProcessJudge(patience_s=DEADLINE_S)) as there:
@@ -138,7 +165,10 @@ def test_a_process_judges_as_the_detector_does(steps: list[StoredStep]) -> None:
             assert [v.to_json() for v in other.verdicts] == [v.to_json() for v in mine.verdicts]
             assert dict(other.imposed_s) == dict(mine.imposed_s)
             assert other.failures == 0
+            offsets = offsets_of(mine)
+            assert np.array_equal(offsets_of(other), offsets)
     assert mine.verdicts, "the simulated fault is found, else this compares nothing"
+    assert offsets.any()
 
 
 @pytest.mark.asyncio
@@ -156,12 +186,14 @@ async def test_a_killed_process_leaves_nothing_current_and_learns_again(steps: l
         await hub.until(lambda: hub.queue.restarts == 1 or not hub.queue.caught_up)
         assert hub.slow() == []
         assert hub.verdicts.active() == []
+        assert not hub.clocks.known
         assert [(entry["id"], entry["state"], entry["stale"]) for entry in hub.verdicts.all()] == [
             (before["id"], before["state"], True)
         ]
         hub.add(steps[29:])
         await hub.until(lambda: hub.has_judged(steps[-1]))
         assert hub.judge.pid != first
+        assert hub.clocks.known == {step.key for step in steps}
         assert [entry["id"] for entry in hub.slow()] == [before["id"]], "not a second one about the same fault"
         assert hub.queue.restarts == 1
         assert hub.queue.skipped == 0

@@ -51,8 +51,8 @@ class Hub:
         self.settings = settings
         self.identity = settings.job
         self.ended = ended = settings.ended
-        self.ingest = TraceIngest(settings.store)
         live = ended is None
+        self.ingest = TraceIngest(settings.store, aligns=not live)
         self._spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
@@ -71,7 +71,11 @@ class Hub:
             self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress
         )
         self.analysis = DetectorTask(
-            judge, self.verdicts, liveness=self.ranks.liveness, stored=self._steps_to_learn_from
+            judge,
+            self.verdicts,
+            liveness=self.ranks.liveness,
+            stored=self._steps_to_learn_from,
+            clocks=self.ingest,
         )
         self.totals = HubTotals()
         self.passes = PassesCache()

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.align.clocks import ClockAligner
-from megatronapp_analyzer.align.device_clocks import has_device_clock
+from megatronapp_analyzer.align.step_clocks import VALID_STEPS, AttemptClocks, ClockReading, has_nodes
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, StepAssembler
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
@@ -25,8 +24,6 @@ from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
 USUAL_STEPS = 16
-DEVICE_CHECK_STEPS = 16
-"""Steps of a job on one node from one check of the clocks of devices to the next."""
 RingKey = tuple[int, int | None]
 """Key (worker, rank) of a ring; rank None is the worker's own ring."""
 
@@ -55,8 +52,10 @@ class IngestResult:
 class AttemptState:
     """Rings and unfinished steps of one attempt."""
 
-    def __init__(self, attempt: int) -> None:
+    def __init__(self, attempt: int, *, aligns: bool) -> None:
+        """Begin an attempt. `aligns`: estimate the clocks here, without readings of the caller."""
         self.attempt = attempt
+        self._aligns = aligns
         self.rings: dict[int, RankRing] = {}
         self.layout: JobLayout | None = None
         self.next_index: dict[RingKey, int] = {}
@@ -65,7 +64,8 @@ class AttemptState:
         self._laid_out = 0
         """Number of rings that `layout` was made from."""
         self._digester: StepDigester | None = None
-        self._aligner: ClockAligner | None = None
+        self._clocks: AttemptClocks | None = None
+        self._reading: ClockReading | None = None
         self.clock_uncertainty_s: dict[int, float] = {}
         """Newest uncertainty of each rank's clock against the first rank's; infinite where no message ties them."""
 
@@ -98,7 +98,7 @@ class AttemptState:
         if (layout := build_layout(self.rings, partial=True)) is not None:
             self.layout = layout
             self._digester = StepDigester(layout.world, layout)
-            self._aligner = ClockAligner(layout)
+            self._clocks = AttemptClocks(layout) if self._aligns else None
 
     def _lay_out_partly(self) -> None:
         """Make a layout as `_lay_out` does; rings that do not fit leave the layout unchanged.
@@ -124,7 +124,7 @@ class AttemptState:
             boot_ids={rank: self.rings.get(rank, known).boot_id for rank in range(self.world)},
             lost=step.lost,
         )
-        offsets = self._offsets(view)
+        offsets, aligned = self._offsets(view)
         start, duration = step_interval(step.records, offsets)
         view = dataclasses.replace(view, real_time_s=(start + duration) * 1e-9)
         digest = StepDigest(
@@ -135,7 +135,7 @@ class AttemptState:
             complete=step.complete,
             values=self._digester.values(step.records),
         )
-        return StoredStep(view=view, digest=digest, offsets_ns=offsets)
+        return StoredStep(view=view, digest=digest, offsets_ns=offsets, aligned=aligned)
 
     def clock_doubt_s(self, rank: int) -> float:
         """Return what times of a rank with a ring may be wrong by against the first worker's: infinite where unknown.
@@ -148,24 +148,35 @@ class AttemptState:
         first = min(self.rings.values(), key=lambda ring: (ring.worker, ring.rank))
         return 0.0 if self.rings[rank].boot_id == first.boot_id else math.inf
 
-    def _offsets(self, view: StepRecords) -> NDArray[np.int64]:
-        """Return real time minus each rank's clock.
+    def take_reading(self, reading: ClockReading) -> NDArray[np.int64] | None:
+        """Take the clocks at a step; return its offsets, None if the reading is of another number of ranks."""
+        if len(reading.tied) != self.world:
+            return None
+        self._reading = reading
+        self.clock_uncertainty_s = dict(enumerate(reading.uncertainty_s.tolist()))
+        return reading.real_offsets_ns(self._own_offsets())
 
-        Real clocks of nodes differ by milliseconds; where the traffic of the step ties the clocks together more
-        tightly, all ranks use the real clock of the first.
-        """
+    def forget_reading(self) -> None:
+        """Forget the clocks, because their source is lost: they are unknown until the next reading."""
+        self._reading = None
+        self.clock_uncertainty_s = {}
+
+    def _own_offsets(self) -> NDArray[np.int64]:
+        """Return real time minus each rank's clock, by the real clock of its node."""
         known = self.rings[min(self.rings)]
-        offsets = np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
-        has_nodes = len(set(view.boot_ids.values())) > 1
-        checks_devices = view.step % DEVICE_CHECK_STEPS == 0 and has_device_clock(view.records).any()
-        if self._aligner is None or not (has_nodes or checks_devices):
-            return offsets
-        model = self._aligner.observe(view)
-        self.clock_uncertainty_s = dict(enumerate((model.rank_uncertainty_ns() * 1e-9).tolist()))
-        if not has_nodes:
-            return offsets
-        tied = np.isfinite(model.uncertainty_ns)
-        return np.where(tied, offsets[0] - model.offset_ns, offsets)
+        return np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
+
+    def _offsets(self, view: StepRecords) -> tuple[NDArray[np.int64], bool]:
+        """Return real time minus each rank's clock, and whether these are the clocks at this very step."""
+        if self._clocks is not None and (reading := self._clocks.observe(view)) is not None:
+            offsets = self.take_reading(reading)
+            return (self._own_offsets(), True) if offsets is None else (offsets, True)
+        if self._aligns or not has_nodes(view):
+            return self._own_offsets(), True
+        newest = self._reading
+        if newest is None or abs(view.step - newest.step) > VALID_STEPS:
+            return self._own_offsets(), False
+        return newest.real_offsets_ns(self._own_offsets()), False
 
 
 def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:
@@ -189,7 +200,9 @@ def read_body(body: bytes | memoryview) -> NDArray[np.void]:
 class TraceIngest:
     """All attempts of the job, the store of their steps, and the curves."""
 
-    def __init__(self, limits: StoreLimits) -> None:
+    def __init__(self, limits: StoreLimits, *, aligns: bool = True) -> None:
+        """Begin without any attempt. `aligns`: estimate clocks here; if false, the caller gives readings."""
+        self._aligns = aligns
         self.store: StepStore = MemoryStepStore(limits)
         self.curves = Curves()
         self.counters: ThinningList[CounterSample] = ThinningList(COUNTER_SAMPLES)
@@ -226,7 +239,7 @@ class TraceIngest:
         if header.get("rank") is None:
             return []
         ring = parse_ring(attempt, header)
-        state = self.attempts.setdefault(attempt, AttemptState(attempt))
+        state = self._state_of(attempt)
         is_new = not state.rings
         state.add_ring(ring)
         return self._end_older(attempt) if is_new else []
@@ -250,6 +263,17 @@ class TraceIngest:
             self.store.add_late(attempt, step, rows)
         return IngestResult(finished=self._keep(state, assembled), points=points, records=len(records))
 
+    def take_reading(self, reading: ClockReading) -> None:
+        """Take the clocks at a step; if this is stored in full, its times change to them."""
+        state = self.attempts.get(reading.attempt)
+        if state is not None and (offsets := state.take_reading(reading)) is not None:
+            self.store.align(reading.key, offsets)
+
+    def forget_readings(self) -> None:
+        """Forget the clocks of all attempts, because their source is lost."""
+        for state in self.attempts.values():
+            state.forget_reading()
+
     def begin_replay(self, steps: set[StepKey]) -> None:
         """Expect stored records: `steps` have their digests and present points are not added twice."""
         self._known_steps = steps
@@ -265,6 +289,11 @@ class TraceIngest:
         if state is None or state.assembler is None:
             return []
         return self._keep(state, state.assembler.flush())
+
+    def _state_of(self, attempt: int) -> AttemptState:
+        if attempt not in self.attempts:
+            self.attempts[attempt] = AttemptState(attempt, aligns=self._aligns)
+        return self.attempts[attempt]
 
     def _end_older(self, attempt: int) -> list[StoredStep]:
         return [step for older in sorted(self.attempts) if older < attempt for step in self.end_attempt(older)]
@@ -283,7 +312,7 @@ class TraceIngest:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError("bad-records", f"RECORDS frame: {type(error).__name__}: {error}") from error
         records = read_body(body)
-        state = self.attempts.setdefault(attempt, AttemptState(attempt))
+        state = self._state_of(attempt)
         key = (worker, rank)
         known = state.next_index.get(key)
         skip = min(max((known or 0) - first, 0), len(records))

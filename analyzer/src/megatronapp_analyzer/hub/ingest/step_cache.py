@@ -37,9 +37,11 @@ class StepCache(Generic[F]):
         with self._lock:
             known = {step.key: self._figures[step.key] for step in chosen if step.key in self._figures}
         missing = {step.key: compute(step) for step in chosen if step.key not in known}
+        # Times of a step that is not aligned yet change, and figures with them.
+        final = {step.key for step in chosen if step.aligned}
         with self._lock:
             for key, figures in missing.items():
-                if key not in self._figures:
+                if key in final and key not in self._figures:
                     self._figures[key] = figures
                     self._bytes += self._size_of(figures)
             while self._bytes > self._limit_bytes:

@@ -38,6 +38,8 @@ class StoredStep:
     digest: StepDigest
     offsets_ns: NDArray[np.int64]
     """Real time minus the monotonic clock, per rank."""
+    aligned: bool = True
+    """False until the clocks at this step are known; `offsets_ns` are then those of a step before, or of the nodes."""
 
     @property
     def key(self) -> StepKey:
@@ -66,6 +68,9 @@ class StepStore(Protocol):
         False if the step is not stored in full.
         """
         ...
+
+    def align(self, key: StepKey, offsets_ns: NDArray[np.int64]) -> None:
+        """Replace the clocks of a step; does nothing if it is not stored in full."""
 
     def find(self, step: int | None, attempt: int | None) -> StoredStep | None:
         """Return the step of that attempt, or of the newest that has it; the newest step if None."""
@@ -119,6 +124,10 @@ class MemoryStepStore:
         self._full_bytes += records.nbytes - held.view.records.nbytes
         self._full[held.key] = dataclasses.replace(held, view=dataclasses.replace(held.view, records=records))
         return True
+
+    def align(self, key: StepKey, offsets_ns: NDArray[np.int64]) -> None:
+        if (step := self._full.get(key)) is not None:
+            self._full[key] = dataclasses.replace(step, offsets_ns=offsets_ns, aligned=True)
 
     @property
     def full_bytes(self) -> int:

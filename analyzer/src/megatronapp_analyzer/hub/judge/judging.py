@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from megatronapp_analyzer.align.step_clocks import AttemptClocks, ClockReading
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
@@ -43,6 +44,8 @@ class Judgement:
     verdicts: list[Verdict]
     imposed_s: Mapping[tuple[int, str], float] = dataclasses.field(default_factory=dict)
     """Seconds that each rank made others wait in the step, by kind of communicator."""
+    clocks: ClockReading | None = None
+    """Clocks at the step; None where they need no check."""
     failures: int = 0
 
 
@@ -53,6 +56,7 @@ class StepJudging:
         self._factory = factory
         self._detector: StepJudge | None = None
         self._layout: JobLayout | None = None
+        self._clocks: tuple[int, JobLayout, AttemptClocks] | None = None
 
     def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
         """Judge a finished step."""
@@ -65,12 +69,22 @@ class StepJudging:
             self._detector = None
             LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
         waits: Mapping[tuple[int, str], float] = {}
+        clocks = None
         try:
+            clocks = self._clocks_of(layout, step.view.attempt).observe(step.view)
+            if clocks is not None:
+                step = dataclasses.replace(step, offsets_ns=clocks.real_offsets_ns(step.offsets_ns))
             waits = imposed_s(step) if len(step.view.records) else {}
         except Exception:  # verdicts matter more
             failures += 1
-            LOG.exception("waits of attempt %d step %d are not counted", *step.key)
-        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=waits, failures=failures)
+            LOG.exception("clocks or waits of attempt %d step %d are not known", *step.key)
+        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=waits, clocks=clocks, failures=failures)
+
+    def _clocks_of(self, layout: JobLayout, attempt: int) -> AttemptClocks:
+        """Return the clocks of an attempt; another attempt or layout begins with fresh ones."""
+        if self._clocks is None or self._clocks[:2] != (attempt, layout):
+            self._clocks = (attempt, layout, AttemptClocks(layout))
+        return self._clocks[2]
 
     def judge_liveness(self, report: LivenessReport) -> Judgement:
         """Judge which ranks make no progress."""

@@ -9,8 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from megatronapp_analyzer.align.step_clocks import ClockReading
 from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
@@ -34,6 +35,17 @@ OUT_LOSSES = 6
 FATAL_TIMES = 2
 """Number of times that the detector may be lost at a step until this step is not judged any more."""
 
+
+class ClockReader(Protocol):
+    """Reader of the clocks that the detector's process has estimated; `TraceIngest` is the implementation."""
+
+    def take_reading(self, reading: ClockReading) -> None:
+        """Take the clocks at a step."""
+
+    def forget_readings(self) -> None:
+        """Forget the clocks, because their source is lost."""
+
+
 WaitingStep = tuple[JobLayout, StoredStep]
 T = TypeVar("T")
 
@@ -48,6 +60,7 @@ class DetectorTask:
         *,
         liveness: Callable[[], LivenessReport | None],
         stored: Callable[[], Iterable[WaitingStep]] = tuple,
+        clocks: ClockReader | None = None,
         real_time_s: Callable[[], float] = time.time,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
@@ -56,6 +69,7 @@ class DetectorTask:
         self._book = book
         self._liveness = liveness
         self._stored = stored
+        self._clocks = clocks
         self._real_time_s = real_time_s
         self._first_pause_s = first_pause_s
         self._waiting: deque[WaitingStep] = deque()
@@ -157,6 +171,8 @@ class DetectorTask:
         self._losses_in_row += 1
         self.lag_s = None
         self._learned.clear()
+        if self._clocks is not None:
+            self._clocks.forget_readings()
         self._book.suspend()
         if self._judged is not None:
             self._fatal[self._judged] = self._fatal.get(self._judged, 0) + 1
@@ -179,6 +195,8 @@ class DetectorTask:
             judgement = await self._in_thread(self._judge.judge, layout, step)
             self._judged = None
             self._take(judgement)
+            if judgement.clocks is not None and self._clocks is not None:
+                self._clocks.take_reading(judgement.clocks)
             if step.key > self._counted:
                 self._counted = step.key
                 self._count_waste()

@@ -44,7 +44,8 @@ async def slowdowns(hub: HubOf, first: From = None, to: To = None, peers: Peers 
     def compute() -> schemas.SlowdownsView:
         return views.slowdowns_view(chosen.attempt, chosen.layout, chosen.steps, by, hub.graphs)
 
-    version = (chosen.attempt, chosen.steps[-1].view.step if chosen.steps else None)
+    newest = chosen.steps[-1].view.step if chosen.steps else None
+    version = (chosen.attempt, newest, all(step.aligned for step in chosen.steps))
     return await hub.answers.answer(("slowdowns", first, to, by), version, compute)
 
 
@@ -69,7 +70,7 @@ async def blame(
     by = peers or views.default_peers(layout)
     view = await hub.answers.answer(
         ("blame", found.key, by),
-        len(found.view.records),
+        (len(found.view.records), found.aligned),
         lambda: views.blame_view(found, before, layout, by, hub.graphs),
     )
     if view is None:
