@@ -1,4 +1,6 @@
 import os
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,15 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.restore import curve_frame, digest_frame, restore
-from megatronapp_analyzer.hub.ingest.spool import JsonFile, SpoolLimits, SpoolReader, SpoolWriter, read_frames
+from megatronapp_analyzer.hub.ingest.spool import (
+    JsonFile,
+    SpoolLimits,
+    SpoolReader,
+    SpoolThread,
+    SpoolWriter,
+    read_frames,
+)
+from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -150,3 +160,101 @@ def test_full_disk_is_counted_and_does_not_raise(tmp_path: Path, caplog: pytest.
     writer.close()
     assert writer.failed_writes == 3
     assert len([record for record in caplog.records if "cannot store traces" in record.message]) == 1
+
+
+def test_a_deleted_folder_is_counted_and_made_again_with_the_rings(
+    tmp_path: Path, step_rows: Any, ring_header: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    spooled = SpooledIngest(TraceIngest(StoreLimits()), folder, SpoolLimits())
+    assert spooled.restore(None) == []
+    for rank in (0, 1):
+        header = ring_header(rank)
+        spooled.add_ring(0, rank, header, frames.encode(Frame(FrameType.RING, header)))
+    first = [0, 0]
+
+    def write(steps: range) -> None:
+        for step in steps:
+            for rank in (0, 1):
+                raw = records_frame(rank, first[rank], step_rows(rank, step).tobytes())
+                first[rank] += len(step_rows(rank, step))
+                spooled.add_records(0, frames.decode(raw), raw)
+
+    write(range(3))
+    spooled._writer.wait_until_written()  # type: ignore[union-attr]
+    shutil.rmtree(folder)
+    write(range(3, 9))
+    spooled.close()
+    # Files of records, curves and digests, once each.
+    assert spooled.failed_writes == 3
+    assert spooled.dropped_frames == 0
+    assert "was deleted" in caplog.text
+    ingest = TraceIngest(StoreLimits())
+    finished = restore(SpoolReader(folder), ingest, newest_segments=None)
+    assert [stored.view.step for stored in finished] == list(range(3, 9))
+
+
+def test_a_segment_that_cannot_be_deleted_is_counted(
+    tmp_path: Path, step_rows: Any, ring_header: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(f"{path} may not be deleted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    writer = SpoolWriter(tmp_path, SpoolLimits(segment_bytes=1000, total_bytes=2000))
+    spool_steps(writer, step_rows, ring_header, range(20))
+    writer.close()
+    assert writer.failed_writes > 0
+
+
+class BlockedWriter(SpoolWriter):
+    """Writer on a disk that hangs until it is released."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, SpoolLimits())
+        self.hangs = threading.Event()
+        self.released = threading.Event()
+
+    def append_records(self, attempt: int, frame: bytes) -> None:
+        self.hangs.set()
+        self.released.wait()
+        super().append_records(attempt, frame)
+
+
+def test_a_disk_that_hangs_costs_records_but_no_rings_and_no_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BlockedWriter(tmp_path)
+    frame = frames.encode(Frame(FrameType.BYE, {"reason": "x" * 100}))
+    thread = SpoolThread(writer, limit_bytes=3 * len(frame))
+    try:
+        for _ in range(5):
+            thread.append_records(0, frame)
+        assert writer.hangs.wait(60)
+        for _ in range(5):
+            thread.append_digest(0, frame)
+            thread.append_ring(0, frame, 0)
+        assert thread.dropped_frames == 2 + 3, "of records beyond 3 frames, of sums beyond 6"
+        thread.close(patience_s=0.01)
+        assert "frames of traces are not stored after 0.01 s" in caplog.text
+    finally:
+        writer.released.set()
+        thread.close()
+    reader = SpoolReader(tmp_path)
+    assert [len(list(found)) for found in (reader.rings(0), reader.digests(0))] == [5, 2]
+    assert sum(len(list(read_frames(path))) for path in reader.segments(0)) == 3
+
+
+def test_an_error_of_the_writer_does_not_end_its_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(SpoolWriter):
+        def append_curve(self, attempt: int, frame: bytes) -> None:
+            raise ValueError("defect")
+
+    frame = frames.encode(Frame(FrameType.BYE, {}))
+    thread = SpoolThread(Failing(tmp_path, SpoolLimits()))
+    thread.append_curve(0, frame)
+    thread.append_digest(0, frame)
+    thread.close()
+    assert thread.failed_writes == 1
+    assert len(list(SpoolReader(tmp_path).digests(0))) == 1
+    assert "is not stored" in caplog.text

@@ -270,6 +270,16 @@ class HubCollector(Collector):
                 "Starts of the detector's process after its first.",
                 analysis.restarts,
             ),
+            (
+                "megascan_store_failed_writes",
+                "Frames of traces that the disk did not take, or that were in files which vanished.",
+                self._hub.spooled.failed_writes,
+            ),
+            (
+                "megascan_store_dropped_frames",
+                "Frames of traces that were dropped because the disk was too slow.",
+                self._hub.spooled.dropped_frames,
+            ),
             ("megascan_protocol_errors", "Agents refused or cut off.", self._hub.totals.protocol_errors),
             ("megascan_records", "Records taken in.", self._hub.totals.records),
         ):

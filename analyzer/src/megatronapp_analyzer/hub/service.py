@@ -53,7 +53,7 @@ class Hub:
         self.ended = ended = settings.ended
         live = ended is None
         self.ingest = TraceIngest(settings.store, aligns=not live)
-        self._spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
+        self.spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self.send_control_pages
@@ -97,7 +97,7 @@ class Hub:
     @contextlib.asynccontextmanager
     async def running(self, serve_pages: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
         """Restore, then analyse and serve pages until left; the hub fails if either ends before."""
-        for step in self._spooled.restore(self.settings.restore_segments):
+        for step in self.spooled.restore(self.settings.restore_segments):
             self._sample(step)
             if self.ended is None:
                 self._analyse(step)
@@ -118,7 +118,7 @@ class Hub:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.answers.close()
-            self._spooled.close()
+            await asyncio.to_thread(self.spooled.close)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         """End the hub: one that answers but no longer analyses is worse than one that its backend starts again."""
@@ -184,17 +184,17 @@ class Hub:
         if state is None or len(state.rings) < state.world:
             return
         if all((link.attempt, ring.worker) in self._said_bye for ring in state.rings.values()):
-            self._finish(self._spooled.end_attempt(link.attempt))
+            self._finish(self.spooled.end_attempt(link.attempt))
 
     def _take_ring(self, link: AgentLink, header: Mapping[str, Any], raw: bytes) -> None:
         before = self.ingest.newest
-        self._finish(self._spooled.add_ring(link.attempt, link.worker, header, raw))
+        self._finish(self.spooled.add_ring(link.attempt, link.worker, header, raw))
         newest = self.ingest.newest
         if newest is not before and newest is not None and newest.attempt == link.attempt:
             self.ranks.reset()
 
     def _take_records(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
-        taken = self._spooled.add_records(link.attempt, frame, raw)
+        taken = self.spooled.add_records(link.attempt, frame, raw)
         if not taken.records:
             return
         self.totals.records += taken.records

@@ -7,7 +7,8 @@
 
 Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
 write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
-together stay under a budget: the oldest segment is deleted.
+together stay under a budget: the oldest segment is deleted. The hub writes in a thread: what still waits there when the
+hub is killed is lost to the spool, and agents send it again.
 """
 
 import dataclasses
@@ -16,7 +17,9 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatronapp_analyzer.errors import SpoolError
@@ -24,6 +27,12 @@ from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 
 LOG = logging.getLogger(__name__)
+WAITING_BYTES = 64 << 20
+"""Bytes of frames that wait for the disk; beyond it records, and at twice as many also sums, are dropped."""
+CLOSE_S = 10.0
+"""Seconds that the end of a hub waits for the disk."""
+RING_ATTEMPTS = 2
+"""Number of attempts whose rings are written again if their file vanishes."""
 
 
 class SpoolFrame(enum.IntEnum):
@@ -124,19 +133,29 @@ class SpoolReader:
 
 
 class SpoolWriter:
-    """Writer of stored traces. When the disk is full it stops writing, logs that once and counts."""
+    """Writer of stored traces. What a full disk or a vanished file costs is logged once and counted; nothing is raised.
+
+    A file or folder that was deleted is made again, with the rings, without which records cannot be read.
+    """
 
     def __init__(self, directory: pathlib.Path, limits: SpoolLimits) -> None:
         self._directory = directory
         self._limits = limits
         self._files: dict[pathlib.Path, int] = {}
         self._segment: dict[int, tuple[pathlib.Path, int]] = {}
+        self._rings: dict[int, dict[object, bytes]] = {}
+        self._failing = False
         self.failed_writes = 0
         self._closed_segments = self._existing_segments()
 
-    def append_ring(self, attempt: int, frame: bytes) -> None:
-        """Append a RING frame."""
+    def append_ring(self, attempt: int, frame: bytes, ring: object = None) -> None:
+        """Append a RING frame. `ring`: key of the ring, which is written again if its file vanishes; not if None."""
         self._append(self._folder(attempt) / "rings.frames", frame)
+        if ring is None:
+            return
+        self._rings.setdefault(attempt, {})[ring] = frame
+        while len(self._rings) > RING_ATTEMPTS:
+            del self._rings[min(self._rings)]
 
     def append_digest(self, attempt: int, frame: bytes) -> None:
         """Append a DIGEST frame."""
@@ -157,9 +176,8 @@ class SpoolWriter:
 
     def close(self) -> None:
         """Close the files of all attempts."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        for path in list(self._files):
+            self._close_file(path)
 
     def _folder(self, attempt: int) -> pathlib.Path:
         return self._directory / f"attempt-{attempt:04d}"
@@ -167,11 +185,35 @@ class SpoolWriter:
     def _append(self, path: pathlib.Path, frame: bytes) -> None:
         try:
             descriptor = self._open(path)
+            if os.fstat(descriptor).st_nlink == 0:
+                descriptor = self._make_again(path)
             written = os.write(descriptor, frame)
             if written != len(frame):  # readers stop at a torn frame, so none must stay in front of later ones
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
                 raise OSError(f"{written} of {len(frame)} bytes written")
         except OSError as error:
+            self._note_failure(path, error)
+        else:
+            self._failing = False
+
+    def _make_again(self, path: pathlib.Path) -> int:
+        """Return the descriptor of a new file in place of one that was deleted, which is a failure, too."""
+        self._note_failure(path, OSError("it was deleted while the hub writes it; what it held is lost"))
+        self._close_file(path)
+        rings = path.parent / "rings.frames"
+        if path == rings or not rings.exists():
+            self._close_file(rings)
+            attempt = int(path.parent.name.removeprefix("attempt-"))
+            for frame in self._rings.get(attempt, {}).values():
+                os.write(self._open(rings), frame)
+        return self._open(path)
+
+    def _close_file(self, path: pathlib.Path) -> None:
+        if (descriptor := self._files.pop(path, None)) is None:
+            return
+        try:
+            os.close(descriptor)
+        except OSError as error:  # a network file system may report here what it could not write
             self._note_failure(path, error)
 
     def _open(self, path: pathlib.Path) -> int:
@@ -181,8 +223,9 @@ class SpoolWriter:
         return self._files[path]
 
     def _note_failure(self, path: pathlib.Path, error: OSError) -> None:
-        if not self.failed_writes:
+        if not self._failing:
             LOG.error("%s: cannot store traces: %s; free some space; the live view goes on", path, error)
+        self._failing = True
         self.failed_writes += 1
 
     def _next_segment(self, attempt: int) -> pathlib.Path:
@@ -194,16 +237,107 @@ class SpoolWriter:
         reader = SpoolReader(self._directory)
         try:
             paths = [path for attempt in reader.attempts() for path in reader.segments(attempt)]
+            return [(path, path.stat().st_size) for path in paths]
         except (OSError, ValueError) as error:
             raise SpoolError(
                 f"{self._directory}: cannot read stored traces: {error}; use another --state-dir"
             ) from error
-        return [(path, path.stat().st_size) for path in paths]
 
     def _close_segment(self, path: pathlib.Path, size: int) -> None:
-        if (descriptor := self._files.pop(path, None)) is not None:
-            os.close(descriptor)
+        self._close_file(path)
         self._closed_segments.append((path, size))
         while sum(size for _, size in self._closed_segments) > self._limits.total_bytes - self._limits.segment_bytes:
             oldest, _ = self._closed_segments.pop(0)
-            oldest.unlink(missing_ok=True)
+            try:
+                oldest.unlink(missing_ok=True)
+            except OSError as error:
+                self._note_failure(oldest, error)
+
+
+class SpoolThread:
+    """Writer of stored traces in a thread, in the order of the calls: a slow disk delays nothing but itself."""
+
+    def __init__(self, writer: SpoolWriter, *, limit_bytes: int = WAITING_BYTES) -> None:
+        self._writer = writer
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._dropping = False
+        self._errors = 0
+        self.dropped_frames = 0
+        # Must not keep the process alive: a disk may hang for good.
+        self._thread = threading.Thread(target=self._write_all, name="spool", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed_writes(self) -> int:
+        """Return the number of frames that could not be written."""
+        return self._writer.failed_writes + self._errors
+
+    def append_ring(self, attempt: int, frame: bytes, ring: object) -> None:
+        """Append a RING frame; never dropped, because records cannot be read without it."""
+        self._put(frame, lambda: self._writer.append_ring(attempt, frame, ring), limit_bytes=None)
+
+    def append_digest(self, attempt: int, frame: bytes) -> None:
+        """Append a DIGEST frame."""
+        self._put(frame, lambda: self._writer.append_digest(attempt, frame), limit_bytes=2 * self._limit_bytes)
+
+    def append_curve(self, attempt: int, frame: bytes) -> None:
+        """Append a CURVE frame."""
+        self._put(frame, lambda: self._writer.append_curve(attempt, frame), limit_bytes=2 * self._limit_bytes)
+
+    def append_records(self, attempt: int, frame: bytes) -> None:
+        """Append a RECORDS frame."""
+        self._put(frame, lambda: self._writer.append_records(attempt, frame), limit_bytes=self._limit_bytes)
+
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        """Write what waits and close the files, but wait no longer than `patience_s` for the disk."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            left = len(self._waiting)
+            LOG.error("the disk takes nothing: %d frames of traces are not stored after %g s", left, patience_s)
+
+    def wait_until_written(self) -> None:
+        """Block until nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting_bytes == 0)
+
+    def _put(self, frame: bytes, write: Callable[[], None], *, limit_bytes: int | None) -> None:
+        with self._changed:
+            if limit_bytes is not None and self._waiting_bytes + len(frame) > limit_bytes:
+                self.dropped_frames += 1
+                if not self._dropping:
+                    LOG.error("the disk is too slow: frames of traces are dropped; the live view goes on")
+                self._dropping = True
+                return
+            self._waiting.append((len(frame), write))
+            self._waiting_bytes += len(frame)
+            self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while (task := self._next()) is not None:
+            size, write = task
+            try:
+                write()
+            except Exception:
+                self._errors += 1
+                LOG.exception("a frame of traces is not stored")
+            with self._changed:
+                self._waiting_bytes -= size
+                self._changed.notify_all()
+        self._writer.close()
+
+    def _next(self) -> tuple[int, Callable[[], None]] | None:
+        """Wait for the next frame; None at the end."""
+        with self._changed:
+            while not self._waiting:
+                self._dropping = False
+                if self._closing:
+                    return None
+                self._changed.wait()
+            return self._waiting.popleft()

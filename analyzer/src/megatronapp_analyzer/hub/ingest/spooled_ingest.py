@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronapp_analyzer.hub.ingest.ingest import IngestResult, TraceIngest
 from megatronapp_analyzer.hub.ingest.restore import curve_frame, digest_frame, restore
-from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolReader, SpoolWriter
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolReader, SpoolThread, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_common.frames import Frame
 
@@ -21,7 +21,7 @@ class SpooledIngest:
         self._directory = directory
         self._limits = limits
         self._writable = writable
-        self._writer: SpoolWriter | None = None
+        self._writer: SpoolThread | None = None
         self._rings: dict[tuple[int, int, int | None], Any] = {}
         """Metadata of rings as they are in the spool."""
 
@@ -31,8 +31,18 @@ class SpooledIngest:
             return []
         steps = restore(SpoolReader(self._directory), self._ingest, newest_segments=newest_segments)
         if self._writable:
-            self._writer = SpoolWriter(self._directory, self._limits)
+            self._writer = SpoolThread(SpoolWriter(self._directory, self._limits))
         return steps
+
+    @property
+    def failed_writes(self) -> int:
+        """Return the number of frames that the disk did not take."""
+        return self._writer.failed_writes if self._writer else 0
+
+    @property
+    def dropped_frames(self) -> int:
+        """Return the number of frames that were dropped because the disk was too slow."""
+        return self._writer.dropped_frames if self._writer else 0
 
     def add_ring(self, attempt: int, worker: int, header: Mapping[str, Any], raw: bytes) -> list[StoredStep]:
         """Add a RING frame; return the unfinished steps of older attempts, which end here."""
@@ -40,7 +50,7 @@ class SpooledIngest:
         self._append_digests(finished)
         key, metadata = (attempt, worker, header.get("rank")), header.get("metadata")
         if self._writer and self._rings.get(key) != metadata:
-            self._writer.append_ring(attempt, raw)
+            self._writer.append_ring(attempt, raw, key)
             self._rings[key] = metadata
         return finished
 
@@ -61,7 +71,7 @@ class SpooledIngest:
         return finished
 
     def close(self) -> None:
-        """Close the files of the spool."""
+        """Write what waits, as long as the disk takes it soon, and close the files of the spool."""
         if self._writer:
             self._writer.close()
 
