@@ -1,4 +1,4 @@
-"""Trace ring, recorder of a device, transport between ranks, replay of steps, and merging of their records.
+"""Trace ring, recorder of a device, transport between ranks, replay of steps, and merging and sums of their records.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
@@ -18,6 +18,8 @@ from megatronapp_native._native import (
     merge_by_rank,
     monotonic_ns,
     run_queue_ns,
+    sum_spans,
+    summarize_frame,
 )
 from megatronapp_native.errors import (
     DeviceError,
@@ -55,4 +57,6 @@ __all__ = [
     "merge_by_rank",
     "monotonic_ns",
     "run_queue_ns",
+    "sum_spans",
+    "summarize_frame",
 ]

@@ -385,6 +385,22 @@ def merge_by_rank(parts: list[tuple[int, NDArray[uint8]]], rows: NDArray[uint8])
     where sizes do not fit.
     """
 
+def summarize_frame(records: NDArray[uint8] | bytes) -> tuple[int, int, int]:
+    """Return the least and greatest step of whole records, and a bit for each kind among them.
+
+    Kinds from 63 on have the last bit. ValueError where it is no record, or not whole ones.
+    """
+
+def sum_spans(
+    rows: NDArray[uint8], columns_of_kind: bytes, busy: int, run_queue_flag: int, sums: NDArray[float64]
+) -> None:
+    """Write the seconds of spans to `sums` [column][rank], from rows of `merge_by_rank`.
+
+    `columns_of_kind` has, for each of 256 kinds, a bit for each column that adds it up, `busy` a bit for each column
+    without run-queue delays, which are the `aux` of records with `run_queue_flag`. Ranks that `sums` lacks are skipped.
+    ValueError where sizes do not fit, and for more than 8 columns.
+    """
+
 def monotonic_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""
 

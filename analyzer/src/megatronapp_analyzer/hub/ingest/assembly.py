@@ -12,13 +12,14 @@ dropped, before it would make all other ranks absent.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import RANK_RECORD, RankRecords
 from megatronapp_common.trace import RecordKind
-from megatronapp_native import merge_by_rank
+from megatronapp_native import merge_by_rank, summarize_frame
 
 MOVED_ON_STEPS = 2
 PATIENCE_STEPS = 64
@@ -43,12 +44,33 @@ class _PendingStep:
     lost: int = 0
 
 
+class FrameSummary(NamedTuple):
+    """Steps and kinds of the records of a frame, which has one or more."""
+
+    least_step: int
+    greatest_step: int
+    kinds: int
+    """A bit for each kind; those from 63 on have the last."""
+
+    @classmethod
+    def of(cls, records: NDArray[np.void]) -> "FrameSummary":
+        """Summarize records by one native call: most frames need no more."""
+        return cls(*summarize_frame(np.ascontiguousarray(records).view(np.uint8)))
+
+    @property
+    def has_samples(self) -> bool:
+        """Return true if not all records are spans."""
+        return bool(self.kinds >> RecordKind.METRIC)
+
+    @property
+    def has_step_end(self) -> bool:
+        """Return true if a STEP record is among them."""
+        return bool(self.kinds >> RecordKind.STEP & 1)
+
+
 def split_by_step(records: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
     """Yield the records of each step, in the order in which they were received."""
     steps = records["step"]
-    if len(steps) and (steps == steps[0]).all():
-        yield int(steps[0]), records
-        return
     for step in np.unique(steps):
         yield int(step), records[steps == step]
 
@@ -102,16 +124,15 @@ class StepAssembler:
         return dict(self._newest)
 
     def add(
-        self, rank: int, records: NDArray[np.void], *, lost: int = 0
+        self, rank: int, records: NDArray[np.void], *, lost: int = 0, found: FrameSummary | None = None
     ) -> tuple[list[AssembledStep], list[tuple[int, RankRecords]]]:
         """Take span records of one rank.
 
         Returns the steps that became whole, and the late rows (step, rows) of steps that were handed out before.
-        `lost` counts records that the ring lost just before these.
+        `lost` counts records that the ring lost just before these; `found` is the summary of the records, if known.
         """
         late = []
-        for step, part in split_by_step(self._believed(rank, records)):
-            ended = bool((part["kind"] == RecordKind.STEP).any())
+        for step, part, ended in self._parts(rank, records, found):
             if ended:
                 self._newest[rank] = max(step, self._newest.get(rank, step))
                 self._front = max(self._front, step)
@@ -128,6 +149,28 @@ class StepAssembler:
         if lost:
             self._note_loss(lost)
         return list(self._whole(rank)), late
+
+    def _parts(
+        self, rank: int, records: NDArray[np.void], found: FrameSummary | None
+    ) -> Iterator[tuple[int, NDArray[np.void], bool]]:
+        """Yield the believed records of each step, and whether they end it."""
+        if not len(records) and rank not in self._doubtful:
+            return
+        if len(records):
+            found = found or FrameSummary.of(records)
+            if self._is_plain(rank, found):
+                yield found.least_step, records, found.has_step_end
+                return
+        for step, part in split_by_step(self._believed(rank, records)):
+            yield step, part, bool((part["kind"] == RecordKind.STEP).any())
+
+    def _is_plain(self, rank: int, found: FrameSummary) -> bool:
+        """Return true if records are all of one step, which is believed as it is."""
+        if found.least_step != found.greatest_step or rank in self._doubtful:
+            return False
+        if self._total_steps is not None and found.greatest_step > self._total_steps:
+            return False
+        return not self._newest or found.greatest_step <= max(self._front, self._newest.get(rank, 0)) + PATIENCE_STEPS
 
     def _believed(self, rank: int, records: NDArray[np.void]) -> NDArray[np.void]:
         """Return the records without those of garbled steps, and with those that waited for the rank's next ones."""

@@ -10,7 +10,6 @@ slowdown  passes (forward, backward, weight gradients) against the median of the
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +17,19 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph.records import GROUP_KINDS
 from megatronapp_analyzer.model import JobLayout, RankRecords
 from megatronapp_common.trace import COMPUTE_KINDS, DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
+from megatronapp_native import sum_spans
 
 METRICS = ("compute", "wait", "step", "slowdown")
 HISTORY_STEPS = 64
 MIN_HISTORY = 4
 WAIT_KINDS = frozenset({RecordKind.SEND_WAIT, RecordKind.RECV_WAIT}) | GROUP_KINDS
+SUMMED_KINDS = (COMPUTE_KINDS, WAIT_KINDS, frozenset({RecordKind.STEP}), PASS_KINDS)
+"""Kinds of spans that each column of a native sum adds up."""
+BUSY_COLUMNS = 0b1001
+"""Columns without the wait for a processor: compute and passes."""
+COLUMNS_OF_KIND = bytes(
+    sum((kind in kinds) << column for column, kinds in enumerate(SUMMED_KINDS)) for kind in range(256)
+)
 PAIR = 2
 Floats = NDArray[np.float64]
 
@@ -44,13 +51,6 @@ def is_kind(records: RankRecords, kinds: frozenset[RecordKind] | tuple[RecordKin
     table[[int(kind) for kind in kinds]] = True
     mask: NDArray[np.bool_] = table[records["kind"]]
     return mask
-
-
-def _sums(records: RankRecords, chosen: NDArray[np.bool_], seconds: NDArray[Any], world: int) -> Floats:
-    sums: Floats = np.bincount(records["rank"][chosen], weights=seconds[chosen], minlength=world)[:world].astype(
-        np.float64
-    )
-    return sums
 
 
 def stage_groups(layout: JobLayout) -> list[NDArray[np.int64]]:
@@ -99,13 +99,12 @@ class StepDigester:
 
     def values(self, records: RankRecords) -> NDArray[np.float32]:
         """Return the [metric][rank] table of one step."""
-        seconds = durations_ns(records) * 1e-9
-        busy = np.maximum(seconds - run_queue_ns(records) * 1e-9, 0)
+        sums = np.empty((len(SUMMED_KINDS), self._world))
+        rows = np.ascontiguousarray(records).view(np.uint8)
+        sum_spans(rows, COLUMNS_OF_KIND, BUSY_COLUMNS, Flag.AUX_RUN_QUEUE, sums)
         out = np.full((len(METRICS), self._world), np.nan, np.float32)
-        out[0] = _sums(records, is_kind(records, COMPUTE_KINDS), busy, self._world)
-        out[1] = _sums(records, is_kind(records, WAIT_KINDS), seconds, self._world)
-        out[2] = _sums(records, is_kind(records, (RecordKind.STEP,)), seconds, self._world)
-        out[3] = self._slowdown(_sums(records, is_kind(records, PASS_KINDS), busy, self._world))
+        out[:3] = sums[:3]
+        out[3] = self._slowdown(sums[3])
         out[:, out[2] == 0] = np.nan
         return out
 
@@ -128,13 +127,13 @@ class StepDigester:
 
 def phase_seconds(records: RankRecords, workers: Mapping[int, int]) -> dict[tuple[int, int], tuple[float, int]]:
     """Return seconds and number of the spans of each (worker, kind)."""
-    worker_of = np.array([workers.get(rank, -1) for rank in range(int(records["rank"].max(initial=-1)) + 1)])
-    keys = worker_of[records["rank"]] * 256 + records["kind"]
-    names, where = np.unique(keys, return_inverse=True)
-    sums = np.bincount(where, weights=durations_ns(records) * 1e-9)
-    counts = np.bincount(where)
+    worker_of = np.array([workers.get(rank, -1) for rank in range(int(records["rank"].max(initial=-1)) + 1)], np.int64)
+    # Spans of workers that are not known are counted as those of worker -1, in the first 256 places.
+    keys = (worker_of[records["rank"]] + 1) * 256 + records["kind"]
+    counts = np.bincount(keys)
+    sums = np.bincount(keys, weights=durations_ns(records) * 1e-9)
     return {
-        (int(key) // 256, int(key) % 256): (float(total), int(n))
-        for key, total, n in zip(names, sums, counts, strict=True)
-        if key >= 0
+        (int(key) // 256 - 1, int(key) % 256): (float(sums[key]), int(counts[key]))
+        for key in np.flatnonzero(counts)
+        if key >= 256
     }

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.step_clocks import VALID_STEPS, AttemptClocks, ClockReading, has_nodes
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
-from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, StepAssembler
+from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, FrameSummary, StepAssembler
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
 from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, durations_ns, is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
 from megatronapp_analyzer.hub.ingest.store import MemoryStepStore, StepKey, StepStore, StoredStep, StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
+from megatronapp_analyzer.model import Communicator, JobLayout, RankRecords, StepRecords
 from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class AttemptState:
         self._digester: StepDigester | None = None
         self._clocks: AttemptClocks | None = None
         self._reading: ClockReading | None = None
+        self._tables: tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]] | None = None
         self.clock_uncertainty_s: dict[int, float] = {}
         """Newest uncertainty of each rank's clock against the first rank's; infinite where no message ties them."""
 
@@ -79,6 +80,7 @@ class AttemptState:
         if self.rings and ring.world != self.world:
             raise ProtocolError("bad-ring", f"rank {ring.rank} says a world of {ring.world}, others {self.world}")
         self.rings[ring.rank] = ring
+        self._tables = None
         if self.assembler is None:
             self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
             self._digester = StepDigester(ring.world, None)
@@ -115,13 +117,13 @@ class AttemptState:
         if self.missing:
             self._lay_out_partly()
         assert self._digester is not None
-        known = self.rings[min(self.rings)]
+        comms, boot_ids = self._tables_of_rings()
         view = StepRecords(
             attempt=step.attempt,
             step=step.step,
             records=step.records,
-            comms={rank: ring.comms for rank, ring in self.rings.items()},
-            boot_ids={rank: self.rings.get(rank, known).boot_id for rank in range(self.world)},
+            comms=comms,
+            boot_ids=boot_ids,
             lost=step.lost,
         )
         offsets, aligned = self._offsets(view)
@@ -136,6 +138,14 @@ class AttemptState:
             values=self._digester.values(step.records),
         )
         return StoredStep(view=view, digest=digest, offsets_ns=offsets, aligned=aligned)
+
+    def _tables_of_rings(self) -> tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]]:
+        """Return communicators and clocks of all ranks: the same objects for all steps between two reports of rings."""
+        if self._tables is None:
+            known = self.rings[min(self.rings)]
+            comms = {rank: ring.comms for rank, ring in self.rings.items()}
+            self._tables = comms, {rank: self.rings.get(rank, known).boot_id for rank in range(self.world)}
+        return self._tables
 
     def clock_doubt_s(self, rank: int) -> float:
         """Return what times of a rank with a ring may be wrong by against the first worker's: infinite where unknown.
@@ -254,11 +264,15 @@ class TraceIngest:
         state = self.attempts.get(attempt)
         if state is None or state.assembler is None or rank not in state.rings:
             raise ProtocolError("no-ring", f"RECORDS of rank {rank} before its RING", "Send RING first.")
-        points = [point for point in points_of(attempt, rank, records) if point.key not in self._known_points]
-        for point in points:
-            self.curves.add(point)
-        spans = records[records["kind"] < RecordKind.METRIC]
-        assembled, late = state.assembler.add(rank, spans, lost=lost)
+        points: list[CurvePoint] = []
+        spans = records
+        found = FrameSummary.of(records) if len(records) else None
+        if found is not None and found.has_samples:
+            points = [point for point in points_of(attempt, rank, records) if point.key not in self._known_points]
+            for point in points:
+                self.curves.add(point)
+            spans, found = records[records["kind"] < RecordKind.METRIC], None
+        assembled, late = state.assembler.add(rank, spans, lost=lost, found=found)
         for step, rows in late:
             self.store.add_late(attempt, step, rows)
         return IngestResult(finished=self._keep(state, assembled), points=points, records=len(records))
