@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_trainer.config.dpp import DppConfig
@@ -83,17 +83,22 @@ def step_of(length: float) -> StepTimes:
     return StepTimes(tasks=tasks, transfers=[0.05] * 19 + [3.0])
 
 
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of a tuner; all ranks of its pipeline have the same times."""
+    from megatronapp_trainer.pipeline.plan_tuner import PlanTuner
+
+    monkeypatch.setattr(PlanTuner, "_gather", lambda _self, own: [own] * VEE.ranks)
+    return []
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(("guided", "never_left"), [(100.0, 101.0), (101.0, 100.0)])
-def test_the_plan_that_is_faster_when_measured_stays(
-    guided: float, never_left: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_that_is_faster_when_measured_stays(guided: float, never_left: float, reports: list[str]) -> None:
     from megatronapp_trainer.pipeline.plan_tuner import MEASURED_STEPS, WARM_UP_STEPS, PlanTuner
 
-    monkeypatch.setattr(PlanTuner, "_gather", lambda _self, own: [own] * VEE.ranks)  # both ranks have the same times
-    lines: list[str] = []
     plan = DppPlan(DppConfig(use_dpp=True, dpp_placement="vee"), VEE)
-    tuner = PlanTuner(plan, Any, lines.append)
+    tuner = PlanTuner(plan, Any, reports.append)
     candidates = []
     for step in range(WARM_UP_STEPS + MEASURED_STEPS + 2 * (1 + MEASURED_STEPS) + 1):
         tuner.begin_step(MICROBATCHES)
@@ -107,4 +112,35 @@ def test_the_plan_that_is_faster_when_measured_stays(
     assert plan.candidates[MICROBATCHES] == tuner.choices[MICROBATCHES].candidate
     assert tuner.measured_seconds == {MICROBATCHES: 100.0}
     winner = "the first one" if guided < never_left else "the order that is never left"
-    assert lines[-1].endswith(f"with the order that is never left, {winner} is kept")
+    assert reports[-1].endswith(f"with the order that is never left, {winner} is kept")
+
+
+@pytest.mark.torch
+@settings(max_examples=12)
+@given(st.lists(st.floats(0.7, 2.0), min_size=1, max_size=3), st.integers(0, 3))
+def test_plans_are_compared_again_once_steps_are_longer(factors: list[float], other_size_after: int) -> None:
+    """Each factor holds for steps until a review has seen it; a few steps of another size lie between."""
+    from megatronapp_trainer.pipeline.plan_tuner import LONGER, MEASURED_STEPS, REVIEWED_STEPS, WARM_UP_STEPS, PlanTuner
+
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanTuner, "_gather", lambda _self, own: [own] * VEE.ranks)
+        tuner = PlanTuner(DppPlan(DppConfig(use_dpp=True, dpp_placement="vee"), VEE), Any, lines.append)
+
+        def run(steps: int, length: float, size: int = MICROBATCHES) -> None:
+            for _ in range(steps):
+                tuner.begin_step(size)
+                tuner.end_step(step_of(length))
+
+        trials = 2 * (1 + MEASURED_STEPS)
+        run(WARM_UP_STEPS + MEASURED_STEPS + trials, 100.0)
+        usual, compared = 100.0, 0
+        for factor in factors:
+            run(other_size_after, 500.0, 2 * MICROBATCHES)
+            compared += 100.0 * factor > LONGER * usual
+            run(REVIEWED_STEPS, 100.0 * factor)
+            assert sum("compared again" in line for line in lines) == compared
+            if 100.0 * factor > LONGER * usual:
+                run(trials, 100.0 * factor)
+                usual = 100.0 * factor
+            usual = min(usual, 100.0 * factor)

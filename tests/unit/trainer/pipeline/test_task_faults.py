@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.full("traced runs of 50 steps; test
 RunRanks = Callable[..., list[Any]]
 Rank = tuple[dict[str, Any], np.ndarray]
 MICROBATCHES, FROM_STEP, STEPS = 8, 25, 50
+ADAPTED_STEP, LONG_STEPS = 65, 90
+"""Step at which `auto` has compared its plans again and tried them, and the steps of a run that shows the result."""
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
     f"--global-batch-size {MICROBATCHES} --train-iters {STEPS} --lr 1e-3 --mock-data --vocab-size 120 "
@@ -67,7 +69,7 @@ def traced(run_ranks: RunRanks, folder: pathlib.Path, world: int, flags: str, fa
     """Return metadata and records by rank of a run whose fault begins in step FROM_STEP."""
     folder.mkdir()
     environment = {"MEGATRONAPP_SHM_DIR": str(folder), "MEGATRONAPP_SHM_PREFIX": "test"}
-    faults = json.dumps([fault | {"fromStep": FROM_STEP, "steps": STEPS}], separators=(",", ":"))
+    faults = json.dumps([fault | {"fromStep": FROM_STEP, "steps": LONG_STEPS}], separators=(",", ":"))
     results = run_ranks(world, train, flags, faults, environment=environment)
     return [(metadata, np.frombuffer(data, RECORD)) for metadata, data in results]
 
@@ -97,9 +99,11 @@ def early_passes(ranks: list[Rank]) -> int:
 
 
 def waited_fraction(ranks: list[Rank]) -> float:
-    """Return the part of the time from the first to the last pass of a step in which ranks waited; median of steps."""
+    """Return the part of the time from the first to the last pass of a step in which ranks waited; median of the steps
+    in which `auto` has another plan.
+    """
     fractions = []
-    for step in range(FROM_STEP, STEPS):
+    for step in range(ADAPTED_STEP, LONG_STEPS):
         for _, records in ranks:
             of_step = records[records["step"] == step]
             passes = of_step[np.isin(of_step["kind"], [int(kind) for kind in PASS_KINDS])]
@@ -124,12 +128,13 @@ def test_a_slow_rank_is_named_by_its_passes(run_ranks: RunRanks, tmp_path: pathl
         assert np.argmax(lengths) == slow, kind.name
 
 
-LATE = {"rank": 1, "kind": "link", "factor": 8, "peer": 0}
+LATE = {"rank": 1, "kind": "link", "factor": 16, "peer": 0}
 
 
 def test_a_late_link_is_named_and_auto_fills_its_waits(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    static = traced(run_ranks, tmp_path / "static", 2, f"{PP2} --dpp-schedule static", LATE)
-    auto = traced(run_ranks, tmp_path / "auto", 2, f"{PP2} --dpp-schedule auto", LATE)
+    flags = f"{PP2} --train-iters {LONG_STEPS}"
+    static = traced(run_ranks, tmp_path / "static", 2, f"{flags} --dpp-schedule static", LATE)
+    auto = traced(run_ranks, tmp_path / "auto", 2, f"{flags} --dpp-schedule auto --dpp-memory-cap {MICROBATCHES}", LATE)
     assert named(verdicts(static)) == named(verdicts(auto)) == {("link", (0, 1), "link")}
     assert early_passes(static) == 0
     assert early_passes(auto) > 0

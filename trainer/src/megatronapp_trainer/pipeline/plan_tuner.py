@@ -30,6 +30,10 @@ WARM_UP_STEPS = 2
 """Steps before the measured ones: allocators and kernels are not warm in them."""
 MEASURED_STEPS = 3
 """Steps whose times decide, and later steps that are compared with what was expected."""
+REVIEWED_STEPS = 20
+"""Steps of one size after which their length is compared with the usual one."""
+LONGER = 1.1
+"""Factor on the usual length of a step from which the plans are compared again, by the newest times."""
 
 
 class PlanTuner:
@@ -76,9 +80,17 @@ class PlanTuner:
         """Measured length of the passes of a step under it."""
         self._guided: tuple[PlanChoice, float] | None = None
         """A choice that is left, and its measured length, while the order that is never left is measured."""
+        self._size = 0
+        """Number of microbatches of the newest step."""
+        self._usual_seconds: dict[int, float] = {}
+        """Usual length of the passes of a step under the chosen plan, by the number of microbatches."""
 
     def begin_step(self, num_microbatches: int) -> None:
         """Choose the plan for steps of this size, once the times are known."""
+        if num_microbatches != self._size and self._times is not None:
+            self._steps = []  # steps of several sizes have no common length
+            self._abandon_trial()
+        self._size = num_microbatches
         if self._times is None or num_microbatches in self._plan.candidates:
             return
         choice = choose_candidate(
@@ -89,7 +101,6 @@ class PlanTuner:
             reaction=self._reaction,
             memory=self._plan.memory,
         )
-        self._guided = None
         self._try(choice, num_microbatches)
         if self._report is not None:
             self._report(
@@ -132,8 +143,9 @@ class PlanTuner:
         )
 
     def end_step(self, times: StepTimes) -> None:
-        """Take the times of a step; collective over the pipeline after the measured and the compared ones."""
+        """Take the times of a step; collective over the pipeline after the measured, compared and reviewed ones."""
         if self._times is not None and self._compared is None:
+            self._review(times)
             return
         if self._warm_up:
             self._warm_up -= 1
@@ -146,6 +158,29 @@ class PlanTuner:
             self.usual = self._times.usual
         else:
             self._end_trial(self._compared)
+        self._steps = []
+
+    def _review(self, times: StepTimes) -> None:
+        """Forget the choices, so that plans are compared again, once steps have become longer."""
+        self._steps.append(times)
+        if len(self._steps) < REVIEWED_STEPS:
+            return
+        seconds = self._measured_length()
+        usual = self._usual_seconds.setdefault(self._size, seconds)
+        if seconds <= LONGER * usual:
+            self._usual_seconds[self._size] = min(usual, seconds)
+            self._steps = []
+            return
+        if self._report is not None:
+            self._report(
+                f" dpp: the passes of a step of {self._size} microbatches take {1e3 * seconds:.1f} ms instead of "
+                f"{1e3 * usual:.1f} ms; the plans are compared again"
+            )
+        self._steps = self._steps[-MEASURED_STEPS:]
+        self._times = self._gathered_times()
+        self.usual = self._times.usual
+        self._plan.candidates.clear()
+        self._usual_seconds.clear()
         self._steps = []
 
     def _try(self, choice: PlanChoice, num_microbatches: int) -> None:
@@ -167,6 +202,7 @@ class PlanTuner:
             self._try(choice.never_left, size)
             return
         self._compared = None
+        self._usual_seconds[size] = seconds
         if self._guided is None:
             return
         guided, guided_seconds = self._guided
@@ -175,18 +211,38 @@ class PlanTuner:
         if guided_seconds <= seconds:
             stays = "the first one"
             self._plan.candidates[size], self.choices[size] = guided.candidate, guided
-            self.measured_seconds[size] = guided_seconds
+            self.measured_seconds[size] = self._usual_seconds[size] = guided_seconds
         if self._report is not None:
             self._report(
                 f" dpp: {size} microbatches: of {1e3 * guided_seconds:.1f} ms with the plan that is left while inputs "
                 f"are late and {1e3 * seconds:.1f} ms with the order that is never left, {stays} is kept"
             )
 
+    def _abandon_trial(self) -> None:
+        """End a trial whose steps have another size now; of two plans the one that has been measured stays."""
+        if self._guided is not None:
+            choice, seconds = self._guided
+            self._plan.candidates[self._compared_size] = choice.candidate
+            self.choices[self._compared_size] = choice
+            self.measured_seconds[self._compared_size] = seconds
+        self._compared = self._guided = None
+
     def _gathered_times(self) -> MeasuredTimes:
         return measured_times(self._plan.placement, self._gather(self._steps))
 
     def _compare(self, choice: PlanChoice) -> float:
-        """Return the time from the first rank's beginning to the last rank's end, as simulations count it; report it.
+        """Return the length of the steps under a choice, and report it next to what the choice promises."""
+        seconds = self._measured_length()
+        self.measured_seconds[self._compared_size] = seconds
+        if self._report is not None:
+            ratio = seconds / choice.seconds
+            self._report(
+                f" dpp: the passes of a step take {1e3 * seconds:.1f} ms, {ratio:.2f} times the simulated time"
+            )
+        return seconds
+
+    def _measured_length(self) -> float:
+        """Return the time from the first rank's beginning to the last rank's end, as simulations count it: the median.
 
         Clocks of several machines have nothing in common: there it is the longest time of a rank.
         """
@@ -198,12 +254,6 @@ class PlanTuner:
         else:
             lengths = [max(ended - begun for begun, ended in step) for step in steps]
         seconds: float = statistics.median(lengths)
-        self.measured_seconds[self._compared_size] = seconds
-        if self._report is not None:
-            ratio = seconds / choice.seconds
-            self._report(
-                f" dpp: the passes of a step take {1e3 * seconds:.1f} ms, {ratio:.2f} times the simulated time"
-            )
         return seconds
 
     def _gather(self, own: T) -> list[T]:
