@@ -234,6 +234,8 @@ class Verdict:
     state: VerdictState
     seconds_per_step: float
     """Seconds that each step would be shorter without it (what-if replay)."""
+    seconds_lost: float
+    """Sum of these over the steps in which it was active; 0 for a hang."""
     slowdown: float
     """How many times longer the subject takes than expected; 1 is healthy."""
     confidence: float
@@ -251,7 +253,11 @@ class Verdict:
             "subject": self.subject.to_json(),
             "cause": str(self.cause),
             "state": str(self.state),
-            "effect": {"secondsPerStep": round(self.seconds_per_step, 6), "slowdown": round(self.slowdown, 4)},
+            "effect": {
+                "secondsPerStep": round(self.seconds_per_step, 6),
+                "secondsLost": round(self.seconds_lost, 6),
+                "slowdown": round(self.slowdown, 4),
+            },
             "confidence": round(self.confidence, 4),
             "evidence": {"steps": list(self.evidence_steps), "text": list(self.evidence_text)},
             "since": self.since.to_json(),

@@ -1614,7 +1614,7 @@ export interface components {
         };
         /**
          * Effect
-         * @description Cost of a fault per step.
+         * @description Cost of a fault.
          */
         Effect: {
             /**
@@ -1627,6 +1627,11 @@ export interface components {
              * @description Time that all ranks have lost since it began.
              */
             gpuHours?: number | null;
+            /**
+             * Secondslost
+             * @description Their sum over the steps in which it was active.
+             */
+            secondsLost?: number | null;
             /** Secondsperstep */
             secondsPerStep: number;
             /**

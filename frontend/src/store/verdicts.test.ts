@@ -8,7 +8,7 @@ const verdict = (change: Partial<Verdict>): Verdict => ({
   cause: "compute",
   state: "confirmed",
   stale: false,
-  effect: { secondsPerStep: 0.1, slowdown: 3 },
+  effect: { secondsPerStep: 0.1, secondsLost: 0.7, slowdown: 3 },
   confidence: 0.97,
   evidence: { steps: [50], text: [] },
   since: { attempt: 0, step: 40, time: 0 },
@@ -55,13 +55,13 @@ describe("verdicts", () => {
       perStepS: 0.1,
       longer: expect.closeTo(0.5),
       stepsSoFar: 10,
-      totalS: 1,
+      totalS: 0.7,
     });
     const over = verdict({ until: { attempt: 0, step: 44, time: 0 } });
     expect(costOf(over, 900, undefined)).toMatchObject({ stepsSoFar: 5, longer: undefined });
     expect(
       costFigures(verdict({}), costOf(verdict({}), 40, 0.3)).map(({ value, name }) => `${value} ${name}`),
-    ).toEqual(["3.00× as long as expected", "+100 ms on every step (+50 %)", "100 ms lost in 1 step"]);
+    ).toEqual(["3.00× as long as expected", "+100 ms on every step (+50 %)", "700 ms lost in 1 step"]);
     const hung = verdict({ cause: "hang", effect: { secondsPerStep: 75, slowdown: 1 } });
     expect(costFigures(hung, costOf(hung, 49, 0.3))).toEqual([
       { value: "1 min 15 s", name: "without progress" },

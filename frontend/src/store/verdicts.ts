@@ -60,6 +60,7 @@ export interface Cost {
   /** Share by which each step became longer; undefined where the step time is unknown. */
   readonly longer: number | undefined;
   readonly stepsSoFar: number;
+  /** Seconds lost in the steps in which it was active. */
   readonly totalS: number;
 }
 
@@ -73,7 +74,7 @@ export function costOf(verdict: Verdict, newestStep: number, stepS: number | und
     perStepS,
     longer: healthyS > 0 ? perStepS / healthyS : undefined,
     stepsSoFar,
-    totalS: stepsSoFar * perStepS,
+    totalS: verdict.effect.secondsLost ?? 0,
   };
 }
 

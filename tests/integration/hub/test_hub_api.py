@@ -32,6 +32,7 @@ def slow_rank(state: VerdictState = VerdictState.CONFIRMED, **changes: Any) -> V
         "cause": Cause.COMPUTE,
         "state": state,
         "seconds_per_step": 0.004,
+        "seconds_lost": 0.012,
         "slowdown": 2.0,
         "confidence": 0.97,
         "evidence_steps": (3, 4),
@@ -242,10 +243,10 @@ async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: An
     await until(named)
     verdict = (await hub.get("/api/v1/summary"))["slowRanks"][0]
     assert verdict["subject"] == {"type": "rank", "ranks": [2], "worker": 1, "node": "node-1"}
-    cost = {"gpuHours": pytest.approx(0.004 * 3 * 4 / 3600, rel=0.01), "cost": None}
-    assert verdict["effect"] == {"secondsPerStep": 0.004, "slowdown": 2.0} | cost
+    effect = {"secondsPerStep": 0.004, "secondsLost": 0.012, "slowdown": 2.0}
+    assert verdict["effect"] == effect | {"gpuHours": pytest.approx(0.012 * 4 / 3600, rel=0.01), "cost": None}
     assert await hub.get("/api/v1/verdicts") == [verdict]
-    stored = verdict | {"effect": {"secondsPerStep": 0.004, "slowdown": 2.0}}
+    stored = verdict | {"effect": effect}
     assert json.loads((hub.state_dir / "verdicts.json").read_text()) == [stored]
 
 

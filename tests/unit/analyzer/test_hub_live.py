@@ -120,13 +120,14 @@ def test_a_healthy_rank_next_to_a_slow_peer_matches_its_own_history() -> None:
     assert slowdowns(three, 10, 5, 10) == [1.33, 0.5, 1.33]
 
 
-def verdict(state: VerdictState = VerdictState.CONFIRMED) -> Verdict:
+def verdict(state: VerdictState = VerdictState.CONFIRMED, seconds_lost: float = 0.25) -> Verdict:
     return Verdict(
         id="v",
         subject=VerdictSubject(type=SubjectType.RANK, ranks=(0,)),
         cause=Cause.COMPUTE,
         state=state,
         seconds_per_step=0.25,
+        seconds_lost=seconds_lost,
         slowdown=2.0,
         confidence=0.9,
         evidence_steps=(1,),
@@ -136,7 +137,7 @@ def verdict(state: VerdictState = VerdictState.CONFIRMED) -> Verdict:
 
 
 class Judge:
-    """Confirms in step 1, fails in step 3, and counts."""
+    """Confirms in step 1, finds it still active in step 2, fails in step 3, and counts."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -146,7 +147,8 @@ class Judge:
         self.steps.append(step.step)
         if step.step == 3:
             raise RuntimeError("broken")
-        return [verdict()] if step.step == 1 else []
+        active = step.step == 1 or (step.step == 2 and 1 in self.steps)
+        return [verdict(seconds_lost=0.25 * step.step)] if active else []
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
         self.seen_ranks.append([rank.rank for rank in ranks])
@@ -187,7 +189,7 @@ async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredSt
     queue.add(LAYOUT, stored[:3])
     await queue.drain_batch()
     assert judges[0].steps == [0, 1, 2]
-    assert queue.wasted_s == {"compute": 0.25 * 2 * 2}
+    assert queue.wasted_s == {"compute": 0.5 * 2}
     assert queue.lag_s == pytest.approx(1_700_000_002.0 - 1_700_000_001.03)
 
 

@@ -128,14 +128,15 @@ def test_the_clock_of_another_node_is_unknown_until_traffic_ties_it(hub: Hub, ri
     assert [worker.clock_seconds for worker in tracer_view(hub, []).workers] == [0.0, 2e-5]
 
 
-@pytest.mark.parametrize(("attempt", "end", "steps"), [(0, 10, 6), (1, 2, 4)])
-def test_steps_of_a_verdict_are_not_counted_over_attempts(hub: Hub, attempt: int, end: int, steps: int) -> None:
+@pytest.mark.parametrize(("attempt", "end"), [(0, 10), (1, 2)])
+def test_a_verdict_costs_the_seconds_lost_times_ranks(hub: Hub, attempt: int, end: int) -> None:
     found = Verdict(
         id="a",
         subject=VerdictSubject(type=SubjectType.RANK, ranks=(1,)),
         cause=Cause.COMPUTE,
         state=VerdictState.CLEARED,
         seconds_per_step=1.0,
+        seconds_lost=3.5,
         slowdown=2.0,
         confidence=0.9,
         evidence_steps=(7, 8),
@@ -145,4 +146,4 @@ def test_steps_of_a_verdict_are_not_counted_over_attempts(hub: Hub, attempt: int
     )
     hub.verdicts.update([found])
     (view,) = views.verdicts(hub)
-    assert view.effect.gpu_hours == pytest.approx(steps * 2 / 3600, rel=0.01)
+    assert view.effect.gpu_hours == pytest.approx(3.5 * 2 / 3600, rel=0.01)

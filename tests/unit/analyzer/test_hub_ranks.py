@@ -162,6 +162,7 @@ def verdict(
         cause=cause,
         state=state,
         seconds_per_step=0.5,
+        seconds_lost=0.5,
         slowdown=2.0,
         confidence=0.9,
         evidence_steps=(7, 8),

@@ -487,7 +487,7 @@ def test_a_verdict_has_the_form_of_the_contract(watch: Watch, sim: ModuleType) -
         "id", "subject", "cause", "state", "effect", "confidence", "evidence", "since", "until", "sentence",
     }  # fmt: skip
     assert document["subject"] == {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"}
-    assert set(document["effect"]) == {"secondsPerStep", "slowdown"}
+    assert set(document["effect"]) == {"secondsPerStep", "secondsLost", "slowdown"}
     assert document["cause"] == "compute"
     assert "Rank 1 (stage 0, replica 1, node node-0) computes" in document["sentence"]
     assert any("waited for it" in line for line in document["evidence"]["text"])

@@ -39,6 +39,22 @@ def test_the_cost_is_what_the_fault_adds_to_a_step(sim: ModuleType, judge: Calla
         assert run.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
 
 
+def test_only_steps_in_which_a_fault_is_active_add_to_its_cost(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    simulators = [
+        sim.Simulator(sim.Job(layout=DP2_PP2, microbatches=8, noise=sim.GPU, faults=faults), 1)
+        for faults in ((), (sim.Fault(rank=1, kind="compute", factor=2.0, from_step=0),))
+    ]
+    healthy, faulty = ([*simulator.steps(0, 60)] for simulator in simulators)
+    active = {step for step in range(20, 60) if step % 10 < 6}
+    run = judge(DP2_PP2, [faulty[step] if step in active else healthy[step] for step in range(60)])
+    lost_s = sum(
+        (faulty[step].end_ns - faulty[step].start_ns - (healthy[step].end_ns - healthy[step].start_ns)) * 1e-9
+        for step in active
+    )
+    found: dict[str, float] = {verdict.id: verdict.seconds_lost for _, verdict in run.verdicts}
+    assert sum(found.values()) == pytest.approx(lost_s, rel=0.15)
+
+
 def test_two_equally_slow_ranks_split_their_common_cost(sim: ModuleType, judge: Callable[..., Any]) -> None:
     both = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=20) for rank in (0, 3))
     lengths = []

@@ -222,7 +222,7 @@ class Detector:
             # Where many waits lack their partner's record, a replay cannot shorten them: take the excess itself.
             lost_s = np.maximum(lost_s, [track.candidate.excess_s for track in hit])
         for track, lost in zip(hit, lost_s, strict=True):
-            track.lost_s.append(float(lost))
+            track.add_cost(float(lost))
             track.text = evidence_text(track, waits)
 
     def _since(self, view: StepRecords, votes: int) -> JobMoment:

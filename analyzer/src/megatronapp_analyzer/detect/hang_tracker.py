@@ -76,6 +76,7 @@ class HangTracker:
             cause=Cause.HANG,
             state=VerdictState.CONFIRMED,
             seconds_per_step=found.silent_s,
+            seconds_lost=0.0,
             slowdown=1.0,
             confidence=CERTAIN if found.certain else LIKELY if alone else OPEN,
             evidence_steps=(when.step,),

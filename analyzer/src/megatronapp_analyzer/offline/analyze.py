@@ -108,8 +108,9 @@ def text_lines(analysis: Analysis) -> Iterator[str]:
         since, until = verdict["since"]["step"], verdict["until"]
         yield ""
         yield verdict["sentence"]
-        cost_ms = 1000 * verdict["effect"]["secondsPerStep"]
+        cost_ms, lost_s = 1000 * verdict["effect"]["secondsPerStep"], verdict["effect"]["secondsLost"]
         period = f"since step {since}" if until is None else f"steps {since} to {until['step']}"
-        yield f"  cause {verdict['cause']}, {period}, {cost_ms:.1f} ms a step, confidence {verdict['confidence']:.2f}"
+        cost = f"{cost_ms:.1f} ms a step, {lost_s:.3f} s in all"
+        yield f"  cause {verdict['cause']}, {period}, {cost}, confidence {verdict['confidence']:.2f}"
         for text in verdict["evidence"]["text"]:
             yield f"  - {text}"

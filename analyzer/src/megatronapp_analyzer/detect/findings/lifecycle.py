@@ -44,6 +44,9 @@ class FindingTrack:
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
     lost_s: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
+    replayed_s: float = 0.0
+    """Sum of all costs, of which `lost_s` has the newest."""
+    replays: int = 0
     text: tuple[str, ...] = ()
 
     @property
@@ -98,12 +101,23 @@ class FindingTrack:
         return float(np.mean(self.lost_s)) if self.lost_s else 0.0
 
     @property
+    def seconds_lost(self) -> float:
+        """Sum of the costs of all steps that were evidence; the mean for those that were not replayed."""
+        return self.replayed_s + max(self.hits - self.replays, 0) * self.seconds_per_step
+
+    @property
     def least_cost_s(self) -> float:
         """Lower bound of the mean cost per step: two standard errors below it; unbounded below two replays."""
         count = len(self.lost_s)
         if count < 2:
             return -math.inf
         return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
+
+    def add_cost(self, seconds: float) -> None:
+        """Add the cost of one step."""
+        self.lost_s.append(seconds)
+        self.replayed_s += seconds
+        self.replays += 1
 
     @property
     def named(self) -> bool:

@@ -60,6 +60,7 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
         cause=candidate.cause,
         state=track.state,
         seconds_per_step=track.seconds_per_step,
+        seconds_lost=track.seconds_lost,
         slowdown=track.ratio,
         confidence=sure,
         evidence_steps=tuple(track.evidence),

@@ -153,16 +153,10 @@ def verdicts(hub: HubReader) -> list[schemas.VerdictView]:
 def _with_cost(hub: HubReader, verdict: dict[str, Any]) -> schemas.VerdictView:
     """Return a verdict with what all ranks have lost to it, in three digits, as a status must not change each step."""
     view = schemas.VerdictView.model_validate(verdict)
-    state, newest = hub.ingest.newest, hub.ingest.store.recent(1)
-    attempt, end = (None, None) if not newest else (newest[-1].attempt, newest[-1].step)
-    if view.until is not None:
-        attempt, end = view.until.attempt, view.until.step
-    if state is None or end is None or verdict["cause"] == Cause.HANG:
+    state, lost_s = hub.ingest.newest, view.effect.seconds_lost
+    if state is None or lost_s is None or verdict["cause"] == Cause.HANG:
         return view
-    if attempt != view.since.attempt:  # steps of different attempts are not in one count
-        end = max(view.evidence.steps, default=view.since.step)
-    steps = max(0, end - view.since.step + 1)
-    view.effect.gpu_hours = hours = float(f"{view.effect.seconds_per_step * steps * state.world / 3600:.3g}")
+    view.effect.gpu_hours = hours = float(f"{lost_s * state.world / 3600:.3g}")
     if (price := hub.identity.gpu_hour_price) is not None:
         view.effect.cost = float(f"{hours * price:.3g}")
     return view

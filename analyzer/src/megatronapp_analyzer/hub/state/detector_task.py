@@ -16,8 +16,8 @@ from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
 from megatronapp_analyzer.hub.judge.links import JudgeLink
-from megatronapp_analyzer.hub.state.verdicts import VerdictStore, slowing
-from megatronapp_analyzer.model import JobLayout, Verdict
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.model import JobLayout, Verdict, VerdictState
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 2000
@@ -94,6 +94,8 @@ class DetectorTask:
         self.lag_s: float | None = None
         self.wasted_s: dict[str, float] = {}
         """Rank-seconds lost by cause since the start."""
+        self._counted_s: dict[str, float] = {}
+        """Seconds lost that each verdict has been counted with."""
         self.imposed_s: dict[tuple[int, str], float] = {}
         """Seconds that each rank made others wait since the start, by kind of communicator."""
 
@@ -171,6 +173,7 @@ class DetectorTask:
         self._losses_in_row += 1
         self.lag_s = None
         self._learned.clear()
+        self._counted_s.clear()
         if self._clocks is not None:
             self._clocks.forget_readings()
         self._book.suspend()
@@ -197,9 +200,10 @@ class DetectorTask:
             self._take(judgement)
             if judgement.clocks is not None and self._clocks is not None:
                 self._clocks.take_reading(judgement.clocks)
-            if step.key > self._counted:
+            again = step.key <= self._counted
+            self._count_waste(judgement.verdicts, again=again)
+            if not again:
                 self._counted = step.key
-                self._count_waste()
                 self._count_waits(judgement.imposed_s)
             digest = step.digest
             self.lag_s = max(0.0, self._real_time_s() - (digest.start_real_ns + digest.duration_ns) * 1e-9)
@@ -213,6 +217,7 @@ class DetectorTask:
     def _take(self, judgement: Judgement) -> None:
         if judgement.afresh:
             self._publish_learned()
+            self._counted_s.clear()
             self._book.clear_all(self._real_time_s())
         if self.caught_up:
             self._book.update(judgement.verdicts)
@@ -240,7 +245,18 @@ class DetectorTask:
             total[key] = total.get(key, 0.0) + seconds
         self.imposed_s = total  # replaced at once: a scrape reads it from another thread
 
-    def _count_waste(self) -> None:
-        for verdict in self._book.slowing() if self.caught_up else slowing(self._learned.values()):
-            lost = verdict.seconds_per_step * self._world
-            self.wasted_s[str(verdict.cause)] = self.wasted_s.get(str(verdict.cause), 0.0) + max(0.0, lost)
+    def _count_waste(self, verdicts: Iterable[Verdict], *, again: bool) -> None:
+        """Add what verdicts have cost since they were counted; a suspect counts once it is confirmed.
+
+        `again`: a step that an earlier detector has judged, whose cost is counted already.
+        """
+        for verdict in verdicts:
+            if verdict.state is VerdictState.SUSPECT:
+                continue
+            lost_s = max(verdict.seconds_lost - self._counted_s.get(verdict.id, 0.0), 0.0)
+            self._counted_s[verdict.id] = verdict.seconds_lost
+            if not again:
+                cause = str(verdict.cause)
+                self.wasted_s[cause] = self.wasted_s.get(cause, 0.0) + lost_s * self._world
+            if verdict.state is VerdictState.CLEARED:
+                del self._counted_s[verdict.id]

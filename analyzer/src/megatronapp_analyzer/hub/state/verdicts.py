@@ -17,15 +17,6 @@ def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
     return verdict["since"]["time"], verdict["since"]["step"]
 
 
-def slowing(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return the confirmed verdicts that make each step longer; a hang does not, it ends them."""
-    return [
-        verdict
-        for verdict in verdicts
-        if verdict.state == VerdictState.CONFIRMED and verdict.cause != Cause.HANG and verdict.seconds_per_step > 0
-    ]
-
-
 class VerdictStore:
     """Verdicts of the detector. `version` grows with every change."""
 
@@ -107,7 +98,9 @@ class VerdictStore:
 
     def slowing(self) -> list[Verdict]:
         """Return verdicts that make each step longer; a hang does not, it ends them."""
-        return slowing(self.confirmed())
+        return [
+            verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0
+        ]
 
     def hung_ranks(self) -> list[int]:
         """Return the ranks that a confirmed verdict names as hung."""

@@ -50,7 +50,7 @@ const verdict = (change: Partial<Verdict> = {}): Verdict => ({
   cause: "compute",
   state: "confirmed",
   stale: false,
-  effect: { secondsPerStep: 0.5, slowdown: 2 },
+  effect: { secondsPerStep: 0.5, secondsLost: 5, slowdown: 2 },
   confidence: 0.97,
   evidence: { steps: [11, 12], text: [] },
   since: { attempt: 0, step: 10, time: 0 },
@@ -97,11 +97,11 @@ describe("slowdowns", () => {
 });
 
 describe("suspects", () => {
-  it("cost seconds times steps times ranks", () => {
-    expect(gpuHours(verdict(), 19, 72)).toBeCloseTo((0.5 * 10 * 72) / 3600);
-    expect(gpuHours(verdict({ until: { attempt: 0, step: 10, time: 0 } }), 19, 72)).toBeCloseTo(0.01);
+  it("cost the seconds lost times ranks", () => {
+    expect(gpuHours(verdict(), 72)).toBeCloseTo((5 * 72) / 3600);
+    expect(gpuHours(verdict({ effect: { secondsPerStep: 0.5, slowdown: 2 } }), 72)).toBe(0);
     expect([0, 0.004, 1.234, 1234].map(gpuHoursText)).toEqual(["–", "< 0.01", "1.23", "1,234"]);
-    const [row] = suspectRows([verdict()], 19, 72);
+    const [row] = suspectRows([verdict()], 72);
     expect(row?.cells.slice(0, 6)).toEqual([
       "Rank 2",
       "slow compute",
@@ -111,7 +111,7 @@ describe("suspects", () => {
       "0.10",
     ]);
     expect(row?.step).toBe(12);
-    const [priced] = suspectRows([verdict()], 19, 72, 2.5);
+    const [priced] = suspectRows([verdict()], 72, 2.5);
     expect(priced?.cells[suspectColumns(2.5).indexOf("Cost")]).toBe("0.25");
   });
 });

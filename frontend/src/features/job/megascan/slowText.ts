@@ -1,7 +1,7 @@
 /** Slowdowns as rows and sentences. Pure. */
 import type { RankView, Verdict } from "../../../api/types";
 import { ABSENT, clock, compact, integer, percent, ratio, seconds } from "../../../store/format";
-import { causeName, costOf, stateName, subjectName } from "../../../store/verdicts";
+import { causeName, stateName, subjectName } from "../../../store/verdicts";
 import { roleNamed } from "../../../trace/kinds";
 import type { SlowCell, SlowLink, Slowdowns } from "./megascanApi";
 
@@ -78,9 +78,9 @@ export function slowFacts(slowdowns: Slowdowns): (readonly [string, string])[] {
   ];
 }
 
-/** GPU-hours that a verdict has cost up to a step, where every rank waits for the slowest. */
-export function gpuHours(verdict: Verdict, newestStep: number, world: number): number {
-  return (costOf(verdict, newestStep, undefined).totalS * world) / 3600;
+/** GPU-hours that a verdict has cost, where every rank waits for the slowest. */
+export function gpuHours(verdict: Verdict, world: number): number {
+  return ((verdict.effect.secondsLost ?? 0) * world) / 3600;
 }
 
 export const gpuHoursText = (hours: number): string =>
@@ -110,12 +110,11 @@ export const suspectColumns = (price: number | null): string[] => [
 
 export function suspectRows(
   verdicts: readonly Verdict[],
-  newestStep: number | null,
   world: number,
   price: number | null = null,
 ): SuspectRow[] {
   return verdicts.map((verdict) => {
-    const hours = gpuHours(verdict, newestStep ?? verdict.since.step, world);
+    const hours = gpuHours(verdict, world);
     const until = verdict.until ? ` to ${verdict.until.step}` : "";
     return {
       id: verdict.id,
