@@ -2,6 +2,7 @@
 
     python bench/bench_detectors.py --windows 20                  # tuning seeds
     python bench/bench_detectors.py --windows 200 --published     # the seeds of published tables
+    python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --minutes 60   # in several parts
     python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
 
 Every window is a separate job, watched from its first step. All detectors get the same records.
@@ -13,12 +14,17 @@ import json
 import multiprocessing
 import pathlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
+import detect
 import numpy as np
 from detect.noise import Floats
+from detect.progress import OutcomeFile, key_of, version_of
 from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
 from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
+
+import megatronapp_analyzer
 
 
 def main() -> None:
@@ -27,10 +33,11 @@ def main() -> None:
     names = chosen(options.detectors, DETECTORS, "--detectors")
     first = PUBLISHED if options.published else options.seed
     layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
-    cases = [draw(ROWS[row], seed, layouts) for row in rows for seed in range(first, first + options.windows)]
+    # Row by row within a seed, so that a run that is ended has equally many windows of each row.
+    cases = [draw(ROWS[row], seed, layouts) for seed in range(first, first + options.windows) for row in rows]
     if options.pace:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
-    outcomes = run_all(cases, names, options.processes)
+    outcomes = run_some(cases, names, options) if options.resume else run_all(cases, names, options.processes)
     print(table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
     seconds = {name: sum(outcome.seconds_per_step[name] for outcome in outcomes) / len(outcomes) for name in names}
@@ -51,6 +58,24 @@ def run_all(cases: Sequence[DetectionCase], names: Sequence[str], processes: int
         return [run(case, names) for case in cases]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         return pool.starmap(run, [(case, names) for case in cases], chunksize=4)
+
+
+def run_some(
+    cases: Sequence[DetectionCase], names: Sequence[str], options: argparse.Namespace
+) -> list[DetectionOutcome]:
+    """Continue a run for some time; return the outcomes of all cases that have been run."""
+    analyzer = pathlib.Path(next(iter(megatronapp_analyzer.__path__)))
+    folders = [pathlib.Path(next(iter(detect.__path__))), *(analyzer / name for name in ("detect", "graph", "align"))]
+    try:
+        stored = OutcomeFile(options.resume, version_of(folders, f"{names} {options.pace}"))
+    except ValueError as error:
+        sys.exit(f"--continue: {error}")
+    end = time.monotonic() + 60 * options.minutes
+    for case in cases:
+        if key_of(case) not in stored.outcomes and time.monotonic() < end:
+            stored.add(run(case, names))
+    stored.close()
+    return [stored.outcomes[key_of(case)] for case in cases if key_of(case) in stored.outcomes]
 
 
 def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:
@@ -83,6 +108,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
     parser.add_argument("--seed", type=int, default=1, help="first seed, for tuning")
     parser.add_argument("--published", action="store_true", help="use the seeds of published tables instead")
+    parser.add_argument(
+        "--continue", dest="resume", metavar="FILE", type=pathlib.Path, help="store outcomes, and skip those stored"
+    )
+    parser.add_argument("--minutes", type=float, default=np.inf, help="with --continue: begin no window afterwards")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
