@@ -7,6 +7,7 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
     compute rank=5 slope=0.0005 factor=1.3 from=0   0.05 % more in each step, until the factor is reached
     compute rank=5 factor=1.2 from=30 period=20 on=7  active in the first 7 of every 20 steps
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
+    data rank=3 wait=0.5 from=40                    its loader is late with each batch, by half of a forward pass
     stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
     link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= or
                                                     source= alone: all messages to, or from, that rank
@@ -26,16 +27,17 @@ Floats = NDArray[np.float64]
 FOREVER = 1 << 30
 NOTICEABLE = 1.03
 """Factor at which a ramp begins to matter: delays are counted from there."""
-CAUSES = {"compute": "compute", "host": "host", "stop": "host", "link": "link"}
+CAUSES = {"compute": "compute", "host": "host", "data": "data", "stop": "host", "link": "link"}
 """Right cause of each kind."""
 _SUBJECTS = ("rank", "worker", "node", "stage")
 _OPTIONS = {
     "compute": {"factor", "slope"},
     "host": {"stall"},
+    "data": {"wait"},
     "stop": {"duty", "cycle"},
     "link": {"source", "target", "delay"},
 }
-_REQUIRED = {"compute": "factor", "host": "stall", "stop": "duty", "link": "delay"}
+_REQUIRED = {"compute": "factor", "host": "stall", "data": "wait", "stop": "duty", "link": "delay"}
 _COMMON = {"from", "steps", "period", "on"}
 
 
@@ -53,6 +55,7 @@ class SimulatedFault:
     factor: float = 1.0
     slope: float = 0.0
     stall: float = 0.0
+    wait: float = 0.0
     duty: float = 0.0
     cycle_s: float = 0.1
     delay: float = 0.0
@@ -118,6 +121,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
         factor=values.get("factor", 1.0),
         slope=values.get("slope", 0.0),
         stall=values.get("stall", 0.0),
+        wait=values.get("wait", 0.0),
         duty=values.get("duty", 0.0),
         cycle_s=values.get("cycle", 0.1),
         delay=values.get("delay", 0.0),
@@ -137,7 +141,10 @@ def _ranks(line: str, kind: str, values: dict[str, float], grid: Grid) -> tuple[
     named = [name for name in _SUBJECTS if name in values]
     if len(named) != 1:
         raise ValueError(f"'{line}' names {len(named)} subjects; write exactly one of {', '.join(_SUBJECTS)}")
-    return grid.ranks_of(named[0], int(values[named[0]]))
+    ranks = grid.ranks_of(named[0], int(values[named[0]]))
+    if kind == "data" and any(grid.stage_of(rank) for rank in ranks):
+        raise ValueError(f"'{line}': only the first stage loads data; write one of the ranks below {grid.stage_size}")
+    return ranks
 
 
 def _exchange(grid: Grid, source: int, target: int) -> bool:
@@ -152,6 +159,7 @@ class Effects:
 
     factor: Floats
     stall: Floats
+    wait: Floats
     duty: Floats
     cycle_s: Floats
     delays: tuple[tuple[int | None, int | None, Floats], ...]
@@ -165,7 +173,7 @@ class Effects:
 def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world: int) -> Effects:
     """Add up faults: factors multiply, stalls add, of several duties the largest counts."""
     shape = (len(steps), world)
-    factor, stall, duty = np.ones(shape), np.zeros(shape), np.zeros(shape)
+    factor, stall, wait, duty = np.ones(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
     cycle = np.full(shape, 0.1)
     delays: list[tuple[int | None, int | None, Floats]] = []
     for fault in faults:
@@ -174,6 +182,8 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
             factor[:, where] *= fault.size(steps)[:, None]
         elif fault.kind == "host":
             stall[:, where] += np.where(on, fault.stall, 0.0)
+        elif fault.kind == "data":
+            wait[:, where] += np.where(on, fault.wait, 0.0)
         elif fault.kind == "stop":
             duty[:, where] = np.maximum(duty[:, where], np.where(on, fault.duty, 0.0))
             cycle[:, where] = fault.cycle_s
@@ -181,4 +191,4 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
             source = fault.ranks[0] if len(fault.ranks) == 2 or fault.sends else None
             destination = None if fault.sends else fault.ranks[-1]
             delays.append((source, destination, np.where(on[:, 0], fault.delay, 0.0)))
-    return Effects(factor=factor, stall=stall, duty=duty, cycle_s=cycle, delays=tuple(delays))
+    return Effects(factor=factor, stall=stall, wait=wait, duty=duty, cycle_s=cycle, delays=tuple(delays))

@@ -68,6 +68,8 @@ class SimulatedJob:
     """Spread of the clocks of nodes: sigma of offset and drift; 0: all nodes have one clock."""
     stop_records: bool = True
     """True if ranks record when their process was stopped."""
+    stops_devices: bool = False
+    """True for devices that do nothing while their process is stopped, and whose spans have no leads."""
 
     def microbatches_at(self, step: int) -> int:
         return max([(self.microbatches)] + [count for first, count in self.events.ramp_up if first <= step], default=0)
@@ -300,7 +302,8 @@ class StageRun:
             if sender is not None:
                 yield from self._receive(sender, task)
             elif task.is_forward:
-                self._span(RecordKind.DATA, 1e-4, task.microbatch)
+                late = self.block.of_stage(self.block.effects.wait, self.stage) * self.forward_s * grid.vpp
+                self._span(RecordKind.DATA, 1e-4 + late, task.microbatch)
             if task.is_forward:
                 self._stall(forwards)
                 forwards += 1
@@ -340,10 +343,10 @@ class StageRun:
         self.queued = self.queued + seen
         return seen
 
-    def _span(self, kind: RecordKind, seconds: float, microbatch: int) -> None:
+    def _span(self, kind: RecordKind, seconds: Floats, microbatch: int) -> None:
         self._gap()
         begin = self.now
-        self.now = self.stops.end(begin, np.full(self.block.shape, seconds))
+        self.now = self.stops.end(begin, seconds)
         seen = self._queue()
         self.columns.append(SpanColumn(kind, begin, self.now, microbatch, aux=seen, flags=int(Flag.AUX_RUN_QUEUE)))
 
@@ -420,7 +423,7 @@ class StageRun:
         work = base * self.block.work[:, task.microbatch] * self.pace * self.factor
         work = work * nz.span_factors(self.noise, self.rng, self.block.shape)
         launch = self.noise.launch * base
-        if self.noise.device:
+        if self.noise.device and not self.job.stops_devices:
             launched = self.stops.end(begin, np.full(self.block.shape, launch)) - begin
             work = np.maximum(work, launched - self.lead)
         else:
@@ -430,7 +433,8 @@ class StageRun:
         kind = RecordKind.FORWARD if task.is_forward else RecordKind.BACKWARD
         if self.noise.device:
             self.lead = np.maximum(self.lead + self.now - begin - launched, 0.0)
-            aux, flags = self.lead, int(Flag.DEVICE_CLOCK | Flag.AUX_LEAD)
+            aux, flags = self.lead, int(Flag.DEVICE_CLOCK)
+            flags |= 0 if self.job.stops_devices else int(Flag.AUX_LEAD)
         else:
             aux, flags = self._queue(), int(Flag.AUX_RUN_QUEUE)
         self.columns.append(SpanColumn(kind, begin, self.now, task.microbatch, task.chunk, aux=aux, flags=flags))

@@ -55,6 +55,7 @@ class Row:
     lost: float = 0.0
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
+    stops_devices: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
         lost_fraction=row.lost,
         clock_offset_s=row.clock_offset_s,
         clock_drift_ppm=row.clock_drift_ppm,
+        stops_devices=row.stops_devices,
     )
     return DetectionCase(row=row.name, layout=layout, job=job, seed=seed, steps=row.steps, faults=faults)
 
@@ -133,9 +135,18 @@ def stall(grid: Grid, rng: np.random.Generator) -> str:
     return f"host {_subject('rank', grid, rng)} stall={rng.uniform(0.6, 2.0):.3f} from={_begin(rng)}"
 
 
+def data(grid: Grid, rng: np.random.Generator) -> str:
+    rank = int(rng.integers(grid.stage_size))
+    return f"data rank={rank} wait={rng.uniform(0.3, 1.5):.3f} from={_begin(rng)}"
+
+
 def stop(grid: Grid, rng: np.random.Generator) -> str:
     duty, cycle = rng.uniform(0.2, 0.6), rng.choice([0.05, 0.1, 0.5])
     return f"stop {_subject('rank', grid, rng)} duty={duty:.3f} cycle={cycle} from={_begin(rng)}"
+
+
+def stop_worker(grid: Grid, rng: np.random.Generator) -> str:
+    return f"stop {_subject('worker', grid, rng)} duty={rng.uniform(0.2, 0.6):.3f} cycle=0.1 from={_begin(rng)}"
 
 
 def link(grid: Grid, rng: np.random.Generator) -> str:
@@ -208,7 +219,10 @@ ROWS = {
         Row(name="periodic", faults=periodic),
         Row(name="uneven stages", faults=compute(1.05, 3.0), spread=0.25, layouts=PIPELINES),
         Row(name="host stalls", faults=stall),
+        Row(name="slow data loader", faults=data),
         Row(name="stopped and continued", faults=stop),
+        Row(name="stopped devices", faults=stop, stops_devices=True),
+        Row(name="stopped worker", faults=stop_worker, stops_devices=True, layouts=PIPELINES),
         Row(name="slow link", faults=link, layouts=PIPELINES),
         Row(name="slow network of a rank", faults=network, layouts=DEEP),
         Row(name="2 to 5 faults", faults=several),

@@ -184,6 +184,8 @@ class Cause(enum.StrEnum):
     COMPUTE = "compute"
     HOST = "host"
     LINK = "link"
+    DATA = "data"
+    """Waits for its data loader."""
     HANG = "hang"
     UNDETERMINED = "undetermined"
 

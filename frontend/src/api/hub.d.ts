@@ -4115,7 +4115,7 @@ export interface components {
              * Cause
              * @enum {string}
              */
-            cause: "compute" | "host" | "link" | "hang" | "undetermined";
+            cause: "compute" | "host" | "link" | "data" | "hang" | "undetermined";
             /** Confidence */
             confidence: number;
             effect: components["schemas"]["Effect"];

@@ -49,6 +49,7 @@ const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
   compute: "slow compute",
   host: "host stalls",
   link: "slow link",
+  data: "slow data loading",
   hang: "hung",
   undetermined: "cause undetermined",
 };

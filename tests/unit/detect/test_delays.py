@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from detect.faults import parse
-from detect.noise import CPU, GPU, QUIET
+from detect.noise import CPU, GPU, QUIET, NoiseModel
 from detect.runner import run
 from detect.score import score
 from detect.simulation import Events, JobSimulation, SimulatedJob
@@ -97,6 +97,19 @@ def test_a_stopped_process_is_named_as_the_fault_of_its_host(layout: str, duty: 
     total = score([run(case, ["ours"]).windows["ours"]])
     assert (total.hits, total.false, total.cause_f1) == (1, 0, 1.0)
     assert total.cost_errors[0] < 0.25
+
+
+@pytest.mark.full("a second noise", but=("GPU",))
+@pytest.mark.parametrize("noise", [GPU, CPU], ids=["GPU", "CPU"])
+def test_a_late_data_loader_is_a_cause_of_its_own(noise: NoiseModel) -> None:
+    grid = LAYOUTS["dp4-pp2"]
+    faults = parse("data rank=1 wait=0.8 from=20", grid)
+    job = SimulatedJob(grid=grid, noise=noise, faults=faults)
+    case = DetectionCase(row="data", layout="dp4-pp2", job=job, seed=3, steps=40, faults=faults)
+    total = score([run(case, ["ours"]).windows["ours"]])
+    assert (total.hits, total.false) == (1, 0)
+    assert set(total.causes) == {("data", "data")}
+    assert total.cost_errors[0] < 0.3
 
 
 def test_links_that_differ_for_a_reason_are_healthy() -> None:

@@ -58,6 +58,7 @@ def test_faults_are_read_from_text() -> None:
         ("compute rank=1 factor=2 speed=3", "'speed=3'"),
         ("host rank=1 stall=high", "high is not a number"),
         ("link source=0 target=4 delay=1", "exchange no messages"),
+        ("data rank=2 wait=1", "only the first stage loads data; write one of the ranks below 2"),
     ],
 )
 def test_wrong_text_is_refused(text: str, message: str) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
 from megatronapp_analyzer.graph.records import is_kind, run_queue_s
 from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
-from megatronapp_analyzer.graph.stops import Stops
+from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import Cause, StepRecords, VerdictSubject
-from megatronapp_common.trace import PASS_KINDS, RecordKind
+from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
 
 HIDDEN_SHARE = 0.05
 """A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
@@ -29,7 +29,7 @@ class Remedy:
     ratio: float
     """Recorded over expected length, for compute."""
     excess_s: float
-    """Seconds beyond the expected length, per microbatch (host) or message (link)."""
+    """Seconds beyond the expected length, per microbatch (host, data) or message (link)."""
     off_cpu_part: float = 0.0
     """For a host, the part of the time in which its process did not run that is to be removed."""
     pairs: tuple[tuple[int, int], ...] = ()
@@ -39,9 +39,17 @@ class Remedy:
 
 
 def off_cpu_s(graph: StepGraph, view: StepRecords) -> Floats:
-    """Return the seconds within each edge in which the rank was stopped or waited for a processor."""
+    """Return the seconds within each edge in which the rank was stopped or waited for a processor.
+
+    On a device's clock, by which stops lengthened the passes.
+    """
     edges, spans = graph.edges, graph.spans
     is_gap = edges.kind == EdgeKind.GAP
+    if (spans["flags"] & Flag.DEVICE_CLOCK).any():
+        stops = Stops(view.records, int(spans["start_ns"].min()))
+        longer = lengthened_by_stops_s(spans, graph.start_s, graph.end_s, stops)
+        passes: Floats = np.minimum(np.where(is_gap, 0.0, longer[edges.span]), edges.weight)
+        return passes
     end = np.where(is_gap, graph.start_s[edges.span], graph.end_s[edges.span])
     origin_ns = int(spans["start_ns"].min()) if len(spans) else 0
     stopped = Stops(view.records, origin_ns).within(spans["rank"][edges.span], end - edges.weight, end)
@@ -120,22 +128,53 @@ def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy
         chosen = (kind == RecordKind.RECV_WAIT) & _received(graph, remedy.pairs)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:
-        idle = (edges.kind == EdgeKind.GAP) | ((edges.kind == EdgeKind.SPAN) & (kind == RecordKind.DATA))
-        running = np.isin(rank, subject.ranks)
-        weight[running] -= remedy.off_cpu_part * np.minimum(off_cpu, weight)[running]
-        for member in subject.ranks:
-            chosen = idle & (rank == member)
-            own = spans["kind"][spans["rank"] == member]
-            forwards = int((own == RecordKind.FORWARD).sum()) or int((own == RecordKind.BACKWARD).sum())
-            weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
+        weight -= remedy.off_cpu_part * np.minimum(_delayed_s(graph, subject.ranks, off_cpu), weight)
+        _shorten(weight, edges.kind == EdgeKind.GAP, remedy, graph)
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)
+    elif remedy.cause is Cause.DATA:
+        _shorten(weight, own & (kind == RecordKind.DATA), remedy, graph)
     else:
-        weight[passes & np.isin(rank, subject.ranks)] /= max(remedy.ratio, 1.0)
+        weight[passes & np.isin(rank, _met_ranks(graph, subject.ranks))] /= max(remedy.ratio, 1.0)
     return weight
 
 
-def _received(graph: StepGraph, pairs: tuple[tuple[int, int], ...]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _shorten(weight: Floats, idle: Mask, remedy: Remedy, graph: StepGraph) -> None:
+    """Take a remedy's excess off the longest of the `idle` edges of each of its ranks."""
+    spans = graph.spans
+    rank = spans["rank"][graph.edges.span]
+    for member in remedy.subject.ranks:
+        chosen = idle & (rank == member)
+        own = spans["kind"][spans["rank"] == member]
+        forwards = int((own == RecordKind.FORWARD).sum()) or int((own == RecordKind.BACKWARD).sum())
+        weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
+
+
+def _met_ranks(graph: StepGraph, ranks: tuple[int, ...]) -> Ints:
+    """Return `ranks` and those that meet them inside compute spans: all leave a span with the slowest of them."""
+    meetings, rank = graph.meetings, graph.spans["rank"].astype(np.int64)
+    met = np.isin(rank[meetings.record], ranks)
+    instance = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
+    return np.union1d(ranks, rank[meetings.record[np.isin(instance, instance[met])]])
+
+
+def _delayed_s(graph: StepGraph, ranks: tuple[int, ...], off_cpu: Floats) -> Floats:
+    """Return the seconds within each edge in which one of `ranks` did not run, or others waited for it in a meeting."""
+    edges, meetings = graph.edges, graph.meetings
+    own: Floats = np.where(np.isin(graph.spans["rank"][edges.span], ranks), off_cpu, 0.0)
+    if not len(meetings):
+        return own
+    inside = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
+    of_span = np.zeros(len(graph.spans))
+    np.maximum.at(of_span, edges.span[inside], own[inside])
+    instance = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
+    longest = np.zeros(len(meetings))
+    np.maximum.at(longest, instance, of_span[meetings.record])
+    of_span[meetings.record] = longest[instance]
+    return np.where(inside, of_span[edges.span], own)
+
+
+def _received(graph: StepGraph, pairs: tuple[tuple[int, int], ...]) -> Mask:
     """Return a mask of the RECV_WAIT spans of messages of `pairs`."""
     messages = graph.messages
     chosen = np.zeros(len(messages.source), np.bool_)

@@ -104,7 +104,7 @@ class Detector:
         usual = float(self._microbatch_s.median()[0]) * self._microbatches
         budget = min(usual, step_s) if np.isfinite(usual) else step_s
         evidence = self._channels.read(features, budget, whole=view.lost == 0)
-        if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.link)):
+        if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.data, evidence.link)):
             self._microbatch_s.add(np.array([step_s / self._microbatches]), np.array([True]))
         found = self._candidates(evidence, view, budget)
         self._tracks.propose(
@@ -132,11 +132,13 @@ class Detector:
     def _candidates(self, evidence: StepEvidence, view: StepRecords, step_s: float) -> list[SuspectCandidate]:
         """Return the subjects that the last steps are evidence against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
+        data = cand.of_host(evidence.data, self._active(evidence.data), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
         compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
-        compute = cand.without_explained(compute, host + link, self._places)
+        others = host + data + link
+        compute = cand.without_explained(compute, others, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
-        found = self._worth_telling(compute + host + link, step_s, on_device=evidence.on_device)
+        found = self._worth_telling(compute + others, step_s, on_device=evidence.on_device)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
 
@@ -167,9 +169,13 @@ class Detector:
 
     def _hold(self, candidate: SuspectCandidate, evidence: StepEvidence) -> bool:
         """Return true if neighbours on the node are about to become suspects too: the node may then be the subject."""
-        if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (Cause.COMPUTE, Cause.HOST):
+        if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (
+            Cause.COMPUTE,
+            Cause.HOST,
+            Cause.DATA,
+        ):
             return False
-        by_rank, own = evidence.host.votes, set(candidate.subject.ranks)
+        by_rank, own = evidence.part(candidate).votes, set(candidate.subject.ranks)
         if candidate.cause is Cause.COMPUTE:
             by_rank = evidence.compute.votes[self._units.of_rank]
             own = {rank for unit in candidate.columns for rank in self._units.ranks(unit)}

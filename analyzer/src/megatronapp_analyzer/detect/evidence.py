@@ -46,6 +46,7 @@ class StepEvidence:
 
     compute: CauseEvidence
     host: CauseEvidence
+    data: CauseEvidence
     link: CauseEvidence
     imbalance: CauseEvidence
     launches: LaunchReading
@@ -55,7 +56,12 @@ class StepEvidence:
 
     def part(self, candidate: SuspectCandidate) -> CauseEvidence:
         """Return the evidence that a candidate's columns belong to."""
-        parts = {Cause.COMPUTE: self.compute, Cause.HOST: self.host, Cause.LINK: self.link}
+        parts = {
+            Cause.COMPUTE: self.compute,
+            Cause.HOST: self.host,
+            Cause.DATA: self.data,
+            Cause.LINK: self.link,
+        }
         if candidate.cause in parts:
             return parts[candidate.cause]
         return self.compute if candidate.by_history else self.imbalance
@@ -88,12 +94,13 @@ class ChannelSet:
         self._votes_compute = VoteWindow(len(units), settings.votes)
         self._votes_imbalance = VoteWindow(len(units), settings.imbalance_steps)
         self._votes_host = VoteWindow(layout.world, settings.votes)
+        self._votes_data = VoteWindow(layout.world, settings.votes)
         self._votes_link = VoteWindow(0, settings.votes)
 
     @property
     def columns(self) -> int:
         """Columns of all causes."""
-        return len(self._units) + len(self._stage_of) + len(self._pairs)
+        return len(self._units) + 2 * len(self._stage_of) + len(self._pairs)
 
     @property
     def pairs(self) -> Ints:
@@ -112,6 +119,7 @@ class ChannelSet:
             compute=compute,
             host=host,
             host_parts=parts,
+            data=self._read_data(features, step_s, crowded_s, whole=whole),
             link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
             launches=launches,
@@ -143,12 +151,12 @@ class ChannelSet:
         readings = [
             self._stall.read(np.fmin(features.stall_s, idle), budget, noise, doubt),
             self._idle.read(idle, budget, noise, doubt),
-            self._data.read(features.data_s if whole else idle, budget, noise, doubt),
         ]
         gaps = _strongest(readings)
+        queued_s = _on_processor(features.crowded_s, features)
         off_cpu = _added(
-            self._stopped.read(_on_processor(features.stopped_s, features), budget, noise, np.zeros(len(count))),
-            self._crowded.read(_on_processor(features.crowded_s, features), budget, noise, np.zeros(len(count))),
+            self._stopped.read(features.stopped_s, budget, noise, np.zeros(len(count))),
+            self._crowded.read(queued_s, budget, noise, np.zeros(len(count))),
         )
         reading = launches.added_to(_added(gaps, off_cpu))
         self._votes_host.add(reading.over, reading.known)
@@ -157,12 +165,21 @@ class ChannelSet:
         )
         evidence = _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
         with np.errstate(divide="ignore", invalid="ignore"):
-            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + features.crowded_s), 0.0)
+            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + np.nan_to_num(queued_s)), 0.0)
         return evidence, HostParts(
             gaps_s=np.where(gaps.over, gaps.excess, 0.0),
             off_cpu_s=np.where(off_cpu.over, off_cpu.excess, 0.0),
             off_cpu_part=np.minimum(np.nan_to_num(part), 1.0),
         )
+
+    def _read_data(self, features: StepFeatures, step_s: float, crowded_s: Floats, *, whole: bool) -> CauseEvidence:
+        noise = self._settings.device if features.on_device else self._settings.processor
+        count = np.where(features.forwards > 0, features.forwards, np.nan)
+        waits = features.data_s if whole else np.full(len(count), np.nan)
+        reading = self._data.read(waits, step_s / count, noise, COMPUTE_PART * crowded_s)
+        self._votes_data.add(reading.over, reading.known)
+        evidence = _evidence(Cause.DATA, reading, self._votes_data, count, self._harm_s(features, step_s))
+        return _against_compute(evidence, features.passes_s)
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor

@@ -10,8 +10,8 @@ idle      seconds per microbatch of the whole step outside any span, posts inclu
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
 crowded   run-queue delay of the whole step per microbatch
-stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others,
-          except on a device's clock: a device continues while its host is stopped
+stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others.
+          On a device's clock, by which its stops lengthened the passes: a device continues while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
           (median over the messages of a directed pair; where ranks run other passes meanwhile, the mean: a late link
           then costs the few waits that no pass could fill, often one in a step)
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
-from megatronapp_analyzer.graph.stops import Stops
+from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
@@ -89,7 +89,8 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     on_device = bool((spans["flags"] & Flag.DEVICE_CLOCK).any())
     stops = Stops(view.records, origin_ns)
     worked = stops if not on_device else Stops(view.records[:0], origin_ns)
-    off_cpu = rec.run_queue_s(spans) + worked.within(spans["rank"], start, end)
+    lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
+    off_cpu = rec.run_queue_s(spans) + worked.within(spans["rank"], start, end) + lengthened
     clean = np.maximum(rec.durations_s(spans) - off_cpu, 0.0)
     if layout.tp * layout.cp * layout.ep > 1:
         clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
@@ -99,7 +100,10 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
     passes_s = _positive(_per_microbatch(spans, clean, layout))
-    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=~_may_have_waited(late, spans)))
+    undisturbed = ~_may_have_waited(late, spans)
+    if on_device:  # what a device does while its process is stopped is not known exactly enough for compute
+        undisturbed &= stops.within(spans["rank"], start, end) <= 0
+    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=undisturbed))
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
@@ -111,7 +115,9 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
         crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
-        stopped_s=_stopped(stops, view.records, origin_ns, forwards),
+        stopped_s=_over(_sums(spans["rank"], lengthened, step_s), forwards)
+        if on_device
+        else _stopped(stops, view.records, origin_ns, forwards),
         step_s=step_s,
         forwards=forwards,
         on_device=on_device,
@@ -273,6 +279,11 @@ def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, fo
 def _over(seconds: Floats, forwards: Ints) -> Floats:
     out: Floats = seconds / np.where(forwards > 0, forwards, np.nan)
     return out
+
+
+def _sums(rank: NDArray[np.integer], seconds: Floats, step_s: Floats) -> Floats:
+    """Return the sum of each rank's values; NaN without its STEP record."""
+    return np.where(np.isfinite(step_s), np.bincount(rank, seconds, minlength=len(step_s)), np.nan)
 
 
 def _stopped(stops: Stops, records: RankRecords, origin_ns: int, forwards: Ints) -> Floats:

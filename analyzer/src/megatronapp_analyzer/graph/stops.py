@@ -1,14 +1,21 @@
-"""Times in which the process of a rank was stopped, which are no time of its spans."""
+"""Times in which the process of a rank was stopped, and by how much that lengthened what its device did.
+
+A device continues with what has been launched while its host is stopped, and waits for the rest: a stop lengthens a
+pass by anything from nothing to its own length.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, RecordKind
 
 Seconds = NDArray[np.float64]
 Ranks = NDArray[np.integer]
+Groups = NDArray[np.int64]
+UNDISTURBED_PART = 0.25
+"""Part of a rank's alike passes that must lie between stops to be what is usual for it."""
 
 
 class Stops:
@@ -40,3 +47,43 @@ class Stops:
         place = np.clip(moment_s, self._low, self._high) + self._apart * rank.astype(np.float64)
         out: Seconds = np.interp(place, self._time, self._stopped)
         return out
+
+
+def lengthened_by_stops_s(spans: RankRecords, start_s: Seconds, end_s: Seconds, stops: Stops) -> Seconds:
+    """Return by how much stops lengthened each pass of a device, in seconds; 0 for all other spans.
+
+    `spans` may be of several ranks; passes of a kind and chunk on one rank are alike.
+    """
+    out = np.zeros(len(spans))
+    passes = np.flatnonzero(rec.is_kind(spans["kind"], PASS_KINDS)) if stops.any else np.empty(0, np.int64)
+    if not len(passes):
+        return out
+    chosen = spans[passes]
+    work = (chosen["kind"].astype(np.int64) << 8) | chosen["chunk"]
+    stopped = stops.within(chosen["rank"], start_s[passes], end_s[passes])
+    length = (end_s - start_s)[passes]
+    out[passes] = lengthening_s((chosen["rank"].astype(np.int64) << 16) | work, length, stopped)
+    return out
+
+
+def lengthening_s(group: Groups, seconds: Seconds, stopped_s: Seconds) -> Seconds:
+    """Return by how much each pass is longer than usual for its group, up to the time in which it was stopped.
+
+    What makes all passes of a group longer is none of it. Usual is the median of the passes that no stop disturbed;
+    where these are too few, the median of all without their stops, which is too low for a device that continued.
+    """
+    out = np.zeros(len(seconds))
+    disturbed = stopped_s > LEAST_STOP_S
+    for number in np.unique(group[disturbed]):
+        own = np.flatnonzero(group == number)
+        calm = own[~disturbed[own]]
+        if len(calm) >= max(UNDISTURBED_PART * len(own), 1):
+            usual = float(np.median(seconds[calm]))
+        else:
+            usual = float(np.median(seconds[own] - stopped_s[own]))
+        out[own] = np.clip(seconds[own] - usual, 0.0, stopped_s[own])
+    return out
+
+
+LEAST_STOP_S = DURATION_UNIT_NS * 1e-9
+"""A shorter stop is an error of rounding."""

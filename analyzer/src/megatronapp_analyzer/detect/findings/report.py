@@ -17,6 +17,7 @@ _OFF_CPU = "time per microbatch in which its process was stopped or waited for a
 _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
+    Cause.DATA: "wait for data per microbatch, without run-queue delay",
     Cause.LINK: "delivery per message, after both sides were ready and without run-queue delay",
     Cause.UNDETERMINED: "compute per microbatch, without run-queue delay",
 }

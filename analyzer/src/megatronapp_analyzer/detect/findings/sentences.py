@@ -4,6 +4,7 @@ from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSta
 
 _DOES = {
     Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
+    Cause.DATA: "waits for its data loader for {excess_ms:.1f} ms per microbatch",
     Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
     Cause.UNDETERMINED: "takes {ratio:.1f} times as long as the others: stage imbalance or slow rank, undetermined",
 }

@@ -152,7 +152,7 @@ class VerdictView(ApiModel):
 
     id: str
     subject: Subject
-    cause: Literal["compute", "host", "link", "hang", "undetermined"]
+    cause: Literal["compute", "host", "link", "data", "hang", "undetermined"]
     state: Literal["suspect", "confirmed", "recovering", "cleared"]
     effect: Effect
     confidence: float
