@@ -40,13 +40,13 @@ class OutcomeFile:
             pickle.dump(version, self._stream)
 
     def add(self, outcome: DetectionOutcome) -> None:
-        """Append an outcome."""
+        """Append an outcome to the file."""
         self.outcomes[key_of(outcome.case)] = outcome
         pickle.dump(outcome, self._stream)
         self._stream.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; its outcomes stay readable."""
         self._stream.close()
 
 

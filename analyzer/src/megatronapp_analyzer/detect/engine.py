@@ -29,6 +29,13 @@ UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
 """Spans of steps that are no measure: hooks make ranks slow in them, some more than others."""
 
 
+DETAILED_KINDS = (RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD)
+"""Spans of windows in detail. Recording them costs ranks time, so such steps are not compared with plain ones."""
+MOST_UNLIKE = 100
+"""Steps in a row with details, or without, that are not judged after those of the other sort; a longer window is
+judged by references from it alone."""
+
+
 class Detector:
     """Detector for a job of one layout. Not thread-safe; layout and settings bound its memory, however long the run."""
 
@@ -49,7 +56,8 @@ class Detector:
         """Judge one finished step; return the verdicts that are new or changed.
 
         Steps are given in order; one of a lower attempt than the newest is ignored, a higher attempt starts afresh. A
-        step may lack ranks or records. A captured or perturbed step is not judged.
+        step may lack ranks or records. A captured or perturbed step is not judged, and one with details only next to
+        others with details.
         """
         if self._attempt is not None and view.attempt < self._attempt:
             return []
@@ -58,7 +66,8 @@ class Detector:
             return ended
         clocks = self._aligner.observe(view)
         aligned = clocks.apply(view)
-        if np.isin(view.records["kind"], UNJUDGED_KINDS).any():
+        kinds = np.bincount(view.records["kind"], minlength=256)
+        if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
         features = _without_doubtful_links(extract(aligned, self._layout), clocks)
         self._steps_seen += 1
@@ -88,7 +97,23 @@ class Detector:
         self._microbatches = 1
         """Microbatches of the newest step."""
         self._steps_seen = 0
+        self._detailed: bool | None = None
+        """True if the steps that are judged have details; None before the first."""
+        self._unlike = 0
+        """Steps in a row that were not judged because they are of the other sort."""
         self._recent: collections.deque[int] = collections.deque(maxlen=self._settings.votes)
+
+    def _is_alike(self, detailed: bool) -> bool:
+        """Return whether a step is like those that are judged; after many of another sort, learn from them alone."""
+        if self._detailed is None or detailed == self._detailed:
+            self._detailed, self._unlike = detailed, 0
+            return True
+        self._unlike += 1
+        if self._unlike <= MOST_UNLIKE:
+            return False
+        self._detailed, self._unlike = detailed, 0
+        self._channels = ChannelSet(self._layout, self._units, self._settings)
+        return True
 
     def _begin(self, view: StepRecords) -> list[Verdict]:
         """Begin another attempt without anything learned: its processes, and perhaps its nodes, are other ones."""

@@ -9,6 +9,8 @@ from megatronapp_analyzer.model import Cause, JobLayout, Verdict
 
 PEERS_ONLY_CAP = 0.95
 """Confidence of a finding that rests on peers alone."""
+MEASURED_CAP = 0.99
+"""Confidence of any finding: wrong ones are rarer in the benchmark (docs/benchmarks.md), but not proved to be."""
 UNDETERMINED_CAP = 0.6
 """Confidence of a finding whose cause is left open."""
 SHOWN_WAITERS = 4
@@ -50,7 +52,7 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
 def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
     """Build the verdict for a track."""
     candidate = track.candidate
-    sure = confidence(track.hits, track.steps_seen, columns)
+    sure = min(confidence(track.hits, track.steps_seen, columns), MEASURED_CAP)
     if candidate.cause is Cause.UNDETERMINED:
         sure = min(sure, UNDETERMINED_CAP)
     elif not candidate.by_history:

@@ -1,0 +1,59 @@
+"""Steps whose layers are recorded cost their ranks time: no finding, and no silence of the detector for long."""
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_analyzer.detect import engine
+from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import RecordKind
+
+LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
+
+
+def in_detail(view: StepRecords) -> StepRecords:
+    """Return the step with a span of a layer in each forward pass of rank 1."""
+    layers = view.records[(view.records["kind"] == RecordKind.FORWARD) & (view.records["rank"] == 1)].copy()
+    layers["kind"] = RecordKind.LAYER_FORWARD
+    records = np.concatenate([view.records, layers])
+    return dataclasses.replace(view, records=records[np.lexsort((records["start_ns"], records["rank"]))])
+
+
+@pytest.fixture
+def steps(sim: ModuleType) -> Callable[[float], list[StepRecords]]:
+    """Steps of a job whose rank 1 is slower by a factor."""
+
+    def run(factor: float) -> list[StepRecords]:
+        slow = sim.Fault(rank=1, kind="compute", factor=factor)
+        return list(sim.Simulator(sim.Job(layout=LAYOUT, noise=sim.GPU, faults=(slow,)), 1).steps(0, 60))
+
+    return run
+
+
+def test_a_window_in_detail_is_no_finding(steps: Callable[..., list[StepRecords]], judge: Callable[..., Any]) -> None:
+    plain, slower = steps(1.0), steps(1.2)
+    views = [in_detail(slower[step]) if 25 <= step < 45 else plain[step] for step in range(60)]
+    assert judge(LAYOUT, views).verdicts == []
+
+
+def test_a_fault_after_a_window_is_found(steps: Callable[..., list[StepRecords]], judge: Callable[..., Any]) -> None:
+    plain, slower = steps(1.0), steps(1.2)
+    views = [in_detail(slower[step]) if 25 <= step < 30 else (plain, slower)[step >= 40][step] for step in range(60)]
+    run = judge(LAYOUT, views)
+    assert run.subjects == {("rank", (1,), "compute")}
+    assert run.first_step() >= 40
+
+
+def test_a_long_window_is_judged_by_itself(
+    steps: Callable[..., list[StepRecords]], judge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MOST_UNLIKE", 5)
+    plain, slower = steps(1.0), steps(1.2)
+    views = [in_detail((plain, slower)[step >= 45][step]) if step >= 20 else plain[step] for step in range(60)]
+    run = judge(LAYOUT, views)
+    assert run.subjects == {("rank", (1,), "compute")}
+    assert run.first_step() >= 45
