@@ -4,6 +4,7 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
 
     compute rank=5 factor=1.05 from=40              all passes of rank 5 take 1.05 times as long, from step 40 on
     compute node=2 factor=1.3 from=40 steps=60      of all ranks of a node, for 60 steps; also worker=, stage=
+    compute job=0 factor=1.2 from=40                of all ranks: a regression of the whole job
     compute rank=5 slope=0.0005 factor=1.3 from=0   0.05 % more in each step, until the factor is reached
     compute rank=5 factor=1.2 from=30 period=20 on=7  active in the first 7 of every 20 steps
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
@@ -29,7 +30,7 @@ NOTICEABLE = 1.03
 """Factor at which a ramp begins to matter: delays are counted from there."""
 CAUSES = {"compute": "compute", "host": "host", "data": "data", "stop": "host", "link": "link"}
 """Right cause of each kind."""
-_SUBJECTS = ("rank", "worker", "node", "stage")
+_SUBJECTS = ("rank", "worker", "node", "stage", "job")
 _OPTIONS = {
     "compute": {"factor", "slope"},
     "host": {"stall"},
@@ -66,9 +67,12 @@ class SimulatedFault:
     def subject(self) -> NamedSubject:
         return NamedSubject(self.ranks, is_link=self.kind == "link" and len(self.ranks) == 2)
 
+    is_job: bool = False
+    """True if all ranks become slow together."""
+
     @property
     def cause(self) -> str:
-        return CAUSES[self.kind]
+        return "regression" if self.is_job else CAUSES[self.kind]
 
     @property
     def noticeable_from(self) -> int:
@@ -115,6 +119,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     return SimulatedFault(
         kind=kind,
         ranks=_ranks(line, kind, values, grid),
+        is_job="job" in values,
         sends=kind == "link" and "target" not in values,
         begin=int(values.get("from", 0)),
         steps=int(values.get("steps", FOREVER)),

@@ -45,8 +45,9 @@ class Grid:
         return tuple(range(first, first + self.tp))
 
     def ranks_of(self, kind: str, number: int) -> tuple[int, ...]:
-        """Ranks of a subject: `rank`, `worker`, `node` or `stage`. Raises ValueError for a kind or number unknown."""
+        """Ranks of a subject: `rank`, `worker`, `node`, `stage` or `job`. Raises ValueError for what is not there."""
         sizes = {"rank": 1, "worker": self.ranks_per_worker, "node": self.ranks_per_node, "stage": self.stage_size}
+        sizes["job"] = self.world
         if kind not in sizes:
             raise ValueError(f"'{kind}' is no kind of subject; write one of {', '.join(sizes)}")
         ranks = tuple(range(number * sizes[kind], min((number + 1) * sizes[kind], self.world)))

@@ -42,7 +42,7 @@ class Verdict:
 
     subject: NamedSubject
     cause: str
-    """`compute`, `host`, `data`, `link`, or another word for an open cause."""
+    """`compute`, `host`, `data`, `link`, `regression`, or another word for an open cause."""
     cost_s: float | None = None
     """Seconds by which each step would be shorter, if the detector estimates it."""
     confidence: float = 1.0

@@ -115,6 +115,10 @@ def _subject(kind: str, grid: Grid, rng: np.random.Generator) -> str:
     return f"{kind}={int(rng.integers(max(grid.world // sizes[kind], 1)))}"
 
 
+def regression(grid: Grid, rng: np.random.Generator) -> str:
+    return f"compute job=0 factor={rng.uniform(1.15, 2.0):.3f} from={_begin(rng)}"
+
+
 def from_start(grid: Grid, rng: np.random.Generator) -> str:
     return f"compute {_subject('rank', grid, rng)} factor={rng.uniform(1.05, 1.3):.4f} from=0"
 
@@ -214,6 +218,7 @@ ROWS = {
         Row(name="compute 2 %", faults=compute(1.02, 1.02), steps=240),
         Row(name="node 5 % to 2x", faults=compute(1.05, 2.0, "node")),
         Row(name="stage 5 % to 2x", faults=compute(1.05, 2.0, "stage"), layouts=PIPELINES),
+        Row(name="all ranks 15 % to 2x", faults=regression),
         Row(name="slow from the start", faults=from_start),
         Row(name="ramp", faults=ramp, steps=400),
         Row(name="periodic", faults=periodic),

@@ -176,6 +176,7 @@ class SubjectType(enum.StrEnum):
     WORKER = "worker"
     NODE = "node"
     STAGE = "stage"
+    JOB = "job"
 
 
 class Cause(enum.StrEnum):
@@ -186,6 +187,8 @@ class Cause(enum.StrEnum):
     LINK = "link"
     DATA = "data"
     """Waits for its data loader."""
+    REGRESSION = "regression"
+    """All ranks are slower than before."""
     HANG = "hang"
     UNDETERMINED = "undetermined"
 

@@ -3594,7 +3594,7 @@ export interface components {
              * Type
              * @enum {string}
              */
-            type: "rank" | "link" | "worker" | "node" | "stage";
+            type: "rank" | "link" | "worker" | "node" | "stage" | "job";
             /** Worker */
             worker: number | null;
         };
@@ -4115,7 +4115,7 @@ export interface components {
              * Cause
              * @enum {string}
              */
-            cause: "compute" | "host" | "link" | "data" | "hang" | "undetermined";
+            cause: "compute" | "host" | "link" | "data" | "regression" | "hang" | "undetermined";
             /** Confidence */
             confidence: number;
             effect: components["schemas"]["Effect"];

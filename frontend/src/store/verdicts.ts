@@ -22,10 +22,12 @@ export function activeVerdicts(verdicts: readonly Verdict[]): Verdict[] {
 export const stateName = (verdict: Verdict): string =>
   verdict.stale ? `unknown while its detector starts again, before that ${verdict.state}` : verdict.state;
 
-/** Ranks that a present verdict names. */
+/** Ranks that a present verdict names, not the whole job. */
 export function suspectRanks(verdicts: readonly Verdict[]): ReadonlySet<number> {
-  const present = verdicts.filter((verdict) => isActive(verdict) && !verdict.stale);
-  return new Set(present.flatMap((verdict) => verdict.subject.ranks));
+  const named = verdicts.filter(
+    (verdict) => isActive(verdict) && !verdict.stale && verdict.subject.type !== "job",
+  );
+  return new Set(named.flatMap((verdict) => verdict.subject.ranks));
 }
 
 /** The subject in two words. */
@@ -40,6 +42,8 @@ export function subjectName({ subject }: Verdict): string {
       return `Node ${subject.node ?? "?"}`;
     case "stage":
       return `Stage of ${rankList(subject.ranks)}`;
+    case "job":
+      return "All ranks";
     default:
       return `Rank ${source ?? "?"}`;
   }
@@ -50,6 +54,7 @@ const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
   host: "host stalls",
   link: "slow link",
   data: "slow data loading",
+  regression: "slower than before",
   hang: "hung",
   undetermined: "cause undetermined",
 };

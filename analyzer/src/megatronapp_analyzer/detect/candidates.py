@@ -84,6 +84,10 @@ class SubjectResolver:
         ranks = [rank for rank, own in enumerate(self.layout.stages) if own == stage]
         return VerdictSubject(type=SubjectType.STAGE, ranks=tuple(ranks))
 
+    def job(self) -> VerdictSubject:
+        """Return the subject of all ranks."""
+        return self._subject(SubjectType.JOB, tuple(range(self.layout.world)))
+
     def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
         """Yield nodes, then workers, that hold several ranks but not all."""
         layout = self.layout
@@ -165,6 +169,11 @@ def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: Subject
     for pair in sorted(left):
         found.append(_candidate(evidence, (pair,), places.link(int(pairs[pair, 0]), int(pairs[pair, 1]))))
     return found
+
+
+def of_job(evidence: CauseEvidence, active: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
+    """Return the job, where all its ranks are slower than before."""
+    return [_candidate(evidence, (int(column),), places.job()) for column in active]
 
 
 def of_imbalance(evidence: CauseEvidence, active: Ints, places: SubjectResolver) -> list[SuspectCandidate]:

@@ -164,6 +164,7 @@ class Detector:
         compute = cand.without_explained(compute, others, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
         found = self._worth_telling(compute + others, step_s, on_device=evidence.on_device)
+        found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
 

@@ -16,6 +16,7 @@ from megatronapp_analyzer.detect.evidence_channels import (
 )
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
 from megatronapp_analyzer.detect.findings.persistence import VoteWindow
+from megatronapp_analyzer.detect.job_regression import UNKNOWN, JobBaseline
 from megatronapp_analyzer.detect.kernel_launch_delays import LaunchBaseline, LaunchReading
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
@@ -49,6 +50,8 @@ class StepEvidence:
     data: CauseEvidence
     link: CauseEvidence
     imbalance: CauseEvidence
+    regression: CauseEvidence
+    """Evidence against the whole job, in one column."""
     launches: LaunchReading
     host_parts: HostParts
     pairs: Ints
@@ -61,6 +64,7 @@ class StepEvidence:
             Cause.HOST: self.host,
             Cause.DATA: self.data,
             Cause.LINK: self.link,
+            Cause.REGRESSION: self.regression,
         }
         if candidate.cause in parts:
             return parts[candidate.cause]
@@ -94,6 +98,8 @@ class ChannelSet:
         self._votes_compute = VoteWindow(len(units), settings.votes)
         self._votes_imbalance = VoteWindow(len(units), settings.imbalance_steps)
         self._votes_host = VoteWindow(layout.world, settings.votes)
+        self._job = JobBaseline()
+        self._votes_job = VoteWindow(1, settings.votes)
         self._votes_data = VoteWindow(layout.world, settings.votes)
         self._votes_link = VoteWindow(0, settings.votes)
 
@@ -122,6 +128,7 @@ class ChannelSet:
             data=self._read_data(features, step_s, crowded_s, whole=whole),
             link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
+            regression=self._read_regression(features),
             launches=launches,
             pairs=self.pairs,
             on_device=features.on_device,
@@ -216,6 +223,26 @@ class ChannelSet:
             strength=np.nan_to_num(ratio) / limit,
             by_history=np.zeros(len(ratio), np.bool_),
             harmful=np.zeros(len(ratio), np.bool_),
+        )
+
+    def _read_regression(self, features: StepFeatures) -> CauseEvidence:
+        passes_s = self._units.slowest(features.passes_s)
+        found = self._job.read(passes_s) if features.on_device else UNKNOWN
+        over, known = np.array([found.over]), np.array([found.known])
+        self._votes_job.add(over, known)
+        usual_s = float(np.nanmedian(passes_s)) if np.isfinite(passes_s).any() else 0.0
+        excess = np.array([usual_s * -np.expm1(-max(found.size, 0.0))])
+        count = float(features.forwards.max(initial=0)) / self._chunks
+        return CauseEvidence(
+            cause=Cause.REGRESSION,
+            over=over,
+            votes=self._votes_job.count,
+            excess_s=excess * count,
+            occurrence_s=excess,
+            ratio=np.array([np.exp(found.size)]),
+            strength=np.array([found.strength]),
+            by_history=np.ones(1, np.bool_),
+            harmful=np.zeros(1, np.bool_),
         )
 
     def _link_peers(self) -> Ints:

@@ -143,7 +143,7 @@ class HubCollector(Collector):
         """Return the costliest verdict of each named rank, costliest first."""
         named: dict[int, Verdict] = {}
         for verdict in sorted(self._hub.verdicts.active(), key=lambda verdict: verdict.seconds_per_step):
-            if verdict.subject.type != SubjectType.LINK:
+            if verdict.subject.type not in (SubjectType.LINK, SubjectType.JOB):
                 named.update(dict.fromkeys(verdict.subject.ranks, verdict))
         return sorted(named.items(), key=lambda item: -item[1].seconds_per_step)[:TOP_RANKS]
 

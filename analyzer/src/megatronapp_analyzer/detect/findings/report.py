@@ -20,6 +20,7 @@ _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
     Cause.DATA: "wait for data per microbatch, without run-queue delay",
+    Cause.REGRESSION: "compute of all ranks per microbatch, without run-queue delay",
     Cause.LINK: "delivery per message, after both sides were ready and without run-queue delay",
     Cause.UNDETERMINED: "compute per microbatch, without run-queue delay",
 }

@@ -5,6 +5,7 @@ from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSta
 _DOES = {
     Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
     Cause.DATA: "waits for its data loader for {excess_ms:.1f} ms per microbatch",
+    Cause.REGRESSION: "takes {ratio:.2f} times as long as before in every pass",
     Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
     Cause.UNDETERMINED: "takes {ratio:.1f} times as long as the others: stage imbalance or slow rank, undetermined",
 }
@@ -15,10 +16,13 @@ def name(subject: VerdictSubject, layout: JobLayout) -> str:
     if subject.type is SubjectType.LINK:
         source, destination = (f"{_role(rank, layout)}rank {rank}" for rank in subject.ranks)
         return f"The link from {source} to {destination}"
-    if subject.type is SubjectType.NODE:
-        return f"Node {subject.node} ({_ranks(subject.ranks)})"
-    if subject.type is SubjectType.WORKER:
-        return f"Worker {subject.worker} on node {subject.node} ({_ranks(subject.ranks)})"
+    titles = {
+        SubjectType.NODE: f"Node {subject.node}",
+        SubjectType.WORKER: f"Worker {subject.worker} on node {subject.node}",
+        SubjectType.JOB: "The whole job",
+    }
+    if subject.type in titles:
+        return f"{titles[subject.type]} ({_ranks(subject.ranks)})"
     at = layout.coordinates[subject.ranks[0]]
     if subject.type is SubjectType.STAGE:
         return f"Stage {at.pp} ({_role(subject.ranks[0], layout)}{_ranks(subject.ranks)})"

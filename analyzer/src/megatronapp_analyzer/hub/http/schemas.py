@@ -116,7 +116,7 @@ class JobView(ApiModel):
 class Subject(ApiModel):
     """Whom a verdict names. A link has ranks [source, destination]."""
 
-    type: Literal["rank", "link", "worker", "node", "stage"]
+    type: Literal["rank", "link", "worker", "node", "stage", "job"]
     ranks: list[int]
     worker: int | None
     node: str | None
@@ -152,7 +152,7 @@ class VerdictView(ApiModel):
 
     id: str
     subject: Subject
-    cause: Literal["compute", "host", "link", "data", "hang", "undetermined"]
+    cause: Literal["compute", "host", "link", "data", "regression", "hang", "undetermined"]
     state: Literal["suspect", "confirmed", "recovering", "cleared"]
     effect: Effect
     confidence: float
