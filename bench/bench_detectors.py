@@ -31,7 +31,7 @@ def main() -> None:
     options = parse_options()
     rows = chosen(options.rows or ",".join(TABLE), ROWS, "--rows")
     names = chosen(options.detectors, DETECTORS, "--detectors")
-    first = PUBLISHED if options.published else options.seed
+    first = options.seed + (PUBLISHED - 1 if options.published else 0)
     layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
     # Row by row within a seed, so that a run that is ended has equally many windows of each row.
     cases = [draw(ROWS[row], seed, layouts) for seed in range(first, first + options.windows) for row in rows]
@@ -106,7 +106,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="rows, comma-separated; by default all but streams")
     parser.add_argument("--layouts", default="", help="layouts, comma-separated; those of the row by default")
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
-    parser.add_argument("--seed", type=int, default=1, help="first seed, for tuning")
+    parser.add_argument("--seed", type=int, default=1, help="first seed: for tuning, or of the published ones")
     parser.add_argument("--published", action="store_true", help="use the seeds of published tables instead")
     parser.add_argument(
         "--continue", dest="resume", metavar="FILE", type=pathlib.Path, help="store outcomes, and skip those stored"

@@ -170,7 +170,10 @@ class ChannelSet:
         evidence = _evidence(
             Cause.HOST, reading, self._votes_host, np.nan_to_num(count), self._harm_s(features, step_s)
         )
-        evidence = _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
+        passes_s = features.passes_s
+        if np.isfinite(passes_s).any():
+            passes_s = np.where(np.isfinite(passes_s), passes_s, np.nanmedian(passes_s))
+        evidence = _against_compute(evidence, passes_s - launches.late.excess * self._chunks)
         with np.errstate(divide="ignore", invalid="ignore"):
             part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + np.nan_to_num(queued_s)), 0.0)
         return evidence, HostParts(

@@ -99,11 +99,11 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     messages = messages_of(spans, rec.CommIndex(view.comms))
     forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
-    passes_s = _positive(_per_microbatch(spans, clean, layout))
-    undisturbed = ~_may_have_waited(late, spans)
-    if on_device:  # what a device does while its process is stopped is not known exactly enough for compute
-        undisturbed &= stops.within(spans["rank"], start, end) <= 0
-    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=undisturbed))
+    calm = np.ones(len(spans), np.bool_)
+    if on_device:  # what a device does while its process is stopped is not known exactly enough to compare it
+        calm = stops.within(spans["rank"], start, end) <= 0
+    passes_s = _positive(_per_microbatch(spans, clean, layout, counted=calm))
+    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=calm & ~_may_have_waited(late, spans)))
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
