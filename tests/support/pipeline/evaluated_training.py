@@ -22,7 +22,7 @@ class EvaluationRecorder(RecordingReporter):
         self.evaluations: list[float] = []
         self.reports: list[dict[str, Any]] = []
 
-    def validation(self, iteration: int, loss: float, split: str) -> None:
+    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
         self.evaluations.append(loss)
 
     def forward_backward(self, report: Any) -> None:

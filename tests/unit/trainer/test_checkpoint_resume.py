@@ -177,7 +177,8 @@ def pretrain_and_count(flags: str, folder: str) -> tuple[list[float], int]:
         weights.extend(float(weight.double().sum()) for weight in trainer._state.chunks[0].parameters())
         return train_to_the_end(trainer)
 
-    gpt.initialize_weights, gpt._leave_empty = counted, poisoned
+    core_config: Any = importlib.import_module("megatronapp_trainer.models.core_config")
+    gpt.initialize_weights, core_config.leave_empty = counted, poisoned
     loop.Trainer.train = noted  # type: ignore[method-assign,assignment]
     pretrain.pretrain(parse(f"{MODEL} {flags} --save {folder}".split()))
     return weights, drawn

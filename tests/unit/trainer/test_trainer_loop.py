@@ -43,7 +43,7 @@ class RecordingServices:
     def state(self, state: str) -> None:
         self.states.append(state)
 
-    def validation(self, iteration: int, loss: float, split: str) -> None:
+    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
         self.validations.append((iteration, loss, split))
 
     def save(self, state: Any) -> None:

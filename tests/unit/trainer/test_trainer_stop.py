@@ -24,7 +24,7 @@ class Reporter:
     def __init__(self) -> None:
         self.validations: list[tuple[int, float, str]] = []
 
-    def validation(self, iteration: int, loss: float, split: str) -> None:
+    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
         self.validations.append((iteration, loss, split))
 
     def state(self, state: str) -> None:

@@ -55,7 +55,7 @@ class Recorder(RecordingReporter):
 
     evaluations: list[tuple[int, str, float]] = dataclasses.field(default_factory=list)
 
-    def validation(self, iteration: int, loss: float, split: str) -> None:
+    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
         self.evaluations.append((iteration, split, loss))
 
 

@@ -23,6 +23,7 @@ DECOUPLED = "--decoupled-lr"
 """Flag that a manifest records as a boolean; manifests of the first releases lack it."""
 
 _MODEL: dict[str, Getter] = {
+    "--model-type": lambda c: c.model.type,
     "--num-layers": lambda c: c.model.num_layers,
     "--hidden-size": lambda c: c.model.hidden_size,
     "--num-attention-heads": lambda c: c.model.num_attention_heads,

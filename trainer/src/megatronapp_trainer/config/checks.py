@@ -8,9 +8,11 @@ from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
+from megatronapp_trainer.config.rules.bert import bert_problems
 from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
+from megatronapp_trainer.config.rules.tokenizer import tokenizer_problems
 from megatronapp_trainer.config.rules.trace import trace_problems
 from megatronapp_trainer.errors import UsageErrors
 
@@ -203,7 +205,7 @@ def _shape(config: TrainerConfig) -> Iterator[str]:
 
 def _accepted_spellings(config: TrainerConfig) -> Iterator[str]:
     """Check flags of Megatron that may only choose what this trainer does anyway."""
-    model, data = config.model, config.data
+    model = config.model
     local = model.transformer_impl == "local"
     for flag, on in (
         ("--use-flash-attn", model.use_flash_attn),
@@ -213,32 +215,6 @@ def _accepted_spellings(config: TrainerConfig) -> Iterator[str]:
     yield from require(
         model.attention_backend != "local" or local, "--attention-backend local needs --transformer-impl local"
     )
-    kind = data.tokenizer_type
-    if kind is None:
-        return
-    if not (
-        yield from require(
-            kind in _TOKENIZER_TYPES,
-            f"--tokenizer-type {kind} is not supported; {_TOKENIZER_ADVICE.get(kind, _NO_SUCH_TOKENIZER)}",
-        )
-    ):
-        return
-    needed, given = _TOKENIZER_TYPES[kind], {data.tokenizer_file: "--tokenizer-file", data.vocab_file: "--vocab-file"}
-    found = [flag for value, flag in given.items() if value is not None]
-    yield from require(
-        not found or bool(set(found) & set(needed)),
-        f"--tokenizer-type {kind} and {' '.join(found)} exclude each other; omit the type: the files determine it",
-    )
-
-
-_TOKENIZER_TYPES = {
-    "GPT2BPETokenizer": ("--vocab-file", "--tokenizer-file"),
-    "HuggingFaceTokenizer": ("--tokenizer-file",),
-}
-_NO_SUCH_TOKENIZER = "give --tokenizer-file tokenizer.json, or --vocab-file and --merge-file of a GPT-2 BPE"
-_TOKENIZER_ADVICE = {
-    "NullTokenizer": "Megatron adds one token to its --vocab-size N: omit the type, and give --vocab-size N + 1",
-}
 
 
 def _is_window(model: ModelConfig) -> bool:
@@ -449,10 +425,6 @@ def _data(config: TrainerConfig) -> Iterator[str]:
         data.data_path is None or not any(path is not None for path in split_paths),
         "give --data-path with --split, or the three of --train-data-path, --valid-data-path and --test-data-path",
     )
-    yield from require(
-        (data.vocab_file is None) == (data.merge_file is None),
-        "--vocab-file and --merge-file belong together",
-    )
 
 
 def _intervals(config: TrainerConfig) -> Iterator[str]:
@@ -490,6 +462,8 @@ _RULES: tuple[Rule, ...] = (
     _batches,
     *SCHEDULE_RULES,
     _data,
+    tokenizer_problems,
+    bert_problems,
     _intervals,
     control_problems,
 )

@@ -4,6 +4,8 @@ import dataclasses
 
 from megatronapp_trainer.config.fields import option, turned_off_by
 
+WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -26,9 +28,17 @@ class DataConfig:
     )
     tokenizer_type: str | None = option(
         None,
-        "accepted if the files are of this type: GPT2BPETokenizer (--vocab-file and --merge-file) or "
-        "HuggingFaceTokenizer (--tokenizer-file)",
+        "BertWordPieceLowerCase or BertWordPieceCase (--vocab-file vocab.txt), for BERT; otherwise accepted if the "
+        "files are of this type: GPT2BPETokenizer (--vocab-file and --merge-file) or HuggingFaceTokenizer "
+        "(--tokenizer-file)",
     )
-    vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE")
+    vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE, or vocab.txt of WordPiece")
     merge_file: str | None = option(None, "merges.txt of a GPT-2 BPE")
     vocab_size: int | None = option(None, "tokens before padding; default: the tokenizer's", bounds="[1, inf)")
+    mask_prob: float = option(0.15, "share of tokens that BERT has to predict", bounds="(0, 1)")
+    short_seq_prob: float = option(0.1, "share of samples of BERT that are shorter than they could be", bounds="[0, 1]")
+
+    @property
+    def is_wordpiece(self) -> bool:
+        """Return whether the tokenizer is BERT's WordPiece, from a vocab.txt."""
+        return self.tokenizer_type in WORDPIECE_TYPES

@@ -12,6 +12,7 @@ _WINDOW = re.compile(r"\(? ?(-?\d+), ?(-?\d+) ?\)?")
 class ModelConfig:
     """Shape of the model."""
 
+    model_type: str = option("gpt", "architecture; default: gpt", choices=("gpt", "bert"))
     num_layers: int = option(0, "transformer layers (required)")
     hidden_size: int = option(0, "width of the residual stream (required)")
     num_attention_heads: int = option(0, "query heads (required)")
@@ -45,6 +46,9 @@ class ModelConfig:
     add_qkv_bias: bool = option(False, "bias of the QKV projection although --disable-bias-linear is given")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights of input and output embedding")
     make_vocab_size_divisible_by: int = option(128, "the vocabulary is padded to a multiple of this in every layout")
+    bert_binary_head: bool = turned_off_by(
+        "--bert-no-binary-head", "BERT without the sentence-order loss; a sample is then a single text"
+    )
     attention_dropout: float = option(0.1, "dropout of attention probabilities", bounds="[0, 1)")
     hidden_dropout: float = option(0.1, "dropout of the residual branches", bounds="[0, 1)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights", bounds="[0, inf)")
@@ -64,8 +68,8 @@ class ModelConfig:
 
     @property
     def type(self) -> str:
-        """Name of the family in `models.registry`, as `model.type` of the manifest; no flag chooses another one yet."""
-        return "gpt"
+        """Name of the family in `models.registry`, as `model.type` of the manifest."""
+        return self.model_type
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Round a vocabulary up. The result does not depend on the layout, so checkpoints are valid for all layouts."""

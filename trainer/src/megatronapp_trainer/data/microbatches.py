@@ -40,11 +40,11 @@ class HostMicrobatch(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataIterators:
-    """Endless iterators of microbatches on the CPU; None where a split has no data."""
+    """Endless iterators of microbatches on the CPU, in the form of the model family; None where a split has no data."""
 
-    train: Iterator[HostMicrobatch]
-    valid: Iterator[HostMicrobatch] | None
-    test: Iterator[HostMicrobatch] | None
+    train: Iterator[Any]
+    valid: Iterator[Any] | None
+    test: Iterator[Any] | None
 
 
 class RepeatableBatches:
@@ -152,17 +152,23 @@ class BatchSource:
         return list(self._broadcast(packed, (count, samples, 1, length, length), torch.uint8).bool().unbind())
 
     def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        here = (
-            torch.empty(shape, dtype=dtype, device=self._device.torch_device)
-            if tensor is None
-            else self._device.to_device(tensor)
-        )
-        if self._broadcasts:
-            from megatron.core import parallel_state
+        return broadcast_in_tensor_group(tensor, shape, dtype, self._device, broadcasts=self._broadcasts)
 
-            group = parallel_state.get_tensor_model_parallel_group()
-            dist.broadcast(here, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
-        return here
+
+def broadcast_in_tensor_group(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: Device, *, broadcasts: bool
+) -> torch.Tensor:
+    """Return on the device the tensor that the first rank of the tensor group has on its host; None on the others.
+
+    `broadcasts`: the group has more than one rank.
+    """
+    here = torch.empty(shape, dtype=dtype, device=device.torch_device) if tensor is None else device.to_device(tensor)
+    if broadcasts:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.broadcast(here, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    return here
 
 
 class StepFeed:

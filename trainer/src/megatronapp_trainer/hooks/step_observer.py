@@ -7,13 +7,16 @@ and exists only where there is an observer.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.hooks.step_boundary import StepBoundary
 from megatronapp_trainer.hooks.transfer_observer import TransferObserver
 from megatronapp_trainer.parallel.transport import Transport
+
+LM_LOSS = "lm loss"
+"""Name of the loss of the language model in the log, as Megatron prints it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +26,7 @@ class StepMetrics:
     iteration: int
     """Steps done, this one included."""
     loss: float
-    """Mean over the step's unmasked tokens."""
+    """Minimised sum: the mean over the step's unmasked tokens, and the means of further losses."""
     learning_rate: float
     grad_norm: float | None
     """None where the optimizer refused the update before it was computed."""
@@ -35,6 +38,13 @@ class StepMetrics:
     consumed_samples: int
     skipped: bool
     """True if the optimizer refused the update."""
+    losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Mean of each loss by its name in the log; empty: there is only that of the language model."""
+
+    @property
+    def named_losses(self) -> Mapping[str, float]:
+        """Return the mean of each loss by its name in the log."""
+        return self.losses or {LM_LOSS: self.loss}
 
 
 class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):

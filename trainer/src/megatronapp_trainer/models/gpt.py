@@ -1,53 +1,36 @@
-"""The GPT model: megatron-core's configuration and one model chunk per virtual stage, wrapped for data parallelism."""
+"""The GPT model: one model chunk per virtual stage, its inputs and its loss."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatronapp_common.topology import RankRole
-from megatronapp_trainer.config import ModelConfig, TrainerConfig
+from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, HostMicrobatch, Microbatch
 from megatronapp_trainer.device import Device
-from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.hooks.step_observer import LM_LOSS
+from megatronapp_trainer.models.chunks import build_wrapped_chunks
+from megatronapp_trainer.models.core_config import transformer_config
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
 
-
-def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: ANN401 - untyped library
-    """Return megatron-core's TransformerConfig. Raises UsageError for what megatron-core refuses."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    values = _shape(config) | _numerics(config, device) | _parallelism(config) | _recomputation(config)
-    try:
-        return TransformerConfig(**values)
-    except (AssertionError, ValueError) as error:
-        raise UsageError(f"megatron-core does not take this model: {error}") from error
+LOSSES: tuple[str, ...] = (LM_LOSS,)
 
 
 def build_chunks(
     config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
 ) -> tuple[Any, list[Any]]:
-    """Return TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel.
-
-    On a rank that only runs forward passes they are without it: there are no gradients.
+    """Return TransformerConfig and the model chunks of this rank, as `build_wrapped_chunks`.
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
-    core_config = transformer_config(config, device)
-    vocab_size = config.model.padded_vocab_size(vocab_size)
-    chunks = [
-        _build_chunk(config, core_config, layout, chunk, vocab_size, drawn=drawn).to(device.torch_device)
-        for chunk in range(layout.virtual_size)
-    ]
-    if config.precision.bf16:
-        chunks = [_in_half_precision(core_config, chunk) for chunk in chunks]
-    if layout.role is RankRole.FORWARD:
-        return core_config, chunks
-    return core_config, _distribute(config, core_config, chunks)
+
+    def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
+        return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn)
+
+    return build_wrapped_chunks(config, layout, device, build, vocab_size=vocab_size)
 
 
 def build_stage(
@@ -146,119 +129,3 @@ def _build_chunk(
     if drawn:
         initialize_weights(gpt, model, seed=config.training.seed, layout=layout)
     return gpt
-
-
-def _leave_empty(weight: torch.Tensor) -> torch.Tensor:
-    """Leave a parameter uninitialised: megatron-core's modules mark it as split, and we fill it later."""
-    return weight
-
-
-def _in_half_precision(core_config: Any, chunk: Any) -> Any:  # noqa: ANN401 - untyped library
-    from megatron.core.transformer.module import Float16Module
-
-    return Float16Module(core_config, chunk)
-
-
-def _distribute(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> list[Any]:  # noqa: ANN401 - untyped library
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    parallel = config.parallel
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision.bf16,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        bucket_size=parallel.ddp_bucket_size,
-        average_in_collective=parallel.ddp_average_in_collective,
-    )
-    return [
-        DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-
-
-def _shape(config: TrainerConfig) -> dict[str, Any]:
-    model = config.model
-    return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.heads_of_keys,
-        "kv_channels": model.head_width,
-        "ffn_hidden_size": model.mlp_width,
-        "normalization": model.normalization,
-        "layernorm_epsilon": model.norm_epsilon,
-        "gated_linear_unit": model.swiglu,
-        "activation_func": _activation(model),
-        "window_size": None if model.attention_window is None else (model.attention_window, 0),
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
-        "init_method": _leave_empty,
-        "output_layer_init_method": _leave_empty,
-        "embedding_init_method": _leave_empty,
-    }
-
-
-def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    if model.swiglu:
-        return torch.nn.functional.silu
-    return _tanh_gelu if model.openai_gelu else torch.nn.functional.gelu
-
-
-def _tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(hidden, approximate="tanh")
-
-
-def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:
-    model, dtype = config.model, torch.bfloat16 if config.precision.bf16 else torch.float32
-    return {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": config.precision.bf16,
-        "use_cpu_initialization": not device.is_cuda,
-        # megatron-core fuses these with torch.compile, whose guards cost the host more than the kernels save.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "attention_softmax_in_fp32": model.attention_softmax_in_fp32,
-        "deterministic_mode": config.precision.deterministic_mode,
-        "calculate_per_token_loss": config.training.calculate_per_token_loss,
-    }
-
-
-def _parallelism(config: TrainerConfig) -> dict[str, Any]:
-    """Return the fields of the layout.
-
-    Batched transfers stay off: each brings a device sync, and between two stages they pair up wrongly. Where transfers
-    overlap compute, megatron-core would free a stage's output while it is still being sent, so it keeps it.
-    """
-    parallel, interleaved = config.parallel, config.virtual_size > 1
-    overlap = interleaved and parallel.overlap_p2p_comm
-    return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_size if interleaved else None,
-        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
-        "sequence_parallel": parallel.sequence_parallel,
-        "batch_p2p_comm": False,
-        "batch_p2p_sync": False,
-        "overlap_p2p_comm": overlap,
-        "deallocate_pipeline_outputs": not overlap,
-        "barrier_with_L1_time": False,
-    }
-
-
-def _recomputation(config: TrainerConfig) -> dict[str, Any]:
-    precision = config.precision
-    return {
-        "recompute_granularity": precision.granularity,
-        "recompute_method": precision.recompute_method,
-        "recompute_num_layers": precision.recompute_num_layers,
-    }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ class StepLoss:
     """Result of a step that all ranks have after the reduction."""
 
     mean: float
-    """Mean over the unmasked tokens of the global batch."""
+    """Minimised sum: the mean over the unmasked tokens of the global batch, and the means of further losses."""
+    by_name: Mapping[str, float]
+    """Mean of each loss of the model family over all that it counts, without those that count nothing."""
     tokens: int
     stop: bool
     """True if any rank was asked to stop."""
@@ -45,14 +48,24 @@ class StepLoss:
 class PendingLossReduction:
     """A reduction whose result is being copied to the host."""
 
-    def __init__(self, copy: HostCopy, reports: torch.Tensor | None) -> None:
+    def __init__(self, copy: HostCopy, reports: torch.Tensor | None, names: Sequence[str]) -> None:
         self._copy = copy
         self._reports = reports
+        self._names = names
 
     def read(self) -> StepLoss:
         """Wait for the result, which is equal on all ranks."""
-        total, tokens, stops, time_outs = self._copy.read().tolist()
-        return StepLoss(mean=total / max(tokens, 1.0), tokens=int(tokens), stop=stops > 0, time_is_up=time_outs > 0)
+        *sums, stops, time_outs = self._copy.read().tolist()
+        totals, counts = sums[::2], sums[1::2]
+        means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
+        counted = zip(self._names, means, counts, strict=True)
+        return StepLoss(
+            mean=sum(means),
+            by_name={name: mean for name, mean, count in counted if count > 0},
+            tokens=int(counts[0]),
+            stop=stops > 0,
+            time_is_up=time_outs > 0,
+        )
 
     def bad_microbatches(self) -> list[int]:
         """Return the microbatches of this rank whose loss is NaN or Inf; reads from the device, for the failure path
@@ -60,26 +73,34 @@ class PendingLossReduction:
         """
         if self._reports is None:
             return []
-        finite = torch.isfinite(self._reports[:, 0])
+        finite = torch.isfinite(self._reports).all(1)
         return torch.nonzero(~finite).flatten().tolist()
 
 
 def reduce_loss(
-    reports: list[torch.Tensor], layout: Layout, device: Device, *, stop: bool = False, time_is_up: bool = False
+    reports: list[torch.Tensor],
+    layout: Layout,
+    device: Device,
+    *,
+    names: Sequence[str],
+    stop: bool = False,
+    time_is_up: bool = False,
 ) -> PendingLossReduction:
-    """Sum losses, tokens and requests to stop over the world; starts the copy to the host and returns.
+    """Sum losses, their counts and requests to stop over the world; starts the copy to the host and returns.
+
+    `names`: those of the family's losses; a report has the sum and the count of each.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
     them agree on stopping at the same step boundary, whichever of them got the signal.
     """
     stacked = torch.stack(reports) if reports else None
-    vector = torch.zeros(4, dtype=torch.float64, device=device.torch_device)
+    vector = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device.torch_device)
     if stacked is not None and layout.tensor_rank == 0:
-        vector[:2] = stacked.double().sum(0)
+        vector[:-2] = stacked.double().sum(0)
     if stop or time_is_up:
-        vector[2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
+        vector[-2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
     dist.all_reduce(vector)
-    return PendingLossReduction(device.to_host(vector), stacked)
+    return PendingLossReduction(device.to_host(vector), stacked, names)
 
 
 def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:

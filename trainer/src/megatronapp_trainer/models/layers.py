@@ -32,9 +32,22 @@ def block_spec(implementation: str, transformer_config: Any, vp_stage: int | Non
     return _torch_block(implementation, transformer_config, vp_stage, pp_rank)
 
 
-def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401
+def encoder_spec(model: ModelConfig, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library
+    """Return the spec of one model chunk's block of layers that attend to the whole sample, its padding excepted."""
+    return _torch_block(model.transformer_impl or "torch", transformer_config, vp_stage, pp_rank, is_causal=False)
+
+
+def _torch_block(
+    implementation: str,
+    transformer_config: Any,  # noqa: ANN401
+    vp_stage: int | None,
+    pp_rank: int,
+    *,
+    is_causal: bool = True,
+) -> Any:  # noqa: ANN401
     """Return layers of megatron-core's linear modules and torch's norms, with either core attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     from megatronapp_trainer.models.norm import TorchNorm
@@ -43,6 +56,8 @@ def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | N
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
     layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
+    if not is_causal:
+        layer.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
     layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)
 

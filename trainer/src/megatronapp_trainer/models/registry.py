@@ -8,7 +8,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.models import gpt
+from megatronapp_trainer.models import bert, gpt
 from megatronapp_trainer.parallel.layout import Layout
 
 
@@ -17,6 +17,9 @@ class ModelFamily(Protocol):
 
     The flags of a family are those of `config.model.ModelConfig` with its `type`.
     """
+
+    LOSSES: tuple[str, ...]
+    """Names of its losses in the log, that of the language model first."""
 
     def build_chunks(
         self, config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
@@ -32,7 +35,7 @@ class ModelFamily(Protocol):
         """Run one chunk with its inputs of a microbatch; None: the chunk reads no data."""
 
     def loss(self, output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # noqa: ANN401
-        """Sum the loss over a microbatch: sum, number of tokens, and both as a report [2]."""
+        """Sum the loss over a microbatch: sum, its divisor, and a report of sum and count for each of `LOSSES`."""
 
     def build_iterators(
         self, config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
@@ -46,7 +49,7 @@ class ModelFamily(Protocol):
         """Return the source of this family's microbatches on the device."""
 
 
-FAMILIES: dict[str, ModelFamily] = {"gpt": gpt}
+FAMILIES: dict[str, ModelFamily] = {"gpt": gpt, "bert": bert}
 
 
 def model_family(config: TrainerConfig) -> ModelFamily:

@@ -38,6 +38,11 @@ class TrainingRun:
     padded_vocab_size: int
     state: TrainState
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Return the names of the losses that a report of a microbatch sums."""
+        return model_family(self.config).LOSSES
+
 
 def layout_of(config: TrainerConfig) -> Layout:
     """Return this process's layout. Raises UsageError if ranks, batch, or flags about nodes do not fit it."""

@@ -13,7 +13,7 @@ from megatronapp_trainer.data.microbatches import (
     MicrobatchSource,
     StepFeed,
 )
-from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
+from megatronapp_trainer.models.language_model_loss import PendingLossReduction, StepLoss, reduce_loss
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.loop_context import LoopContext
@@ -92,9 +92,8 @@ def evaluate(
     iterator: Iterator[HostMicrobatch],
     *,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Return the mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None if a rank was
-    stopped.
+) -> StepLoss | None:
+    """Return the mean losses over ``--eval-iters`` global batches, equal on all ranks; None if a rank was stopped.
 
     Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
     never waits for it.
@@ -108,8 +107,8 @@ def evaluate(
             reports += schedule.evaluate(feed, microbatches)
             if agreed is not None and agreed.read().stop:
                 return None
-            agreed = reduce_loss([], run.layout, run.device, stop=stop_requested())
-    return reduce_loss(reports, run.layout, run.device).read().mean
+            agreed = reduce_loss([], run.layout, run.device, names=run.loss_names, stop=stop_requested())
+    return reduce_loss(reports, run.layout, run.device, names=run.loss_names).read()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from collections.abc import Mapping
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.hooks.step_observer import StepMetrics
@@ -10,9 +11,12 @@ from megatronapp_trainer.hooks.step_observer import StepMetrics
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
     """Return the floating-point operations of forward and backward pass of one token, as Megatron-LM counts them.
 
-    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention half
-    is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many papers.
+    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention of
+    GPT half is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many
+    papers. BERT attends to the whole sample; its padding is counted as tokens.
     """
+    if model.type == "bert":
+        return flops_per_token_full_attention(model, padded_vocab_size)
     return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length / 2)
 
 
@@ -28,7 +32,8 @@ def _flops_per_token(model: ModelConfig, padded_vocab_size: int, *, attended_tok
     attention = 2 * attended_tokens * attended
     mlp = (3 if model.swiglu else 2) * model.hidden_size * model.mlp_width
     logits = model.hidden_size * padded_vocab_size
-    return 3.0 * 2.0 * (model.num_layers * (projections + attention + mlp) + logits)
+    head = model.hidden_size**2 if model.type == "bert" else 0  # the dense layer before the logits
+    return 3.0 * 2.0 * (model.num_layers * (projections + attention + mlp) + head + logits)
 
 
 PEAKS = (
@@ -102,7 +107,7 @@ def log_line(
         f"tokens per second: {metrics.tokens_per_second:.0f}",
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {batch_size:5d}",
-        f"lm loss: {metrics.loss:.6E}",
+        *(f"{name}: {loss:.6E}" for name, loss in metrics.named_losses.items()),
         f"grad norm: {0.0 if metrics.grad_norm is None else metrics.grad_norm:.3f}",
         f"number of skipped iterations: {skipped:3d}",
         f"time left: {datetime.timedelta(seconds=round(seconds_left))}",
@@ -110,9 +115,14 @@ def log_line(
     return " " + " | ".join(parts) + " |"
 
 
-def validation_line(iteration: int, loss: float, split: str) -> str:
-    """Format the line of an evaluation."""
-    return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
+def validation_line(iteration: int, losses: Mapping[str, float], split: str) -> str:
+    """Format the line of an evaluation with the mean of each loss by its name."""
+    parts = [
+        text
+        for name, loss in losses.items()
+        for text in (f"{name} value: {loss:.6E}", f"{name} PPL: {perplexity(loss):.6E}")
+    ]
+    return f" {split} loss at iteration {iteration} | {' | '.join(parts)} |"
 
 
 def perplexity(loss: float) -> float:

@@ -84,12 +84,12 @@ class TrainingMonitor:
                 skipped_steps=self._state.skipped_iterations,
             )
 
-    def evaluated(self, split: str, loss: float) -> None:
-        """Report the loss of an evaluation."""
+    def evaluated(self, split: str, loss: StepLoss) -> None:
+        """Report the losses of an evaluation."""
         if self.observer is not None and split == "validation":
-            self.observer.validation(loss)
+            self.observer.validation(loss.mean)
         if self._reporter is not None:
-            self._reporter.validation(self._state.iteration, loss, split)
+            self._reporter.validation(self._state.iteration, loss.mean, split, by_name=loss.by_name)
 
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s
@@ -97,6 +97,7 @@ class TrainingMonitor:
         return StepMetrics(
             iteration=self._state.iteration,
             loss=outcome.loss.mean,
+            losses=outcome.loss.by_name,
             learning_rate=learning_rate(self._state.optimizer),
             grad_norm=outcome.grad_norm,
             tokens_per_second=tokens_per_second,

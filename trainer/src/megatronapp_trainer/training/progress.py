@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatronapp_common.errors import DocumentError
@@ -15,7 +15,7 @@ from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.hooks.step_observer import LM_LOSS, StepMetrics
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport
@@ -144,6 +144,7 @@ class Reporter:
         self._print = print_line
         self._elapsed_s: list[float] = []
         self._losses: list[float] = []
+        self._named_losses: list[Mapping[str, float]] = []
 
     def state(self, state: str) -> None:
         """Set the state: starting, training, evaluating, saving or done."""
@@ -177,6 +178,7 @@ class Reporter:
         """Report the end of a step: document, event file, and the log line if one is due."""
         self._elapsed_s.append(elapsed_s)
         self._losses.append(metrics.loss)
+        self._named_losses.append(metrics.named_losses)
         seconds_left = self._seconds_left(metrics.iteration)
         self._publish(metrics, seconds_left)
         if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
@@ -211,6 +213,7 @@ class Reporter:
         means = dataclasses.replace(
             metrics,
             loss=statistics.fmean(self._losses),
+            losses=_mean_by_name(self._named_losses),
             tokens_per_second=metrics.tokens_per_second * speed_up,
             tflops_per_gpu=metrics.tflops_per_gpu * speed_up,
             mfu=None if metrics.mfu is None else metrics.mfu * speed_up,
@@ -227,13 +230,18 @@ class Reporter:
         )
         self._elapsed_s.clear()
         self._losses.clear()
+        self._named_losses.clear()
 
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        """Report the end of an evaluation."""
-        self.line(validation_line(iteration, loss, split))
+    def validation(
+        self, iteration: int, loss: float, split: str, *, by_name: Mapping[str, float] | None = None
+    ) -> None:
+        """Report the end of an evaluation; `by_name`: each loss, where there are several."""
+        losses = by_name or {LM_LOSS: loss}
+        self.line(validation_line(iteration, losses, split))
         if self._progress is not None and split == "validation":
             self._progress.update(validationLoss=loss)
-        self._write_events({f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}, iteration)
+        for name, mean in losses.items():
+            self._write_events({f"{name} {split}": mean, f"{name} {split} ppl": perplexity(mean)}, iteration)
 
     def control(self, report: "ControlReport") -> None:
         """Report the state of a training that obeys orders."""
@@ -267,7 +275,7 @@ class Reporter:
 
     def _add_events(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int) -> None:
         values = {
-            "lm loss": metrics.loss,
+            **metrics.named_losses,
             "learning-rate": metrics.learning_rate,
             "tokens-per-second": metrics.tokens_per_second,
             "throughput": metrics.tflops_per_gpu,
@@ -279,6 +287,12 @@ class Reporter:
         if metrics.grad_norm is not None:
             values["grad-norm"] = metrics.grad_norm
         self._write_events(values, metrics.iteration)
+
+
+def _mean_by_name(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each loss over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
 
 
 def make_reporter(config: TrainerConfig, layout: Layout) -> Reporter | None:

@@ -85,4 +85,5 @@ class SecondComputation:
             reports = self._context.schedule.train(feed, microbatches)
         self._capture.step_computed()
         self._capture.step_ended(None)
-        return reduce_loss(reports, self._run.layout, self._run.device).read().mean
+        names = self._run.loss_names
+        return reduce_loss(reports, self._run.layout, self._run.device, names=names).read().mean

@@ -125,6 +125,7 @@ class TrainingStep:
                 reports,
                 self._run.layout,
                 self._run.device,
+                names=self._run.loss_names,
                 stop=self._context.stop_request.requested,
                 time_is_up=self._time_is_up(),
             )
