@@ -5,7 +5,7 @@ forking a process that runs CUDA or OpenMP is unsafe. Nothing here draws from to
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -58,19 +58,28 @@ def _refuse_foreign(ids: torch.Tensor, vocab_size: int) -> None:
 class BatchStream:
     """Endless iterator over the microbatches of one replica, read ahead by `workers` threads (0: not ahead)."""
 
-    def __init__(self, dataset: SampleDataset, sampler: SampleOrder, vocab_size: int, workers: int) -> None:
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        sampler: SampleOrder,
+        vocab_size: int,
+        workers: int,
+        collate_samples: Callable[[Sequence[dict[str, Any]], int], Any] = collate,
+    ) -> None:
+        """Take samples and their order; `collate_samples` stacks those of a microbatch, in the form of the model."""
+        self._collate = collate_samples
         self._dataset = dataset
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._next = 0
         self._ahead = max(workers * _AHEAD_PER_WORKER, _AHEAD_AT_LEAST)
-        self._waiting: deque[Future[HostMicrobatch]] = deque()
+        self._waiting: deque[Future[Any]] = deque()
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers > 0 else None
 
     def __iter__(self) -> "BatchStream":
         return self
 
-    def __next__(self) -> HostMicrobatch:
+    def __next__(self) -> Any:  # noqa: ANN401 - microbatch of the family
         if self._executor is None:
             return self._read(self._take())
         while len(self._waiting) <= self._ahead:
@@ -87,6 +96,6 @@ class BatchStream:
         self._next += 1
         return microbatch
 
-    def _read(self, microbatch: int) -> HostMicrobatch:
+    def _read(self, microbatch: int) -> Any:  # noqa: ANN401 - microbatch of the family
         samples = [self._dataset[index] for index in self._sampler.indices(microbatch)]
-        return collate(samples, self._vocab_size)
+        return self._collate(samples, self._vocab_size)

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatronapp_trainer.config.data import WORDPIECE_TYPES
+
 if TYPE_CHECKING:
     from megatronapp_trainer.data.prepare.prepare import PrepareOptions, PrepareSummary
 
 _DESCRIPTION = """\
-Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format).
+Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format), for BERT
+(--split-sentences) PREFIX_text_sentence.bin and .idx.
 
 Input is JSONL (.jsonl, .ndjson, .json: one object per line) or plain text (anything else: one document per file; a file
 above 4 MiB is split at line ends into several). To resume a stopped run, give the same command again.
@@ -19,6 +22,8 @@ above 4 MiB is split at line ends into several). To resume a stopped run, give t
 _EPILOG = """\
 examples:
   megatronapp data prepare --input corpus.jsonl --output data/corpus --append-eod --tokenizer-file tokenizer.json
+  megatronapp data prepare --input corpus.jsonl --output data/bert --split-sentences --vocab-file vocab.txt \\
+    --tokenizer-type BertWordPieceLowerCase
   megatronapp data prepare --input src/ --pattern '*.py' --output data/code --train-tokenizer --vocab-size 8192
 """
 _WRONG_COMMAND_LINE = 2
@@ -59,6 +64,17 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         help="keys that hold text (default: text)",
     )
     add("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and count them")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="store sentences apart, as BERT takes them: PREFIX_text_sentence.bin and .idx",
+    )
+    add(
+        "--lang",
+        type=_language,
+        metavar="LANGUAGE",
+        help="language of the text, with --split-sentences (default: english)",
+    )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
         "--workers",
@@ -74,27 +90,47 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokenizer (one of)").add_argument
     text = "a tokenizer.json, or its folder"
     add("--tokenizer-file", "--tokenizer-model", type=_tokenizer_file, metavar="FILE", help=text)
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, with --merge-file")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, with --merge-file; or BERT's vocab.txt")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt, with --vocab-file")
     add("--train-tokenizer", action="store_true", help="learn a byte-level BPE; saved as tokenizer.json next to PREFIX")
     add("--vocab-size", type=_positive, metavar="N", help="size of the learned vocabulary")
+    add(
+        "--tokenizer-type",
+        action=_TokenizerType,
+        metavar="TYPE",
+        help=f"{' or '.join(WORDPIECE_TYPES)}, with --vocab-file vocab.txt; other types follow from their files",
+    )
 
 
-_BERT = "BERT cannot be trained here yet; prepare a corpus for GPT with the tokenizer of its model"
-_NO_TYPE = "only tokenizers of tokenizer.json, and GPT-2's of vocab.json and merges.txt, are read"
-_TYPES: Mapping[str, str | None] = {
-    "GPT2BPETokenizer": None,
-    "HuggingFaceTokenizer": None,
-    "BertWordPieceLowerCase": _BERT,
-    "BertWordPieceCase": _BERT,
+_NO_TYPE = "only tokenizers of tokenizer.json, GPT-2's of vocab.json and merges.txt, and BERT's of vocab.txt, are read"
+_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *WORDPIECE_TYPES)
+"""Values of --tokenizer-type. Those of GPT are accepted because the files say the same."""
+_LANGUAGES: Mapping[str, str] = {
+    "czech": "cs",
+    "danish": "da",
+    "dutch": "nl",
+    "english": "en",
+    "estonian": "et",
+    "finnish": "fi",
+    "french": "fr",
+    "german": "de",
+    "greek": "el",
+    "italian": "it",
+    "norwegian": "no",
+    "polish": "pl",
+    "portuguese": "pt",
+    "russian": "ru",
+    "slovene": "sl",
+    "spanish": "es",
+    "swedish": "sv",
+    "turkish": "tr",
 }
-"""Values of --tokenizer-type, with the reason of a refusal; None: accepted, because the files say the same."""
+"""Languages of --lang by the names that Megatron-LM takes."""
 
 
 def _add_spellings(parser: argparse.ArgumentParser) -> None:
     """Add options of Megatron-LM's tools/preprocess_data.py beyond those that have the same name here."""
     add = parser.add_argument
-    add("--tokenizer-type", action=_TokenizerType, help=argparse.SUPPRESS)
     notes = {
         "--partitions": "workers share all files, and one run writes one corpus: --workers alone says how many",
         "--log-interval": "progress is always shown",
@@ -108,8 +144,13 @@ def _add_spellings(parser: argparse.ArgumentParser) -> None:
         text="documents keep their order",
         help=argparse.SUPPRESS,
     )
-    for flag, nargs in (("--split-sentences", 0), ("--keep-newlines", 0), ("--lang", None)):
-        add(flag, action=_RejectedOption, nargs=nargs, text=_BERT, help=argparse.SUPPRESS)
+    add(
+        "--keep-newlines",
+        action=_IgnoredOption,
+        nargs=0,
+        text="sentences are stripped, and WordPiece has no token for a line end",
+        help=argparse.SUPPRESS,
+    )
 
 
 class _IgnoredOption(argparse.Action):
@@ -124,22 +165,23 @@ class _IgnoredOption(argparse.Action):
         print(f"note: {option}: {self.text}", file=sys.stderr)
 
 
-class _RejectedOption(_IgnoredOption):
-    """Refuses an option with the reason."""
-
-    def __call__(self, parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
-        """End the command with the reason."""
-        parser.error(f"{option}: {self.text}")
-
-
 class _TokenizerType(argparse.Action):
-    """Accepts the types that can be recognised by their files."""
+    """Accepts the types that are read."""
 
-    def __call__(self, parser: Any, _namespace: Any, values: Any, option: str | None = None) -> None:  # noqa: ANN401
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:  # noqa: ANN401
         """End the command if the type is another one."""
-        reason = _TYPES.get(values, f"{_NO_TYPE}; give --tokenizer-file, or --vocab-file and --merge-file")
-        if reason is not None:
-            parser.error(f"{option} {values}: {reason}")
+        if values not in _TYPES:
+            parser.error(f"{option} {values}: {_NO_TYPE}; give --tokenizer-file, or --vocab-file and --merge-file")
+        setattr(namespace, self.dest, values)
+
+
+def _language(given: str) -> str:
+    """Return the code of a language that is given by its name or its code."""
+    if given in _LANGUAGES.values():
+        return given
+    if given not in _LANGUAGES:
+        raise argparse.ArgumentTypeError(f"{given!r} is none of {', '.join(_LANGUAGES)}")
+    return _LANGUAGES[given]
 
 
 def _tokenizer_file(given: str) -> str:
@@ -199,12 +241,20 @@ def options_from(args: argparse.Namespace) -> "PrepareOptions":
         merge_file=args.merge_file,
         tokenizer_file=args.tokenizer_file,
         train_vocab_size=args.vocab_size if args.train_tokenizer else None,
+        tokenizer_type=args.tokenizer_type if args.tokenizer_type in WORDPIECE_TYPES else None,
+        sentences_of=(args.lang or "en") if args.split_sentences else None,
     )
 
 
 def _check_tokenizer_flags(args: argparse.Namespace) -> None:
     from megatronapp_trainer.errors import UsageError
 
+    if args.lang is not None and not args.split_sentences:
+        raise UsageError("--lang is the language of --split-sentences; add it, or leave --lang out")
+    if args.tokenizer_type in WORDPIECE_TYPES:
+        if args.vocab_file is None or args.merge_file or args.tokenizer_file or args.train_tokenizer:
+            raise UsageError(f"--tokenizer-type {args.tokenizer_type} has one file: give --vocab-file vocab.txt alone")
+        return
     gpt2 = args.vocab_file is not None or args.merge_file is not None
     if sum((gpt2, args.tokenizer_file is not None, args.train_tokenizer)) != 1:
         raise UsageError(
@@ -212,7 +262,10 @@ def _check_tokenizer_flags(args: argparse.Namespace) -> None:
             "or --train-tokenizer --vocab-size N"
         )
     if gpt2 and (args.vocab_file is None or args.merge_file is None):
-        raise UsageError("GPT-2's tokenizer has two files: give --vocab-file and --merge-file")
+        raise UsageError(
+            "GPT-2's tokenizer has two files: give --vocab-file and --merge-file; for BERT's vocab.txt give "
+            f"--tokenizer-type {' or '.join(WORDPIECE_TYPES)}"
+        )
     if args.train_tokenizer != (args.vocab_size is not None):
         raise UsageError("--train-tokenizer and --vocab-size N go together")
 
@@ -225,6 +278,12 @@ def report(summary: "PrepareSummary", args: argparse.Namespace) -> str:
         lines.append(f"{prefix}.bin and .idx {state}: {documents:,} documents, {tokens:,} tokens")
     left_out = [(summary.bad_lines, "unreadable lines"), (summary.empty_documents, "empty documents")]
     lines += [f"skipped: {count:,} {what}" for count, what in left_out if count]
+    if args.tokenizer_type in WORDPIECE_TYPES:
+        tokenizer = f"--tokenizer-type {args.tokenizer_type} --vocab-file {args.vocab_file}"
+        lines.append(f"train with: --model-type bert --data-path {summary.prefixes[0]} {tokenizer}")
+        fields = f"spec.data.path: [{summary.prefixes[0]}], spec.data.vocabFile: {args.vocab_file}"
+        lines.append(f"in a manifest: spec.model.type: bert, {fields}, spec.data.tokenizerType: {args.tokenizer_type}")
+        return "\n".join(lines)
     lines.append(f"train with: --data-path {summary.prefixes[0]} {_tokenizer_flags(summary, args)}")
     lines.append(f"in a manifest: spec.data.path: [{summary.prefixes[0]}], {_tokenizer_fields(summary, args)}")
     return "\n".join(lines)

@@ -18,6 +18,8 @@ from megatronapp_trainer.errors import DataError
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+LONGEST_SENTENCE = 512
+"""Tokens of a sentence above which megatron-core skips its document for BERT."""
 _PREPARE_AGAIN = "prepare it again with `megatronapp data prepare ... --overwrite`"
 
 
@@ -91,6 +93,22 @@ def _read_index(path: pathlib.Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32
     if sequences and int(lengths.min()) < 0:
         raise DataError(f"{path} has a sequence of negative length; {_PREPARE_AGAIN}")
     return np.dtype(_TOKEN_TYPES[code]), lengths
+
+
+def sentences_of_documents(corpus: CorpusFacts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return of each document the number of its sequences, and the tokens of the longest one (0 without any)."""
+    with pathlib.Path(corpus.prefix + ".idx").open("rb") as stream:
+        _, _, _, sequences, boundaries = _HEADER.unpack(stream.read(_HEADER.size))
+        stream.seek(sequences * (4 + 8), 1)
+        starts = np.fromfile(stream, dtype=np.int64, count=boundaries)
+    if not boundaries or starts[0] != 0 or starts[-1] != sequences or (np.diff(starts) < 0).any():
+        raise DataError(f"{corpus.prefix}.idx has boundaries of documents beyond its sequences; {_PREPARE_AGAIN}")
+    counts = np.diff(starts)
+    longest = np.zeros(len(counts), dtype=np.int64)
+    filled = counts > 0
+    if filled.any():
+        longest[filled] = np.maximum.reduceat(corpus.lengths, starts[:-1][filled])
+    return counts, longest
 
 
 def check_vocabulary(prefix: str, *, vocab_size: int, digest: str | None, token_type: np.dtype[Any]) -> None:

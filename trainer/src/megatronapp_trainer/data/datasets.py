@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megatronapp_trainer.data.blend import Blend, parse_blend, split_fractions
-from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary, inspect_corpus
+from megatronapp_trainer.data.corpus_check import (
+    LONGEST_SENTENCE,
+    CorpusFacts,
+    check_vocabulary,
+    inspect_corpus,
+    sentences_of_documents,
+)
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
 from megatronapp_trainer.data.vocabulary import Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
@@ -32,6 +38,18 @@ class SampleDataset(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaskingRequest:
+    """Form of the samples of BERT."""
+
+    probability: float
+    """Probability of a token to be masked."""
+    short_probability: float
+    """Probability of a sample to be shorter than it could be."""
+    has_pairs: bool
+    """Samples are two texts in either order, of at least two sentences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetRequest:
     """Description of the datasets to build. `samples` of training, validation and test; 0: not requested."""
 
@@ -46,6 +64,8 @@ class DatasetRequest:
     eod_mask_loss: bool
     reset_position_ids: bool
     reset_attention_mask: bool
+    masking: MaskingRequest | None = None
+    """Samples are texts with masked tokens, as BERT takes them; None: runs of tokens."""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -89,7 +109,10 @@ def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
     facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
     for corpus in facts.values():
         check_tokens(corpus, vocabulary)
-        check_length(request, corpus)
+        if request.masking is None:
+            check_length(request, corpus)
+        else:
+            check_sentences(request, corpus, least=2 if request.masking.has_pairs else 1)
 
 
 def check_training_has_data(request: DatasetRequest) -> None:
@@ -119,6 +142,25 @@ def check_length(request: DatasetRequest, corpus: CorpusFacts) -> None:
             )
 
 
+def check_sentences(request: DatasetRequest, corpus: CorpusFacts, *, least: int) -> None:
+    """Raise DataError if a split that is requested of the corpus has no document with the least number of sentences.
+
+    megatron-core would look for such documents without end. It skips those with a sentence of more than 512 tokens.
+    """
+    sentences, longest = sentences_of_documents(corpus)
+    usable = (sentences >= least) & ((longest <= LONGEST_SENTENCE) | (sentences == 1))
+    for (name, blend, (first, last)), samples in zip(request.parts(), request.samples, strict=True):
+        if blend is None or corpus.prefix not in blend.prefixes or samples == 0 or last <= first:
+            continue
+        begin, end = (round(fraction * float(len(sentences))) for fraction in (first, last))
+        if not usable[begin:end].any():
+            raise DataError(
+                f"the {name} part of {corpus.prefix} has {end - begin} of {len(sentences)} documents, none with "
+                f"{least} or more sentences of at most {LONGEST_SENTENCE} tokens; prepare the text with "
+                "`megatronapp data prepare --split-sentences`, or take more text, another --split, or --eval-iters 0"
+            )
+
+
 def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[SampleDataset | None]:
     """Build the datasets of training, validation and test; None without a request or data. Needs no process group.
 
@@ -129,10 +171,16 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[Samp
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
+        if request.masking is None:
+            kind = GPTDataset
+        else:
+            from megatronapp_trainer.data.bert.dataset import MaskedTextDataset
+
+            kind = MaskedTextDataset
     with staged(cache_directory(request.cache_path, request.prefixes)) as stage, without_process_group():
         try:
             config = _megatron_config(request, vocabulary, stage)
-            built = BlendedMegatronDatasetBuilder(GPTDataset, list(request.samples), lambda: True, config).build()
+            built = BlendedMegatronDatasetBuilder(kind, list(request.samples), lambda: True, config).build()
         except (OSError, TrainerError):
             raise
         except Exception as error:  # asserts and ValueErrors of megatron-core and numpy
@@ -143,10 +191,8 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[Samp
 
 
 def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pathlib.Path) -> Any:  # noqa: ANN401
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
     per_split = request.blend_per_split
-    config = GPTDatasetConfig(
+    common: dict[str, Any] = dict(
         random_seed=request.seed,
         sequence_length=request.sequence_length,
         blend=request.blend.for_megatron() if request.blend is not None else None,
@@ -157,15 +203,39 @@ def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pat
         path_to_cache=str(cache),
         mmap_bin_files=request.mmap_bin_files,
         tokenizer=vocabulary,
+    )
+    config = _config_of(request, common)
+    if config.split_matrix is not None:
+        # megatron-core never ends counting epochs of a part that is empty, so parts not wanted must not be built.
+        config.split_matrix = _drop_unrequested(config.split_matrix, request)
+    return config
+
+
+def _config_of(request: DatasetRequest, common: dict[str, Any]) -> Any:  # noqa: ANN401
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    if request.masking is not None:
+        from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+
+        return BERTMaskedWordPieceDatasetConfig(
+            **common,
+            masking_probability=request.masking.probability,
+            short_sequence_probability=request.masking.short_probability,
+            classification_head=request.masking.has_pairs,
+            # as Megatron's pretrain_bert.py: whole words, and up to three of them together
+            masking_max_ngram=3,
+            masking_do_full_word=True,
+            masking_do_permutation=False,
+            masking_use_longer_ngrams=False,
+            masking_use_geometric_distribution=False,
+        )
+    return GPTDatasetConfig(
+        **common,
         reset_position_ids=request.reset_position_ids,
         reset_attention_mask=request.reset_attention_mask,
         eod_mask_loss=request.eod_mask_loss,
         create_attention_mask=request.reset_attention_mask,
     )
-    if config.split_matrix is not None:
-        # megatron-core never ends counting epochs of a part that is empty, so parts not wanted must not be built.
-        config.split_matrix = _drop_unrequested(config.split_matrix, request)
-    return config
 
 
 def _drop_unrequested(parts: Sequence[T | None], request: DatasetRequest) -> list[T | None]:

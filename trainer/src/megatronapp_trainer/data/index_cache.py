@@ -23,6 +23,7 @@ _DATASET_MODULES = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.blended_dataset",
     "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.masked_dataset",
 )
 
 
@@ -72,7 +73,7 @@ def without_process_group() -> Iterator[None]:
 
     Only the name `torch` inside these modules is replaced, and only inside the context.
     """
-    modules = [sys.modules[name] for name in _DATASET_MODULES]
+    modules = [sys.modules[name] for name in _DATASET_MODULES if name in sys.modules]
     originals = [module.torch for module in modules]
     try:
         for module, torch in zip(modules, originals, strict=True):

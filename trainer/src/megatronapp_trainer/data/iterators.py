@@ -1,9 +1,10 @@
 """The three streams of batches of a training run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.batches import BatchStream
+from megatronapp_trainer.data.batches import BatchStream, collate
 from megatronapp_trainer.data.datasets import (
     DatasetRequest,
     SampleDataset,
@@ -11,7 +12,7 @@ from megatronapp_trainer.data.datasets import (
     check_request,
     check_training_has_data,
 )
-from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
+from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.data.request import dataset_request, sample_counts
 from megatronapp_trainer.data.sampler import SampleOrder
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
@@ -86,7 +87,7 @@ def _stream(
     vocab_size: int,
     *,
     consumed_samples: int | None,
-) -> Iterator[HostMicrobatch]:
+) -> Iterator[Any]:
     """Return batches of a dataset: of training after `consumed_samples`, or of an evaluation, which starts again each
     time.
     """
@@ -101,4 +102,12 @@ def _stream(
         size=len(dataset),
         restart_after=evaluation if consumed_samples is None else None,
     )
-    return BatchStream(dataset, sampler, vocab_size, config.data.num_workers)
+    return BatchStream(dataset, sampler, vocab_size, config.data.num_workers, _collate_of(config))
+
+
+def _collate_of(config: TrainerConfig) -> Callable[[Sequence[dict[str, Any]], int], Any]:
+    if config.model.type == "bert":
+        from megatronapp_trainer.data.bert.microbatches import collate as collate_masked
+
+        return collate_masked
+    return collate

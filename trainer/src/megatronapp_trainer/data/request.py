@@ -2,7 +2,7 @@
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.batch_size import batch_schedule
-from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, blends_from_flags
+from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, MaskingRequest, blends_from_flags
 
 
 def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
@@ -35,4 +35,13 @@ def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
+        masking=_masking(config) if config.model.type == "bert" else None,
+    )
+
+
+def _masking(config: TrainerConfig) -> MaskingRequest:
+    return MaskingRequest(
+        probability=config.data.mask_prob,
+        short_probability=config.data.short_seq_prob,
+        has_pairs=config.model.bert_binary_head,
     )

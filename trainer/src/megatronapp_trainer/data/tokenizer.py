@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatronapp_trainer.config.data import WORDPIECE_TYPES
 from megatronapp_trainer.errors import DataError
 
+WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 _BYTE_VALUES = 256
@@ -93,6 +95,20 @@ def load_gpt2(vocab_file: pathlib.Path, merge_file: pathlib.Path) -> Tokenizer:
     return _load(read, vocab_file, merge_file)
 
 
+def load_wordpiece(vocab_file: pathlib.Path, *, lowercase: bool) -> Tokenizer:
+    """Load BERT's WordPiece from its `vocab.txt`; `lowercase`: text is lower-cased, and accents are stripped."""
+
+    def read() -> tokenizers.Tokenizer:
+        vocabulary = models.WordPiece.read_file(str(vocab_file))
+        missing = [token for token in WORDPIECE_SPECIAL if token not in vocabulary]
+        if missing:
+            raise ValueError(f"it has no {' '.join(missing)}")
+        backend: tokenizers.Tokenizer = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lowercase)._tokenizer
+        return backend
+
+    return _load(read, vocab_file)
+
+
 def load_file(tokenizer_file: pathlib.Path) -> Tokenizer:
     """Load a tokenizer.json of the `tokenizers` library, given by its path or that of its directory."""
     path = tokenizer_file / "tokenizer.json" if tokenizer_file.is_dir() else tokenizer_file
@@ -113,8 +129,18 @@ def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path) -> Tok
     return Tokenizer(backend)
 
 
-def load(*, vocab_file: str | None, merge_file: str | None, tokenizer_file: str | None) -> Tokenizer:
-    """Load the tokenizer of the flags: a pair of GPT-2 files, or one tokenizer.json."""
+def load(
+    *,
+    vocab_file: str | None,
+    merge_file: str | None,
+    tokenizer_file: str | None,
+    tokenizer_type: str | None = None,
+) -> Tokenizer:
+    """Load the tokenizer of the flags: a pair of GPT-2 files, one tokenizer.json, or a vocab.txt of WordPiece."""
+    if tokenizer_type in WORDPIECE_TYPES:
+        if vocab_file is None or merge_file is not None or tokenizer_file is not None:
+            raise DataError(f"--tokenizer-type {tokenizer_type} has one file: give --vocab-file vocab.txt alone")
+        return load_wordpiece(pathlib.Path(vocab_file), lowercase=tokenizer_type == WORDPIECE_TYPES[0])
     if tokenizer_file is not None and vocab_file is None and merge_file is None:
         return load_file(pathlib.Path(tokenizer_file))
     if vocab_file is not None and merge_file is not None and tokenizer_file is None:

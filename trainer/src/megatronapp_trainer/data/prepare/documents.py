@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import sentencex
 import tokenizers
 
 from megatronapp_trainer.data.prepare.sources import DocumentBatch, DocumentFormat, InputChunk
@@ -22,6 +23,8 @@ class EncodeOptions:
     keys: tuple[str, ...]
     dtype: str
     eod: int | None
+    sentences_of: str | None = None
+    """Language (ISO 639) by whose rules documents are split into sentences; None: each is a single sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +38,22 @@ class BadLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedTexts:
-    """Token ids of one key of a batch: lengths of its documents (int32) and their ids, back to back."""
+    """Token ids of one key of a batch, back to back, and the lengths of its sequences.
+
+    A sequence is a document, or a sentence of one.
+    """
 
     lengths: npt.NDArray[np.int32]
     ids: bytes
+    sequences: npt.NDArray[np.int32] | None = None
+    """Sequences of each document; None: documents have a single one."""
+    empty: int = 0
+    """Documents without any sentence, which are not written."""
+
+    @property
+    def documents(self) -> int:
+        """Return the number of documents."""
+        return len(self.lengths if self.sequences is None else self.sequences)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,14 +167,42 @@ class Encoder:
     def __call__(self, batch: DocumentBatch) -> BatchResult:
         """Encode all documents of `batch`."""
         parsed = parse(batch.chunks, self._options.keys)
-        encoded = {key: self._encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
-        return BatchResult(encoded=encoded, bad=tuple(parsed.bad), empty=parsed.empty)
+        encode = self._encode if self._options.sentences_of is None else self._encode_sentences
+        encoded = {key: encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
+        empty = parsed.empty + sum(texts.empty for texts in encoded.values())
+        return BatchResult(encoded=encoded, bad=tuple(parsed.bad), empty=empty)
 
     def _encode(self, texts: list[str], closing: list[bool]) -> EncodedTexts:
-        rows = list(self._rows(texts, closing))
+        lengths, ids = self._joined(list(self._rows(texts, closing)))
+        return EncodedTexts(lengths=lengths, ids=ids)
+
+    def _joined(self, rows: Sequence[list[int]]) -> tuple[npt.NDArray[np.int32], bytes]:
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.fromiter((token for row in rows for token in row), dtype=self._options.dtype, count=int(lengths.sum()))
-        return EncodedTexts(lengths=lengths, ids=ids.tobytes())
+        return lengths, ids.tobytes()
+
+    def _encode_sentences(self, texts: list[str], closing: list[bool]) -> EncodedTexts:
+        documents = [self._sentences(text) for text in texts]
+        found = [sentence for document in documents for sentence in document]
+        encodings = iter(self._tokenizer.encode_batch_fast(found, add_special_tokens=False))
+        rows: list[list[int]] = []
+        counts: list[int] = []
+        for document, closes in zip(documents, closing, strict=True):
+            own = [ids for ids in (next(encodings).ids for _ in document) if ids]
+            if not own:
+                continue
+            if closes and self._options.eod is not None:
+                own[-1].append(self._options.eod)
+            rows += own
+            counts.append(len(own))
+        lengths, ids = self._joined(rows)
+        return EncodedTexts(
+            lengths=lengths, ids=ids, sequences=np.array(counts, dtype=np.int32), empty=len(texts) - len(counts)
+        )
+
+    def _sentences(self, text: str) -> list[str]:
+        found = (sentence.strip() for sentence in sentencex.segment(self._options.sentences_of, text))
+        return [sentence for sentence in found if sentence]
 
     def _rows(self, texts: list[str], closing: list[bool]) -> Iterator[list[int]]:
         for encoding, closes in zip(

@@ -57,6 +57,14 @@ class PrepareOptions:
     merge_file: str | None = None
     tokenizer_file: str | None = None
     train_vocab_size: int | None = None
+    tokenizer_type: str | None = None
+    sentences_of: str | None = None
+    """Language (ISO 639) by whose rules documents are split into sentences; None: they are not."""
+
+    @property
+    def sequence(self) -> str:
+        """Return the name of a sequence of tokens, as the names of files have it."""
+        return "document" if self.sentences_of is None else "sentence"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +106,7 @@ class _Preparation:
         self._options = options
         self._sources = sources
         self._directory = directory
-        self._prefixes = {key: f"{options.output}_{key}_document" for key in options.json_keys}
+        self._prefixes = {key: f"{options.output}_{key}_{options.sequence}" for key in options.json_keys}
         self._tokenizer_target = pathlib.Path(options.output).parent / "tokenizer.json"
 
     def summary(self) -> PrepareSummary:
@@ -126,6 +134,9 @@ class _Preparation:
             "eod": options.append_eod,
             "skip": options.skip_bad_lines,
         }
+        # Not among the others: corpora of releases without them are still recognised.
+        later = {"type": options.tokenizer_type, "sentences": options.sentences_of}
+        content |= {name: value for name, value in later.items() if value is not None}
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def _already_done(self, fingerprint: str) -> PrepareSummary | None:
@@ -157,7 +168,10 @@ class _Preparation:
         options = self._options
         if options.train_vocab_size is None:
             return tokenizers.load(
-                vocab_file=options.vocab_file, merge_file=options.merge_file, tokenizer_file=options.tokenizer_file
+                vocab_file=options.vocab_file,
+                merge_file=options.merge_file,
+                tokenizer_file=options.tokenizer_file,
+                tokenizer_type=options.tokenizer_type,
             )
         trained_file = self._directory / f"tokenizer-{fingerprint[:16]}.json"
         if not trained_file.exists():
@@ -204,8 +218,12 @@ class _Preparation:
             keys=options.json_keys,
             dtype="uint16" if tokenizer.vocab_size < _SMALL_VOCABULARY else "int32",
             eod=tokenizer.eod if options.append_eod else None,
+            sentences_of=options.sentences_of,
         )
-        with CorpusFiles(self._directory, fingerprint, options.json_keys, encode.dtype) as corpus:
+        has_sentences = options.sentences_of is not None
+        with CorpusFiles(
+            self._directory, fingerprint, options.json_keys, encode.dtype, has_sentences=has_sentences
+        ) as corpus:
             work = self._with_progress(corpus.position, "tokenising")
             for batch, result in encode_in_order(work, tokenizer.backend.to_str(), encode, options.workers):
                 self._check_lines(result.bad)
