@@ -4,6 +4,13 @@ from rule_example import Changes, bad, good
 
 _MOCK: Changes = {"spec.data.path": None, "spec.data.mock": True, "spec.model.vocabSize": 64}
 _SINGLE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
+_BERT: Changes = {
+    "spec.model.type": "bert",
+    "spec.data.tokenizerType": "BertWordPieceCase",
+    "spec.data.vocabFile": "vocab.txt",
+}
+_WORDPIECE = "model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone"
+_NOT_OF_BERT = "bert has no fbd, vee, scope or calculatePerTokenLoss"
 _GATHER: Changes = {"spec.training.overlapParamGather": True}
 
 _NAME = [
@@ -18,8 +25,26 @@ _NAME = [
     ),
 ]
 _MODEL = [
-    *good("bert-unsupported", {"spec.model.type": "gpt"}),
-    *bad("bert-unsupported", "spec.model.type", ({"spec.model.type": "bert"}, "bert is not supported yet; write gpt")),
+    *good(
+        "bert-unsupported",
+        {**_BERT, "spec.dpp.enabled": True, "spec.model.transformerImpl": "local"},
+        {**_BERT, "spec.model.positionEmbeddingType": "learned_absolute", "spec.parallelism.virtualPipeline": 2},
+    ),
+    *bad(
+        "bert-unsupported",
+        "spec.model.type",
+        *(
+            ({**_BERT, **changes}, _NOT_OF_BERT)
+            for changes in (
+                {"spec.fbd.enabled": True},
+                {"spec.dpp.enabled": True, "spec.dpp.schedule": "zero-bubble", "spec.parallelism.virtualPipeline": 2},
+                {"spec.analyzer.enabled": True, "spec.scope.training.captureEvery": 5},
+                {"spec.training.calculatePerTokenLoss": True},
+                {"spec.model.positionEmbeddingType": "rope"},
+                {"spec.model.transformerImpl": "transformer_engine"},
+            )
+        ),
+    ),
     *good("context-unsupported", {"spec.parallelism.context": 1}),
     *bad("context-unsupported", "spec.parallelism.context", ({"spec.parallelism.context": 2}, "2 is not supported")),
     *good("expert-unsupported", {"spec.parallelism.expert": 1}),
@@ -358,6 +383,20 @@ _DATA = [
         "spec.data.vocabFile",
         ({"spec.data.vocabFile": "v"}, "vocabFile and mergeFile belong together"),
         ({"spec.data.mergeFile": "m"}, "write both, or tokenizer instead"),
+    ),
+    *good(
+        "bert-tokenizer",
+        _BERT,
+        {**_MOCK, "spec.model.type": "bert"},
+        {"spec.model.type": "bert", "spec.args": ["--tokenizer-type=BertWordPieceCase", "--vocab-file", "vocab.txt"]},
+    ),
+    *bad(
+        "bert-tokenizer",
+        "spec.data.tokenizerType",
+        ({"spec.model.type": "bert"}, _WORDPIECE),
+        ({**_BERT, "spec.data.vocabFile": None}, _WORDPIECE),
+        ({**_BERT, "spec.data.mergeFile": "m"}, _WORDPIECE),
+        ({**_BERT, "spec.model.type": "gpt"}, "gpt has neither"),
     ),
     *good("one-tokenizer", {"spec.data.tokenizer": "tokenizer.json"}),
     *bad(

@@ -257,6 +257,7 @@ def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
     arguments = set(megatron_arguments(load_job(build(EVERYTHING))))
     without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
     without |= {"--trace-dir"}  # not with virtual pipeline stages
+    without |= {"--model-type", "--tokenizer-type"}  # of BERT
     missing = {entry.flag for entry in FLAGS} - arguments
     assert missing == without | OF_FBD
 
@@ -366,3 +367,14 @@ def test_a_flag_is_found_in_the_manifest(build: Any, flag: str, value: str | Non
 def test_the_last_of_equal_flags_counts(build: Any) -> None:
     job = load_job(build({"spec.args": ["--seed", "1", "--seed=2"]}))
     assert place_of(job, "--seed") == "spec.args[2]"
+
+
+def test_bert_gives_its_type_and_tokenizer(build: Any) -> None:
+    bert = {
+        "spec.model.type": "bert",
+        "spec.data.tokenizerType": "BertWordPieceLowerCase",
+        "spec.data.vocabFile": "vocab.txt",
+    }
+    arguments = megatron_arguments(load_job(build(bert)))
+    for flag, value in (("--model-type", "bert"), ("--tokenizer-type", "BertWordPieceLowerCase")):
+        assert arguments[arguments.index(flag) + 1] == value

@@ -118,7 +118,11 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         "spec.parallelism: needs 2000000000 nodes of 1 ranks; at most 4096 are possible",
     ),
     # Model
-    ({"spec.model.type": "bert"}, "spec.model.type: bert is not supported yet; write gpt"),
+    (
+        {"spec.model.type": "bert"},
+        "spec.data.tokenizerType: model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone; "
+        "gpt has neither",
+    ),
     ({"spec.parallelism.expert": 2}, "spec.parallelism.expert: 2 is not supported yet; write 1 or leave it out"),
     (
         {"spec.model.numLayers": 5},

@@ -19,7 +19,7 @@ class FlagMapping:
     field: str
     """Path of the field below spec, in Python's spelling."""
     flag: str
-    default: int | None = None
+    default: int | str | None = None
     """Value of the field that is given as no flag, because it is the trainer's default."""
 
 
@@ -32,6 +32,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("parallelism.context", "--context-parallel-size"),
     FlagMapping("parallelism.expert", "--expert-model-parallel-size"),
     FlagMapping("parallelism.sequence_parallel", "--sequence-parallel"),
+    FlagMapping("model.type", "--model-type", default="gpt"),
     FlagMapping("model.num_layers", "--num-layers"),
     FlagMapping("model.hidden_size", "--hidden-size"),
     FlagMapping("model.num_attention_heads", "--num-attention-heads"),
@@ -100,6 +101,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("data.tokenizer", "--tokenizer-file"),
     FlagMapping("data.vocab_file", "--vocab-file"),
     FlagMapping("data.merge_file", "--merge-file"),
+    FlagMapping("data.tokenizer_type", "--tokenizer-type"),
     FlagMapping("data.eod_mask_loss", "--eod-mask-loss"),
     FlagMapping("data.reset_position_ids", "--reset-position-ids"),
     FlagMapping("data.reset_attention_mask", "--reset-attention-mask"),

@@ -120,9 +120,11 @@ class Data(ManifestModel):
     tokenizer: Path | None = None
     """A tokenizer.json of the tokenizers library."""
     vocab_file: Path | None = None
-    """The vocab.json of a GPT-2 BPE, together with mergeFile."""
+    """The vocab.json of a GPT-2 BPE, together with mergeFile; or BERT's vocab.txt."""
     merge_file: Path | None = None
     """The merges.txt of a GPT-2 BPE, together with vocabFile."""
+    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase"] | None = None
+    """Kind of BERT's WordPiece."""
     eod_mask_loss: bool = False
     """Compute no loss where the input is the end of a document."""
     reset_position_ids: bool = False

@@ -4,6 +4,7 @@ from megatronapp_common.job.rules.rule import Rule, cel_message, let
 
 _PATH = "self.data.path"
 _MOCK = "self.data.mock"
+_WORDPIECE = "has(self.data.tokenizerType)"
 _VOCAB, _MERGE = "has(self.data.vocabFile)", "has(self.data.mergeFile)"
 _WEIGHT = "matches('^[0-9]*[.]?[0-9]+([eE]-?[0-9]+)?$')"
 _SIXTEEN = ", ".join(map(str, range(16)))
@@ -80,8 +81,15 @@ _TOKENIZER = (
     Rule(
         id="vocabulary-with-merges",
         field=".data.vocabFile",
-        rule=f"{_VOCAB} == {_MERGE}",
+        rule=f"{_VOCAB} == {_MERGE} || {_WORDPIECE}",
         message="vocabFile and mergeFile belong together; write both, or tokenizer instead",
+    ),
+    Rule(
+        id="bert-tokenizer",
+        field=".data.tokenizerType",
+        rule=f"self.model.type == 'bert' ? ({_WORDPIECE} ? {_VOCAB} && !{_MERGE} : {_MOCK}) : !{_WORDPIECE}",
+        message="model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone; gpt has neither",
+        args=("--tokenizer-type", "--mock-data", "--vocab-file"),
     ),
     Rule(
         id="one-tokenizer",

@@ -45,12 +45,22 @@ def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "
     return multiple(rule_id, field, value=value, factor=TENSOR, named="parallelism.tensor", unless=unless, why=why)
 
 
+_POSITIONS, _LAYERS = "self.model.positionEmbeddingType", "self.model.transformerImpl"
+_NOT_OF_BERT = (
+    "self.fbd.enabled",
+    f"(self.dpp.enabled && {VEE})",
+    "has(self.scope)",
+    "self.training.calculatePerTokenLoss",
+    f"(has({_POSITIONS}) && {_POSITIONS} != 'learned_absolute')",
+    f"(has({_LAYERS}) && {_LAYERS} == 'transformer_engine')",
+)
 _SUPPORT = (
     Rule(
         id="bert-unsupported",
         field=".model.type",
-        rule="self.model.type != 'bert'",
-        message="bert is not supported yet; write gpt",
+        rule=f"self.model.type != 'bert' || !({' || '.join(_NOT_OF_BERT)})",
+        message="bert has no fbd, vee, scope or calculatePerTokenLoss, no transformer_engine, and no positions but "
+        "learned_absolute; leave them out",
     ),
     _only_one("context"),
     _only_one("expert"),
