@@ -33,7 +33,8 @@ _ALL_NODES = (
     "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed; "
     "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA"
 )
-_BERT = "BERT and T5"
+_BERT_MANIFEST = "examples/bert-cpu.yaml"
+_T5 = "T5"
 _DPP = (
     f"{_ONE_JOB}; --use-dpp is spec.dpp.enabled, --workload spec.dpp.workload, the number of chunks spec.dpp.chunks; "
     "docs/megadpp.md has the schedules"
@@ -75,9 +76,8 @@ COMMANDS: Final = (
         "python ../tools/preprocess_data.py --input dataset.json --output-prefix bert --vocab-file vocab.txt "
         "--tokenizer-type BertWordPieceLowerCase --split-sentences --workers $(nproc)",
         r"preprocess_data\.py .*(BertWordPiece|--split-sentences).*",
-        (),
-        "only GPT is trained now",
-        _BERT,
+        ("megatronapp data prepare {args}",),
+        "the same files, in one run; sentences are split without a download; the options are understood",
     ),
     LegacyCommand(
         "python ../tools/preprocess_data.py --input gpt/dataset.json --output-prefix gpt --vocab-file gpt/vocab.json "
@@ -104,14 +104,27 @@ COMMANDS: Final = (
         "the same flags; for tracing, restarts and pages use a manifest: megatronapp run FILE",
     ),
     LegacyCommand(
-        "python pretrain_bert.py\npython pretrain_t5.py\nbash pretrain_bert_distributed.sh\n"
-        "bash pretrain_t5_distributed_with_mp.sh\nbash examples/bert/train_bert_340m_distributed.sh\n"
-        "bash examples/t5/train_t5_220m_distributed.sh\nbash run_single_bert.sh\nbash run_master_bert.sh\n"
+        "torchrun --nproc_per_node 4 pretrain_bert.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 64 --micro-batch-size 1 --lr 1e-4 --train-iters 10 --data-path bert_text_sentence "
+        "--vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase",
+        r"pretrain_bert\.py .+",
+        ("torchrun {launch} -m megatronapp_trainer.pretrain --model-type bert {train}",),
+        "the same flags, with --tokenizer-type; for tracing, restarts and pages use a manifest: megatronapp run FILE",
+    ),
+    LegacyCommand(
+        "python pretrain_bert.py\nbash pretrain_bert_distributed.sh\nbash pretrain_bert_distributed_with_mp.sh\n"
+        "bash examples/bert/train_bert_340m_distributed.sh\nbash run_single_bert.sh\nbash run_master_bert.sh\n"
         "bash run_worker_bert.sh",
-        r"pretrain_(bert|t5).*|train_(bert|t5).*\.sh|run_(single|master|worker)_bert\.sh",
+        r"pretrain_bert.*|train_bert.*\.sh|run_(single|master|worker)_bert\.sh",
+        (f"megatronapp run {_BERT_MANIFEST} --follow",),
+        f"{_ONE_JOB}; docs/bert.md has the data",
+    ),
+    LegacyCommand(
+        "python pretrain_t5.py\nbash pretrain_t5_distributed_with_mp.sh\nbash examples/t5/train_t5_220m_distributed.sh",
+        r"pretrain_t5.*|train_t5.*\.sh",
         (),
-        "only GPT is trained now",
-        _BERT,
+        "GPT and BERT are trained now",
+        _T5,
     ),
     LegacyCommand(
         "bash run_single.sh\nbash run_single_gpt.sh\nbash scripts/run_single_gpt.sh\n"

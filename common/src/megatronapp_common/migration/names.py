@@ -52,7 +52,7 @@ FLAGS: Final[dict[str, str]] = {
     "--fp16": "write --bf16, which needs no scale of the loss; megatronapp serve has --precision bf16",
     "--loss-scale": "belongs to fp16; write --bf16 without it",
     "--tokenizer-type": f"{SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "
-    "--merge-file, or --tokenizer-file",
+    "--merge-file, or --tokenizer-file; for BERT BertWordPieceLowerCase or BertWordPieceCase, with --vocab-file",
     "--tokenizer-model": f"{SAME} as --tokenizer-file: a tokenizer.json, or its folder",
     "--vocab-file": f"{SAME}; in a manifest spec.data.vocabFile",
     "--merge-file": f"{SAME}; in a manifest spec.data.mergeFile",
