@@ -25,6 +25,7 @@ DECOUPLED = "--decoupled-lr"
 _MODEL: dict[str, Getter] = {
     "--model-type": lambda c: c.model.type,
     "--num-layers": lambda c: c.model.num_layers,
+    "--bert-no-binary-head": lambda c: not c.model.bert_binary_head,
     "--hidden-size": lambda c: c.model.hidden_size,
     "--num-attention-heads": lambda c: c.model.num_attention_heads,
     "--num-query-groups": lambda c: c.model.heads_of_keys,

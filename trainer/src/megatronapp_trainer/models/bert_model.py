@@ -35,7 +35,8 @@ class BertEncoder(BertModel):  # type: ignore[misc] # megatron-core carries no t
 
         Takes int64 [B, S], the padding mask with 1 at tokens.
         """
-        output = super().forward(tokens, padding_mask, tokentype_ids=token_types, lm_labels=labels)
+        types = token_types if self.add_binary_head else None  # without the head there is no embedding of types
+        output = super().forward(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
         if not self.post_process:
             hidden: torch.Tensor = output
             return hidden
