@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags."""
     parser = StrictParser(
         prog="python -m megatronapp_trainer.pretrain",
-        description="Train a GPT model. Flags have the names of Megatron-LM.",
+        description="Train a GPT or BERT model. Flags have the names of Megatron-LM.",
         allow_abbrev=False,
     )
     for section in _sections().values():
