@@ -696,7 +696,7 @@ export interface paths {
         };
         /**
          * Timeline
-         * @description All spans of one step over all ranks; of the newest finished step if none is given.
+         * @description Spans of one step, of the newest finished one if none is given: all of them, or with `pixels` a part.
          */
         get: operations["getTimeline"];
         put?: never;
@@ -1147,6 +1147,11 @@ export interface components {
              * @description Spans that the length of the step depends on, in order: the 2,000 longest.
              */
             path: number[];
+            /**
+             * Pathranks
+             * @description Rank of each span of the path.
+             */
+            pathRanks: number[];
             /**
              * Peers
              * @enum {string}
@@ -3775,7 +3780,7 @@ export interface components {
         };
         /**
          * Timeline
-         * @description All spans of one step as columns of equal length, sorted by rank and start.
+         * @description Spans of one step as columns of equal length, sorted by rank and start: all, or those of a window.
          */
         Timeline: {
             /** Attempt */
@@ -3795,7 +3800,7 @@ export interface components {
             flags: number[];
             /**
              * Flows
-             * @description Pairs [index of the send, index of the matched receive].
+             * @description Pairs [index of the send, index of the matched receive] in these columns.
              */
             flows: [
                 number,
@@ -3849,6 +3854,63 @@ export interface components {
             startNs: number[];
             /** Step */
             step: number;
+            /** @description null if the answer has all spans of the step. */
+            window?: components["schemas"]["TimelineWindow"] | null;
+        };
+        /**
+         * TimelineWindow
+         * @description Part of a step that a timeline has, and the size of the whole step.
+         */
+        TimelineWindow: {
+            /** Firsttrack */
+            firstTrack: number;
+            /** Fromns */
+            fromNs: number;
+            /**
+             * Merged
+             * @description Spans merged into each, itself included: 1 where it is not short.
+             */
+            merged: number[];
+            /**
+             * Pixels
+             * @description Pixels over which spans were merged: fewer than requested where the answer would have more than 100,000 spans.
+             */
+            pixels: number;
+            /**
+             * Place
+             * @description Place of each span in the columns of the whole step.
+             */
+            place: number[];
+            /**
+             * Rankruns
+             * @description Ranks of all tracks of the step in order: [first rank, number of consecutive ranks].
+             */
+            rankRuns: [
+                number,
+                number
+            ][];
+            /**
+             * Spans
+             * @description Spans of the whole step.
+             */
+            spans: number;
+            /**
+             * Stepfromns
+             * @description Begin of the first span of the step, after origin_ns.
+             */
+            stepFromNs: number;
+            /**
+             * Steptons
+             * @description End of its last span.
+             */
+            stepToNs: number;
+            /** Tons */
+            toNs: number;
+            /**
+             * Tracks
+             * @description Tracks in the answer; with `rank` those of the ranks that have spans.
+             */
+            tracks: number;
         };
         /**
          * TraceDocument
@@ -7098,6 +7160,22 @@ export interface operations {
                 step?: number | null;
                 /** @description Attempt; the newest with that step if absent. */
                 attempt?: number | null;
+                /** @description Width of a picture of the part: spans shorter than a pixel are merged per rank, kind and pixel. Required by the bounds below; without it the answer is the whole step. */
+                pixels?: number | null;
+                /** @description Tracks are ranks in order, forward ranks first; 0 if absent. */
+                firstTrack?: number | null;
+                /** @description 512 if absent. */
+                tracks?: number | null;
+                /** @description The tracks of these ranks, instead of tracks by place. */
+                rank?: number[];
+                /** @description After originNs; the begin if absent. */
+                fromNs?: number | null;
+                /** @description After originNs; the end if absent. */
+                toNs?: number | null;
+                /** @description Place of a span to return wherever it is, with the spans before and after it, the first and the last of its rank, and the other end of its message. */
+                span?: number | null;
+                /** @description The whole step, if it has no more spans than this. */
+                wholeUpTo?: number | null;
             };
             header?: never;
             path?: never;

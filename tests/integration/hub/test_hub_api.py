@@ -102,6 +102,33 @@ async def test_empty_hub_answers(hub: Any) -> None:
         assert set(answer.json()) == {"code", "message", "hint"}
 
 
+async def test_a_part_of_a_timeline_and_bounds_that_make_none(hub: Any, fake_job: Any, feed: Any) -> None:
+    await feed(fake_job(), range(3))
+    whole = await hub.get("/api/v1/timeline?step=1")
+    assert whole["window"] is None
+    part = await hub.get("/api/v1/timeline?step=1&pixels=10&firstTrack=1&tracks=2&fromNs=2500000&toNs=7500000&span=0")
+    window = part["window"]
+    assert (window["spans"], window["firstTrack"], window["tracks"], window["pixels"]) == (20, 1, 2, 10)
+    assert (window["rankRuns"], window["stepFromNs"], window["stepToNs"]) == ([[0, 4]], 0, 10_000_000)
+    assert part["kind"] == [whole["kind"][place] for place in window["place"]]
+    assert set(part["rank"]) == {0, 1, 2}, "rank 0 by its span"
+    assert (await hub.get("/api/v1/timeline?step=1&pixels=10&rank=3&wholeUpTo=5"))["ranks"] == [3]
+    assert (await hub.get("/api/v1/timeline?step=1&pixels=10&wholeUpTo=50")) == whole
+    async with hub.client() as client:
+        for query, code, text in (
+            ("firstTrack=3", "pixels-missing", "firstTrack"),
+            ("pixels=9&rank=1&tracks=2", "ranks-or-tracks", "rank"),
+            ("pixels=9&fromNs=5&toNs=5", "empty-window", "toNs"),
+            ("pixels=9000", "invalid", "pixels"),
+            ("pixels=9&tracks=513", "invalid", "tracks"),
+            ("pixel=9", "invalid", "pixel"),
+        ):
+            answer = await client.get(f"/api/v1/timeline?{query}")
+            assert answer.status_code == 422, query
+            assert code in answer.json()["code"]
+            assert text in answer.json()["message"] + answer.json()["hint"]
+
+
 async def test_slowdowns_blame_and_the_tracer_of_whole_steps(hub: Any, fake_job: Any, feed: Any) -> None:
     assert (await hub.get("/api/v1/slowdowns"))["steps"] == []
     assert (await hub.get("/api/v1/tracer"))["workers"] == []

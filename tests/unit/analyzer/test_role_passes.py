@@ -19,6 +19,7 @@ from megatronapp_analyzer.hub.http import views
 from megatronapp_analyzer.hub.http.pipeline_view import choose_steps
 from megatronapp_analyzer.hub.http.role_view import forward_backward_view
 from megatronapp_analyzer.hub.http.schemas import ForwardBackwardView
+from megatronapp_analyzer.hub.http.timeline.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import StepDigest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import transfers_of
 from megatronapp_analyzer.hub.ingest.role_passes import RolePasses, role_passes, shipments
@@ -225,7 +226,7 @@ def test_timeline_and_trace_have_the_roles_of_ranks(hub: Hub) -> None:
     state, step = hub.ingest.newest, hub.ingest.store.find(3, None)
     assert state is not None
     assert step is not None
-    assert views.timeline(step, state.layout).roles == ["backward", "forward"]
+    assert timeline(step, state.layout).roles == ["backward", "forward"]
     assert [rank.role for rank in views.job_view(hub).ranks] == ["backward", "forward"]
     events = chrome_trace(tracks_of(source_of(hub.ingest, "demo", [step])))["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -17,7 +17,7 @@ from megatronapp_analyzer.graph.build import Seconds, StepGraph, build
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
 from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view
-from megatronapp_analyzer.hub.http.views import timeline
+from megatronapp_analyzer.hub.http.timeline.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
@@ -221,6 +221,7 @@ def test_views_show_cells_links_and_spans_of_the_timeline(
     assert {columns.rank[span] for span in blame.culprit_spans} == {2}
     assert {columns.kind_names[columns.kind[span]] for span in blame.culprit_spans} == {"forward", "backward"}
     assert set(blame.culprit_spans) <= set(blame.path)
+    assert blame.path_ranks == [columns.rank[span] for span in blame.path]
 
     monkeypatch.setattr("megatronapp_analyzer.hub.http.megascan.views.SHOWN_SPANS", 3)
     few = blame_view(steps[-1], steps[:-1], layout, peers, graphs)

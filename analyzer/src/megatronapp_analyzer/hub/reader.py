@@ -19,6 +19,7 @@ from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.training_orders import TrainingOrders
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.hub.timeline.columns import ColumnsCache
 from megatronapp_analyzer.scope.service import ScopeService
 
 
@@ -72,6 +73,9 @@ class HubReader(Protocol):
 
     @property
     def graphs(self) -> StepGraphs: ...
+
+    @property
+    def timelines(self) -> ColumnsCache: ...
 
     @property
     def answers(self) -> AnswerCache: ...

@@ -34,6 +34,7 @@ from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.training_orders import StoredOrder, TrainingOrders, described
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.hub.state.windows import SuspectWindows, WindowStore
+from megatronapp_analyzer.hub.timeline.columns import ColumnsCache
 from megatronapp_analyzer.model import Verdict
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.settings import ScopeSettings
@@ -81,6 +82,7 @@ class Hub:
         self.passes = PassesCache()
         self.roles = RolesCache()
         self.graphs = StepGraphs()
+        self.timelines = ColumnsCache()
         self.answers = AnswerCache()
         self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}

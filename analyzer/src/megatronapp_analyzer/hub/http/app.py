@@ -20,6 +20,7 @@ from megatronapp_analyzer.hub.http import (
 )
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.http.megascan import routes as routes_megascan
+from megatronapp_analyzer.hub.http.timeline import routes as routes_timeline
 from megatronapp_analyzer.hub.http.training import capture_routes, probe_routes, window_routes
 from megatronapp_analyzer.hub.http.training import routes as routes_training
 from megatronapp_analyzer.hub.metrics import build_registry
@@ -50,6 +51,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_health,
         routes_login,
         routes_read,
+        routes_timeline,
         routes_megascan,
         routes_faults,
         window_routes,

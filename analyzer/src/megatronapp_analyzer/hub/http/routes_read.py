@@ -72,23 +72,6 @@ async def heatmap(
     return views.heatmap(hub, metric, first, to)
 
 
-@router.get("/timeline", operation_id="getTimeline", responses=NOT_FOUND)
-async def timeline(
-    hub: HubOf, step: Annotated[int | None, Query(ge=0)] = None, attempt: AttemptOf = None
-) -> schemas.Timeline:
-    """All spans of one step over all ranks; of the newest finished step if none is given."""
-    found = hub.ingest.store.find(step, attempt)
-    if found is None:
-        raise HttpError(
-            404,
-            "step-not-held",
-            f"step {step} is not held in full",
-            "Only the newest steps are; older ones are kept as sums for the heat map.",
-        )
-    state = hub.ingest.attempts.get(found.view.attempt)
-    return await asyncio.to_thread(views.timeline, found, None if state is None else state.layout)
-
-
 @router.get("/pipeline", operation_id="getPipeline")
 async def pipeline(hub: HubOf, first: From = None, to: To = None) -> schemas.PipelineView:
     """Plans of MegaDPP, and length, idle share, early passes and transfers of the newest whole steps."""

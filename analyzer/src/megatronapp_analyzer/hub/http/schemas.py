@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatronapp_analyzer.hub.http.timeline.schemas import RoleName
 from megatronapp_analyzer.hub.http.training.capture_schemas import CapturesSummary
 from megatronapp_analyzer.hub.http.training.schemas import TrainingView
 from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_common.web.models import ApiModel
 
-RoleName = Literal["all", "forward", "backward"]
 RankStateName = Literal["training", "silent", "hung", "ended"]
 HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]
 SeriesName = Literal[
@@ -231,33 +231,6 @@ class Heatmap(ApiModel):
     steps: list[int]
     ranks: list[int]
     values: Annotated[list[list[float | None]], Field(description="values[rank][step]")]
-
-
-class Timeline(ApiModel):
-    """All spans of one step as columns of equal length, sorted by rank and start."""
-
-    attempt: int
-    step: int
-    origin_ns: Annotated[int, Field(description="Real time that start_ns counts from, nanoseconds since 1970.")]
-    complete: bool
-    ranks: Annotated[list[int], Field(description="Ranks that have spans here.")]
-    roles: Annotated[
-        list[RoleName], Field(description="Role of every rank of the job, by rank; empty without MegaFBD.")
-    ] = Field(default_factory=list)
-    kind_names: Annotated[dict[int, str], Field(description="Names of the numbers in kind.")]
-    rank: list[int]
-    kind: list[int]
-    chunk: list[int]
-    microbatch: Annotated[list[int | None], Field(description="null where the span belongs to none.")]
-    start_ns: Annotated[list[int], Field(description="Nanoseconds after origin_ns.")]
-    duration_ns: list[int]
-    flags: list[int]
-    run_queue_ns: Annotated[list[int | None], Field(description="Wait for a processor; null where unknown.")]
-    bytes: Annotated[list[int | None], Field(description="Size of a transfer; null where there is none.")]
-    peer: Annotated[list[int | None], Field(description="Other end of a transfer; null where there is none.")]
-    flows: Annotated[
-        list[tuple[int, int]], Field(description="Pairs [index of the send, index of the matched receive].")
-    ]
 
 
 class PlanPeriod(ApiModel):

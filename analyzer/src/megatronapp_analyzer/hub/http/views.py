@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,14 @@ from pydantic import ValidationError
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.training.capture_views import captures_summary
 from megatronapp_analyzer.hub.http.training.views import captured_every, training_view
-from megatronapp_analyzer.hub.ingest.digest import METRICS, durations_ns
-from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
+from megatronapp_analyzer.hub.ingest.digest import METRICS
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
-from megatronapp_analyzer.hub.ingest.store import StoredStep, in_range
+from megatronapp_analyzer.hub.ingest.store import in_range
 from megatronapp_analyzer.hub.neighbours import NeighbourJob
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import RankState, RankStatus, kind_name
-from megatronapp_analyzer.model import Cause, JobLayout, RankRecords
-from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Flag
+from megatronapp_analyzer.model import Cause
+from megatronapp_common.trace import NO_MICROBATCH
 
 HEATMAP_STEPS = 2000
 """Columns of a heat map at most: the newest of the range; a page has no more pixels."""
@@ -227,55 +226,3 @@ def heatmap(hub: HubReader, metric: schemas.HeatmapMetric, first: int | None, la
 
 def _nullable(values: NDArray[np.float64], *, decimals: int) -> list[JsonNumber]:
     return [None if math.isnan(value) else value for value in np.round(values, decimals).tolist()]
-
-
-def _where(chosen: NDArray[np.bool_], values: NDArray[Any]) -> list[int | None]:
-    """Return values where `chosen`, null elsewhere."""
-    return [int(value) if keep else None for keep, value in zip(chosen.tolist(), values.tolist(), strict=True)]
-
-
-def real_starts_ns(step: StoredStep) -> NDArray[np.int64]:
-    """Return the start of every span in real time."""
-    records = step.view.records
-    starts: NDArray[np.int64] = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
-    return starts
-
-
-def _flag(records: RankRecords, flag: Flag) -> NDArray[np.bool_]:
-    chosen: NDArray[np.bool_] = (records["flags"] & flag) != 0
-    return chosen
-
-
-def timeline(step: StoredStep, layout: JobLayout | None = None) -> schemas.Timeline:
-    """Return the spans of one step as columns; `layout`: of its attempt, for the roles of its ranks."""
-    records = step.view.records
-    starts = real_starts_ns(step)
-    origin = int(starts.min())
-    aux = records["aux"].astype(np.int64)
-    kinds = records["kind"]
-    other = peers(step.view)
-    return schemas.Timeline(
-        attempt=step.view.attempt,
-        step=step.view.step,
-        origin_ns=origin,
-        complete=step.digest.complete,
-        ranks=_ints(np.unique(records["rank"])),
-        roles=[] if layout is None else [role.value for role in layout.roles],
-        kind_names={int(kind): kind_name(int(kind)) for kind in np.unique(kinds)},
-        rank=_ints(records["rank"]),
-        kind=_ints(kinds),
-        chunk=_ints(records["chunk"]),
-        microbatch=_where(records["microbatch"] != NO_MICROBATCH, records["microbatch"]),
-        start_ns=_ints(starts - origin),
-        duration_ns=_ints(durations_ns(records)),
-        flags=_ints(records["flags"]),
-        run_queue_ns=_where(_flag(records, Flag.AUX_RUN_QUEUE), aux * DURATION_UNIT_NS),
-        bytes=_where(_flag(records, Flag.AUX_BYTES), aux * BYTES_UNIT),
-        peer=_where(other >= 0, other),
-        flows=[(int(send), int(receive)) for send, receive in match_transfers(step.view)],
-    )
-
-
-def _ints(values: NDArray[Any]) -> list[int]:
-    numbers: Sequence[int] = values.tolist()
-    return list(numbers)

@@ -87,6 +87,7 @@ class BlameView(ApiModel):
     path: Annotated[
         list[int], Field(description="Spans that the length of the step depends on, in order: the 2,000 longest.")
     ]
+    path_ranks: Annotated[list[int], Field(description="Rank of each span of the path.")]
     culprit_spans: Annotated[
         list[int], Field(description="Those of the path in which the culprit was slow: the 2,000 longest.")
     ]

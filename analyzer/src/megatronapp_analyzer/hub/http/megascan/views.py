@@ -147,6 +147,7 @@ def blame_view(
     blame = find_blame(found[-1].graph, ideal, cells.of_rank)
     records = aligned(step).records
     rows = stream_rows(records)
+    path = _longest(rows[blame.path], records)
     return schemas.BlameView(
         attempt=step.view.attempt,
         step=step.view.step,
@@ -167,7 +168,8 @@ def blame_view(
             )
             for victim in blame.victims[:SHOWN_VICTIMS]
         ],
-        path=_longest(rows[blame.path], records),
+        path=path,
+        path_ranks=records["rank"][path].tolist(),
         culprit_spans=_longest(rows[blame.culprit_spans], records),
         victim_spans=_longest(rows[blame.victim_spans], records),
     )

@@ -1,0 +1,1 @@
+"""The timeline of one step, whole or in parts."""
