@@ -62,7 +62,7 @@ function retryAfter(response: Response): number | null {
   return text !== null && /^\d{1,5}$/.test(text.trim()) ? Number(text) : null;
 }
 
-type Query = Record<string, string | number | undefined>;
+export type Query = Record<string, string | number | readonly number[] | undefined>;
 type Fetch = typeof globalThis.fetch;
 
 export interface StepRange {
@@ -78,7 +78,7 @@ export const rootOf = (job: string): string => `${ROOT}jobs/${job}/`;
 
 function withQuery(path: string, query: Query): string {
   const given = Object.entries(query).flatMap(([key, value]) =>
-    value === undefined ? [] : [[key, String(value)]],
+    value === undefined ? [] : [value].flat().map((each) => [key, String(each)]),
   );
   return given.length === 0 ? path : `${path}?${new URLSearchParams(given).toString()}`;
 }
@@ -123,8 +123,9 @@ export class ApiClient {
   heatmap = (metric: Metric, range: StepRange, signal?: AbortSignal): Promise<Heatmap> =>
     this.get("heatmap", { metric, ...range }, signal);
 
-  timeline = (step: number, signal?: AbortSignal): Promise<Timeline> =>
-    this.get("timeline", { step }, signal);
+  /** All spans of a step, or with `bounds` (`pixels`, ...) those that a picture shows. */
+  timeline = (step: number, signal?: AbortSignal, bounds: Query = {}): Promise<Timeline> =>
+    this.get("timeline", { step, ...bounds }, signal);
 
   forwardBackward = (signal?: AbortSignal): Promise<ForwardBackwardView> =>
     this.get("forward-backward", {}, signal);

@@ -36,6 +36,7 @@ export type OrderRequest = Schemas["OrderRequest"];
 export type OrderView = Schemas["OrderView"];
 export type TrainingView = Schemas["TrainingView"];
 export type Timeline = Schemas["Timeline"];
+export type TimelineWindow = Schemas["TimelineWindow"];
 export type TracerHealth = Schemas["TracerHealth"];
 export type Verdict = Schemas["VerdictView"];
 

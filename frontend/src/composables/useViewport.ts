@@ -65,11 +65,15 @@ export function useViewport(limits: () => Limits): ViewportApi {
   };
 }
 
-/** Ctrl zooms, and so does the wheel alone once the canvas has focus; shift or a sideways wheel pans; else the page scrolls. */
-export function onWheel(viewport: ViewportApi, event: WheelEvent, frame: Frame): void {
+/**
+ * Ctrl zooms, and so does the wheel alone once the canvas has focus, but where `scrolls`; shift or a sideways wheel pans;
+ * else the page scrolls, or what is around the canvas.
+ */
+export function onWheel(viewport: ViewportApi, event: WheelEvent, frame: Frame, scrolls = false): void {
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
   const upright = event.shiftKey ? 0 : event.deltaY;
-  const zooms = event.ctrlKey || event.metaKey || document.activeElement === event.currentTarget;
+  const zooms =
+    event.ctrlKey || event.metaKey || (!scrolls && document.activeElement === event.currentTarget);
   if (Math.abs(sideways) > Math.abs(upright)) viewport.panBy(sideways / (frame.right - frame.left));
   else if (zooms)
     viewport.zoomBy(Math.exp(upright * WHEEL_ZOOM), viewport.scale(frame).toValue(event.offsetX));

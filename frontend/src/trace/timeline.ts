@@ -1,5 +1,5 @@
 /** One step of all ranks, laid out as lanes: what to draw where, which span is under the pointer, which follows. Pure. */
-import type { Timeline } from "../api/types";
+import type { Timeline, TimelineWindow } from "../api/types";
 import { crossingOf, Flag, isEarly, Kind, roleNamed, type Crossing, type Role } from "./kinds";
 
 /** Where in a lane a span is drawn. */
@@ -44,7 +44,27 @@ export interface TimelineModel {
   readonly fromNs: number;
   readonly toNs: number;
   readonly flowsOf: ReadonlyMap<number, readonly (readonly [number, number])[]>;
+  /** The part of the step that is here; null: all of it. */
+  readonly window: TimelineWindow | null;
 }
+
+/** Place of a span in the whole step, by its place in this part: what addresses and the blame of a step refer to. */
+export const placeOf = ({ window }: TimelineModel, index: number): number => window?.place[index] ?? index;
+
+/** Where a span of the whole step is in this part; null where it is not. */
+export function indexOf({ source, window }: TimelineModel, place: number): number | null {
+  if (!window) return place < source.rank.length ? place : null;
+  let [low, high] = [0, window.place.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((window.place[middle] ?? 0) < place) low = middle + 1;
+    else high = middle;
+  }
+  return window.place[low] === place ? low : null;
+}
+
+/** Spans that were merged into one because each is shorter than a pixel; 1 for a span that is alone. */
+export const mergedInto = ({ window }: TimelineModel, index: number): number => window?.merged[index] ?? 1;
 
 /** Role of a rank with MegaFBD; null without it. */
 export function roleOf(source: Timeline, rank: number | null): Role | null {
@@ -85,9 +105,12 @@ export function trackOf(kind: number): Track {
 
 const drawable = (kind: number): boolean => kind !== Kind.METRIC && kind !== Kind.COUNTER;
 
-/** Lanes of `source`, one per rank, forward ranks first, and the range of time that its spans cover. */
+const NONE: readonly number[] = [];
+
+/** Lanes of `source`, one per rank of the step, forward ranks first, and the range of time that its spans cover. */
 export function buildTimeline(source: Timeline): TimelineModel {
   const byRank = new Map<number, number[]>(source.ranks.map((rank) => [rank, []]));
+  const window = source.window ?? null;
   let [fromNs, toNs] = [Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY];
   source.rank.forEach((rank, index) => {
     const start = source.startNs[index] ?? 0;
@@ -99,18 +122,23 @@ export function buildTimeline(source: Timeline): TimelineModel {
     else byRank.set(rank, [index]);
   });
   const group = (rank: number): number => (roleOf(source, rank) === "backward" ? 1 : 0);
-  const ranks = [...byRank.keys()].sort((left, right) => group(left) - group(right) || left - right);
+  const ranks =
+    window?.rankRuns.flatMap(([first, count]) => Array.from({ length: count }, (_, at) => first + at)) ??
+    [...byRank.keys()].sort((left, right) => group(left) - group(right) || left - right);
+  if (window) [fromNs, toNs] = [window.stepFromNs, window.stepToNs];
   return {
     source,
-    lanes: ranks.map((rank) => laneOf(source, rank, byRank.get(rank) ?? [])),
+    lanes: ranks.map((rank) => laneOf(source, rank, byRank.get(rank) ?? NONE)),
     laneOf: new Map(ranks.map((rank, lane) => [rank, lane])),
     fromNs: Number.isFinite(fromNs) ? fromNs : 0,
     toNs: Number.isFinite(toNs) ? toNs : 1,
     flowsOf: flowIndex(source),
+    window,
   };
 }
 
 function laneOf(source: Timeline, rank: number, indices: readonly number[]): Lane {
+  if (indices.length === 0) return { rank, role: roleOf(source, rank), all: NONE, main: NONE };
   const start = (index: number): number => source.startNs[index] ?? 0;
   const size = (index: number): number => source.durationNs[index] ?? 0;
   const all = [...indices].sort((left, right) => start(left) - start(right) || size(right) - size(left));

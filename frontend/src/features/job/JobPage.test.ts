@@ -1,5 +1,5 @@
 import { flushPromises, mount, type VueWrapper } from "@vue/test-utils";
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { afterAll, afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { defineComponent, h } from "vue";
 import { ApiClient } from "../../api/client";
 import { provideJob } from "../../composables/useJob";
@@ -60,6 +60,8 @@ function pageOf(
 
 beforeEach(() => vi.stubGlobal("WebSocket", SilentSocket));
 afterEach(() => vi.unstubAllGlobals());
+/** Panels that load later may still be on their way. */
+afterAll(() => vi.dynamicImportSettled());
 
 describe("the page of a job whose ranks have roles", () => {
   const place = { worker: 0, node: "node-a", localRank: 0, tp: 0, cp: 0, ep: 0, dp: 0, device: "cpu" };

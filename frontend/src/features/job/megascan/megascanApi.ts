@@ -2,6 +2,7 @@
 import { asApiError, type ApiClient } from "../../../api/client";
 import type { Schemas, Timeline } from "../../../api/types";
 import { buildTimeline, type TimelineModel } from "../../../trace/timeline";
+import { WHOLE_UP_TO } from "../timeline/spanWindows";
 
 export type Slowdowns = Schemas["SlowdownsView"];
 export type SlowCell = Schemas["SlowCell"];
@@ -55,6 +56,8 @@ export interface BlamedStep {
 
 /** Lanes of a blamed step at most: those of its path and its victims. */
 export const MOST_LANES = 24;
+/** Width for which a large step is fetched before that of the picture is known. */
+const FIRST_PIXELS = 2048;
 
 /** The blame of a step (null: the newest), with its spans on the ranks that it is about. */
 export async function fetchBlame(
@@ -63,24 +66,26 @@ export async function fetchBlame(
   signal: AbortSignal,
 ): Promise<BlamedStep> {
   const blame = await get<Blame>(client, "blame", { step }, signal);
-  const timeline = await get<Timeline>(
-    client,
-    "timeline",
-    { step: blame.step, attempt: blame.attempt },
-    signal,
-  );
+  const timeline = await client.timeline(blame.step, signal, {
+    attempt: blame.attempt,
+    pixels: FIRST_PIXELS,
+    rank: ranksOf(blame),
+    wholeUpTo: WHOLE_UP_TO,
+  });
   return { blame, model: modelOf(blame, timeline) };
 }
 
-/** The timeline with the lanes of the culprit, of the ranks on the path, and of the nearest victims. */
+/** Ranks that the picture of a blame has lanes for: the culprit, those on the path, and the nearest victims. */
+export function ranksOf({ blamed, pathRanks, victims }: Blame): number[] {
+  const about = new Set([...(blamed[0]?.ranks ?? []), ...pathRanks, ...victims.map(({ rank }) => rank)]);
+  return [...about].slice(0, MOST_LANES);
+}
+
+/** The timeline with the lanes of these ranks alone. */
 export function modelOf(blame: Blame, timeline: Timeline): TimelineModel {
   const model = buildTimeline(timeline);
-  const about = new Set([
-    ...(blame.blamed[0]?.ranks ?? []),
-    ...blame.path.map((span) => timeline.rank[span] ?? -1),
-    ...blame.victims.map(({ rank }) => rank),
-  ]);
-  const shown = new Set([...about].slice(0, MOST_LANES));
+  const shown = new Set(ranksOf(blame));
   const lanes = model.lanes.filter(({ rank }) => shown.has(rank));
-  return { ...model, lanes, laneOf: new Map(lanes.map(({ rank }, lane) => [rank, lane])) };
+  const window = model.window && { ...model.window, firstTrack: 0, tracks: lanes.length };
+  return { ...model, window, lanes, laneOf: new Map(lanes.map(({ rank }, lane) => [rank, lane])) };
 }

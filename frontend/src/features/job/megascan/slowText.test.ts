@@ -129,6 +129,7 @@ const blame = (change: Partial<Blame> = {}): Blame => ({
   ],
   victims: [{ rank: 1, waitedFor: 0, seconds: 0.15, distance: 1 }],
   path: [0],
+  pathRanks: [0],
   culpritSpans: [0],
   victimSpans: [],
   ...change,

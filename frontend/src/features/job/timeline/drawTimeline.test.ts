@@ -13,7 +13,7 @@ interface Drawn {
 }
 
 /** Texts and colours of a step in which rank 0 runs backward passes and all others forward ones. */
-function drawn(ranks: number): Drawn {
+function drawn(ranks: number, scroll = 0): Drawn {
   const rows: Row[] = Array.from({ length: ranks }, (_, rank) => [rank, Kind.SEND_POST, null, 0, 100]);
   const source = {
     ...timelineOf(rows),
@@ -43,6 +43,7 @@ function drawn(ranks: number): Drawn {
     selectedRank: null,
     selectedSpan: null,
     hoveredSpan: null,
+    scroll,
   });
   return result;
 }
@@ -54,6 +55,14 @@ describe("the picture of a step of forward and backward ranks", () => {
     const low = names(drawn(32));
     expect(low[0]).toBe("▲ F rank 1");
     expect(low.at(-1)).toBe("B rank 0");
+  });
+
+  it("draws only the lanes in view", () => {
+    const { texts, fills } = drawn(10_000, 6 * 5000);
+    const ranks = texts.filter((text) => text.includes("rank")).map((text) => Number(/\d+$/.exec(text)?.[0]));
+    expect(Math.min(...ranks)).toBeGreaterThan(5000 - 1);
+    expect(Math.max(...ranks)).toBeLessThan(5000 + 600 / 6 + 1);
+    expect(fills.length).toBeLessThan(600);
   });
 
   it("has a line between the roles, and a colour for shipments", () => {

@@ -8,9 +8,8 @@ import { secondsTick } from "../../../store/format";
 import { GROUPS, spanStyle } from "../../../trace/kinds";
 import { spanAt, trackOf, type Lane, type SpanView, type TimelineModel } from "../../../trace/timeline";
 import { frameOf, labelStride } from "../trackLayout";
+import { AXIS_TOP, laneHeight, lanesIn, spanBox } from "./lanes";
 
-export const AXIS_TOP = 24;
-const LANES_HEIGHT = 560;
 const ARROW_LIMIT = 200;
 /** Height of a lane whose label has its role in a line of its own. */
 const TWO_LINES = 28;
@@ -27,46 +26,25 @@ export interface TimelinePicture {
   readonly selectedRank: number | null;
   readonly selectedSpan: number | null;
   readonly hoveredSpan: number | null;
-}
-
-export const laneHeight = (lanes: number): number =>
-  Math.min(42, Math.max(6, Math.floor(LANES_HEIGHT / Math.max(lanes, 1))));
-
-export const timelineHeight = (lanes: number): number => AXIS_TOP + laneHeight(lanes) * lanes + 4;
-
-/** The lane under a pixel, which may lie outside of all. */
-export const laneAt = (y: number, lanes: number): number => Math.floor((y - AXIS_TOP) / laneHeight(lanes));
-
-/** Box of a span in its lane: main spans fill it, steps, layers and faults are strips at its edges. */
-export function spanBox(span: SpanView, lane: number, lanes: number, scale: Scale): Box {
-  const size = laneHeight(lanes);
-  const top = AXIS_TOP + lane * size;
-  const x = scale.toPixel(span.startNs);
-  const width = Math.max(scale.toPixel(span.endNs) - x, 1);
-  const inset = size >= 16 ? 4 : 1;
-  switch (trackOf(span.kind)) {
-    case "frame":
-      return { x, y: top + 1, width, height: Math.min(2, inset) };
-    case "fault":
-      return { x, y: top + size - inset - 1, width, height: inset };
-    case "copy":
-      return { x, y: top + size - Math.max(inset / 2, 1), width, height: Math.max(inset / 2, 1) };
-    case "layer":
-      return { x, y: top + size - inset - size * 0.25, width, height: size * 0.2 };
-    default:
-      return { x, y: top + inset, width, height: size - 2 * inset };
-  }
+  /** Pixels of lanes that are scrolled past the top. */
+  readonly scroll: number;
 }
 
 export function drawTimeline(surface: Surface, picture: TimelinePicture): void {
   const { model, palette } = picture;
   const frame = frameOf(surface.width);
+  const shown = lanesIn(model.lanes.length, picture.scroll, surface.height);
+  const eachLane = (draw: (lane: Lane, index: number) => void): void =>
+    model.lanes.slice(shown.first, shown.end).forEach((lane, at) => draw(lane, shown.first + at));
   drawTimeAxis(surface, picture);
-  model.lanes.forEach((lane, index) => drawLaneBack(surface, picture, lane, index));
+  surface.clipped({ x: 0, y: AXIS_TOP, width: surface.width, height: surface.height }, () =>
+    eachLane((lane, index) => drawLaneBack(surface, picture, lane, index)),
+  );
   surface.clipped(
     { x: frame.left, y: AXIS_TOP, width: frame.right - frame.left, height: surface.height },
     () => {
-      model.lanes.forEach((_, index) => drawSpans(surface, picture, index));
+      drawMissing(surface, picture, shown);
+      eachLane((_, index) => drawSpans(surface, picture, index));
       drawFlows(surface, picture);
       for (const [index, colour] of [
         [picture.hoveredSpan, palette.muted],
@@ -80,7 +58,37 @@ export function drawTimeline(surface: Surface, picture: TimelinePicture): void {
 }
 
 const boxOf = (picture: TimelinePicture, span: SpanView): Box =>
-  spanBox(span, picture.model.laneOf.get(span.rank) ?? 0, picture.model.lanes.length, picture.scale);
+  spanBox(
+    span,
+    picture.model.laneOf.get(span.rank) ?? 0,
+    picture.model.lanes.length,
+    picture.scale,
+    picture.scroll,
+  );
+
+/** Hatches what is in view and not loaded yet. */
+function drawMissing(
+  surface: Surface,
+  { model: { window, lanes }, view, scale, scroll, palette }: TimelinePicture,
+  shown: { readonly first: number; readonly end: number },
+): void {
+  if (!window) return;
+  const size = laneHeight(lanes.length);
+  const hatch = (fromNs: number, toNs: number, first: number, end: number): void => {
+    const x = scale.toPixel(fromNs);
+    const box = { x, y: AXIS_TOP + first * size - scroll, width: scale.toPixel(toNs) - x };
+    if (box.width > 1 && end > first)
+      surface.hatch({ ...box, height: (end - first) * size }, palette.missing);
+  };
+  const [first, end] = [
+    Math.max(shown.first, window.firstTrack),
+    Math.min(shown.end, window.firstTrack + window.tracks),
+  ];
+  hatch(view.from, view.to, shown.first, Math.min(first, shown.end));
+  hatch(view.from, view.to, Math.max(end, shown.first), shown.end);
+  hatch(view.from, Math.min(window.fromNs, view.to), first, end);
+  hatch(Math.max(window.toNs, view.from), view.to, first, end);
+}
 
 const grown = ({ x, y, width, height }: Box): Box => ({
   x: x - 1.5,
@@ -105,7 +113,7 @@ function drawTimeAxis(surface: Surface, { view, scale, palette, model }: Timelin
 function drawLaneBack(surface: Surface, picture: TimelinePicture, { rank, role }: Lane, lane: number): void {
   const { palette, suspects, selectedRank, model } = picture;
   const size = laneHeight(model.lanes.length);
-  const y = AXIS_TOP + lane * size;
+  const y = AXIS_TOP + lane * size - picture.scroll;
   const [suspect, selected] = [suspects.has(rank), rank === selectedRank];
   surface.rect({ x: 0, y: y + size - 0.5, width: surface.width, height: 1 }, palette.grid);
   const above = model.lanes[lane - 1];
@@ -141,7 +149,7 @@ function drawSpans(surface: Surface, picture: TimelinePicture, lane: number): vo
   for (const index of model.lanes[lane]?.all ?? []) {
     const span = spanAt(model.source, index);
     if (!span || span.endNs < view.from || span.startNs > view.to) continue;
-    const box = spanBox(span, lane, model.lanes.length, picture.scale);
+    const box = spanBox(span, lane, model.lanes.length, picture.scale, picture.scroll);
     if (box.width <= 1) {
       const pixel = Math.floor(box.x);
       if (taken.get(span.kind) === pixel) continue;

@@ -1,6 +1,6 @@
 /** The timeline of the selected step, or of the newest one while nothing is selected; newest answers are cached. */
 import { onBeforeUnmount, shallowRef, watch, type ShallowRef } from "vue";
-import { asApiError, isAbort, type ApiClient, type ApiError } from "../../../api/client";
+import { asApiError, isAbort, type ApiClient, type ApiError, type Query } from "../../../api/client";
 import { buildTimeline, type TimelineModel } from "../../../trace/timeline";
 
 /** While following the newest step, a timeline is fetched at most this often. */
@@ -22,7 +22,12 @@ export interface TimelineTarget {
   readonly follows: boolean;
 }
 
-export function useTimeline(client: ApiClient, target: () => TimelineTarget): ShallowRef<TimelineState> {
+/** `bounds`: which part of a large step is fetched first. */
+export function useTimeline(
+  client: ApiClient,
+  target: () => TimelineTarget,
+  bounds: () => Query,
+): ShallowRef<TimelineState> {
   const state = shallowRef<TimelineState>({ kind: "empty" });
   const cached = new Map<string, TimelineModel>();
   let pending: AbortController | undefined;
@@ -34,7 +39,7 @@ export function useTimeline(client: ApiClient, target: () => TimelineTarget): Sh
     const { signal } = (pending = new AbortController());
     lastFetch = Date.now();
     try {
-      const source = await client.timeline(step, signal);
+      const source = await client.timeline(step, signal, bounds());
       const model = buildTimeline(source);
       if (source.complete) keep(`${source.attempt}:${step}`, model);
       state.value = { kind: "ready", step, model };
