@@ -98,9 +98,7 @@ class VerdictStore:
 
     def slowing(self) -> list[Verdict]:
         """Return verdicts that make each step longer; a hang does not, it ends them."""
-        return [
-            verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0
-        ]
+        return [verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0]
 
     def hung_ranks(self) -> list[int]:
         """Return the ranks that a confirmed verdict names as hung."""
