@@ -15,7 +15,7 @@ import pytest
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.cli import cluster
-from megatronapp_operator.cli.cluster import connection
+from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE, connection, official_client
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.cluster.logs import WorkerLog
 from megatronapp_operator.errors import OperatorError
@@ -104,3 +104,23 @@ def test_a_log_that_ends_before_its_length_broke_off(tmp_path: pathlib.Path, mis
         assert [next(lines), next(lines)] == ["one", "two"]
         with broken if missing else contextlib.nullcontext():
             assert list(lines) == []
+
+
+@pytest.mark.parametrize(("stored", "namespace"), [("research\n", "research"), (None, "default")])
+def test_a_pod_uses_its_service_account_in_its_namespace(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, stored: str | None, namespace: str
+) -> None:
+    from kubernetes.config import incluster_config
+
+    for name, file in (("SERVICE_TOKEN_FILENAME", "token"), ("SERVICE_CERT_FILENAME", "ca.crt")):
+        (tmp_path / file).write_text(file)
+        monkeypatch.setattr(incluster_config, name, str(tmp_path / file))
+    if stored is not None:
+        (tmp_path / "namespace").write_text(stored)
+    monkeypatch.setattr(official_client, "POD_NAMESPACE", tmp_path / "namespace")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.delenv(CONTEXT_VARIABLE, raising=False)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    with contextlib.closing(official_client.OfficialClient(None, None)) as client:
+        assert (client.namespace, client.settings.host) == (namespace, "https://10.0.0.1:443")

@@ -29,6 +29,8 @@ USER_AGENT = "megatronapp"
 THREAD_END_S = 5.0
 """How much longer than a request its thread may wait for a server that sends nothing."""
 DEFAULT_KUBECONFIG = "~/.kube/config"
+POD_NAMESPACE = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""File in a pod with its namespace, next to the token of its service account."""
 HOW_TO_NAME_ONE = "name one by --kubeconfig FILE and --context NAME"
 NOT_INSTALLED = (
     "the Python package `kubernetes` is not installed, which the commands for a cluster need; "
@@ -162,7 +164,7 @@ def _load(settings: Any, kubeconfig: str | None, context: str | None) -> str:  #
     with _unusable_credentials_raise():
         if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=settings)
-            return "default"
+            return POD_NAMESPACE.read_text(encoding="utf-8").strip() if POD_NAMESPACE.exists() else "default"
         _require_file(places)
         config.load_kube_config(config_file=places, context=context, client_configuration=settings)
         contexts, active = config.list_kube_config_contexts(config_file=places)
