@@ -215,7 +215,7 @@ class Latencies:
         """Sample the hub until cancelled."""
         while True:
             await asyncio.sleep(1.0)
-            tracer = (await client.get("/api/v1/summary")).json()["tracer"]
+            tracer = (await client.get("/api/v1/tracer")).json()
             if tracer["lagSeconds"] is not None:
                 self.lag_s.append(tracer["lagSeconds"])
             self.read(process)

@@ -63,7 +63,7 @@ void sum(const py::object& rows, const py::object& columns_of_kind, std::uint8_t
          const py::object& sums) {
     const Bytes source(rows, PyBUF_SIMPLE);
     const Bytes of_kind(columns_of_kind, PyBUF_SIMPLE);
-    py::array_t<double, py::array::c_style> out = py::cast<py::array_t<double, py::array::c_style>>(sums);
+    auto out = py::cast<py::array_t<double, py::array::c_style>>(sums);
     SumColumns columns{{}, busy, run_queue_flag};
     if (of_kind.span().size() != columns.of_kind.size() || out.ndim() != 2 || out.ptr() != sums.ptr()) {
         throw std::invalid_argument("sum_spans: columns of 256 kinds and a table [column][rank] of float64 are needed");

@@ -217,6 +217,38 @@ async def test_what_the_stored_steps_no_longer_show_is_cleared_after_a_loss(step
 
 
 @pytest.mark.asyncio
+async def test_of_a_new_job_nothing_is_unknown_before_the_first_start(steps: list[StoredStep]) -> None:
+    started, ready = threading.Event(), threading.Event()
+
+    class Slow(LocalJudge):
+        def wait_until_ready(self) -> None:
+            started.set()
+            ready.wait()
+
+    async def caught_up_while_starting(verdicts: VerdictStore, waiting: list[StoredStep]) -> bool:
+        started.clear()
+        ready.clear()
+        queue = DetectorTask(Slow(Detector), verdicts, liveness=lambda: None)
+        queue.add(LAYOUT, waiting)
+        task = asyncio.create_task(queue.run(0.05))
+        await asyncio.to_thread(started.wait)
+        found = queue.caught_up
+        ready.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    assert await caught_up_while_starting(VerdictStore(None), [])
+    assert not await caught_up_while_starting(VerdictStore(None), steps[:1])
+    named = VerdictStore(None)
+    judge = LocalJudge(Detector)
+    named.update([verdict for step in steps for verdict in judge.judge(LAYOUT, step).verdicts])
+    assert await caught_up_while_starting(named, [])
+    named.suspend()
+    assert not await caught_up_while_starting(named, [])
+
+
+@pytest.mark.asyncio
 async def test_starts_that_fail_are_tried_again(steps: list[StoredStep]) -> None:
     async with running(StartedJudge(failing_starts=2)) as hub:
         hub.add(steps)
@@ -229,11 +261,12 @@ async def test_starts_that_fail_are_tried_again(steps: list[StoredStep]) -> None
 @pytest.mark.asyncio
 async def test_the_end_of_the_hub_does_not_wait_for_a_process_that_is_stopped(steps: list[StoredStep]) -> None:
     async with running(StartedJudge()) as hub:
-        await hub.until(lambda: hub.queue.caught_up)
+        hub.add(steps[:1])
+        await hub.until(lambda: hub.has_judged(steps[0]))
         pid = hub.judge.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        hub.add(steps)
+        hub.add(steps[1:])
         await hub.until(lambda: hub.queue._judged is not None)
     assert not is_running(pid)
 

@@ -123,6 +123,8 @@ class DetectorTask:
     async def run(self, tick_s: float) -> None:
         """Judge until cancelled; a detector that is lost is started again."""
         pause_s = self._first_pause_s
+        # Of a new job nothing is unknown while the detector starts.
+        self.caught_up = not self._waiting and not self._book.has_stale
         try:
             while True:
                 begun = time.monotonic()

@@ -84,6 +84,11 @@ class VerdictStore:
         """Return a verdict in the form of the contract; None if it is not known."""
         return self._verdicts.get(id_)
 
+    @property
+    def has_stale(self) -> bool:
+        """Return true if it is unknown of some verdict whether it holds."""
+        return any(verdict["stale"] for verdict in self._verdicts.values())
+
     def active(self) -> list[Verdict]:
         """Return verdicts that are not cleared."""
         return [verdict for verdict in self._live.values() if verdict.state in ACTIVE]
