@@ -34,7 +34,7 @@ class Anchor:
 def anchors_of(view: StepRecords, domain: Index) -> list[Anchor]:
     """Return the best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
     spans = rec.stream(view.records)
-    index = rec.CommIndex(view.comms)
+    index = rec.comm_index(view.comms)
     start = spans["start_ns"].astype(np.int64)
     end = start + spans["duration"].astype(np.int64) * DURATION_UNIT_NS
     found = _by_messages(spans, messages_of(spans, index), start, end, domain)

@@ -5,21 +5,19 @@ The clock of a device is another domain, (boot id, device): its records are corr
 
 import collections
 import dataclasses
+import heapq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.anchors import anchors_of
 from megatronapp_analyzer.align.device_clocks import DeviceClocks, check, has_device_clock
+from megatronapp_analyzer.align.line_fit import offsets_at
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
 
 WINDOW = 64
-FIT_POINTS = 8
-"""Number of anchors from which on a drift is fitted."""
-HUBER = 1.345
-ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +69,8 @@ class ClockAligner:
         """Learn from one step and return the model that is valid for it."""
         boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
         names = list(dict.fromkeys(boots))
-        domain = np.array([names.index(boot) for boot in boots], np.int64)
+        place = {name: number for number, name in enumerate(names)}
+        domain = np.array([place[boot] for boot in boots], np.int64)
         devices = check(view, domain)
         if len(names) == 1:
             zeros = np.zeros(self._world)
@@ -87,25 +86,29 @@ class ClockAligner:
 
     def _spread(self, names: list[str], time_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""
-        edges = [
-            (_estimate(points, time_s), names.index(a), names.index(b))
-            for (a, b), points in self._points.items()
-            if a in names and b in names
-        ]
+        place = {name: number for number, name in enumerate(names)}
+        pairs = [(a, b) for a, b in self._points if a in place and b in place]
+        estimates = offsets_at([self._points[pair] for pair in pairs], time_s)
+        ways: list[list[tuple[float, int, int, float]]] = [[] for _ in names]
+        for (first, second), (value, error) in zip(pairs, estimates, strict=True):
+            a, b = place[first], place[second]
+            ways[a].append((error, a, b, value))
+            ways[b].append((error, b, a, -value))
         offset, doubt = np.zeros(len(names)), np.full(len(names), np.inf)
         doubt[0] = 0.0
         reached = {0}
-        while True:
-            steps = [
-                (error, a, b, value) if a in reached else (error, b, a, -value)
-                for (value, error), a, b in edges
-                if (a in reached) != (b in reached)
-            ]
-            if not steps:
-                return offset, doubt
-            error, known, new, value = min(steps)
+        crossing = list(ways[0])
+        heapq.heapify(crossing)
+        while crossing:
+            error, known, new, value = heapq.heappop(crossing)
+            if new in reached:
+                continue
             offset[new], doubt[new] = offset[known] + value, doubt[known] + error
             reached.add(new)
+            for way in ways[new]:
+                if way[2] not in reached:
+                    heapq.heappush(crossing, way)
+        return offset, doubt
 
 
 def _time_s(view: StepRecords, domain: Index) -> float:
@@ -113,33 +116,3 @@ def _time_s(view: StepRecords, domain: Index) -> float:
     records = view.records
     own = records[(domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC)]
     return float((own if len(own) else records)["start_ns"].max()) * 1e-9
-
-
-def _estimate(points: collections.deque[tuple[float, float, float]], time_s: float) -> tuple[float, float]:
-    """Fit a line robust against bad anchors to the window; return offset at `time_s` and its uncertainty, in ns."""
-    table = np.array(points)
-    best = table[np.argmin(table[:, 2])]
-    base = table[:, 1] - best[1]
-    age = table[:, 0] - time_s
-    if len(table) < FIT_POINTS or np.ptp(age) < 1.0:
-        return float(best[1]), float(best[2])
-    weight = 1.0 / np.maximum(table[:, 2], 1e3)
-    line, residual = _huber_line(age, base, weight)
-    error = 1.4826 * float(np.median(np.abs(residual)))
-    return float(best[1] + line), float(min(best[2], 3 * error + 1e3))
-
-
-def _huber_line(
-    age: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """Return the value at age 0 of a weighted Huber fit, and the residuals (iteratively reweighted least squares)."""
-    design = np.stack([np.ones_like(age), age], axis=1)
-    current = weight
-    residual = values
-    for _ in range(ROUNDS):
-        root = np.sqrt(current)[:, None]
-        solution = np.linalg.lstsq(design * root, values * root[:, 0], rcond=None)[0]
-        residual = values - design @ solution
-        scale = 1.4826 * float(np.median(np.abs(residual))) + 1.0
-        current = weight * np.minimum(1.0, HUBER * scale / np.maximum(np.abs(residual), 1e-9))
-    return float(solution[0]), residual

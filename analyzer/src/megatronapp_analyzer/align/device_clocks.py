@@ -48,7 +48,7 @@ def check(view: StepRecords, domain: Index, index: rec.CommIndex | None = None) 
     uncertainty[np.unique(of_device["rank"])] = FITTED_NS
     spans = rec.stream(of_device)
     if len(spans):
-        index = index or rec.CommIndex(view.comms)
+        index = index or rec.comm_index(view.comms)
         start = spans["start_ns"].astype(np.int64)
         end = start + spans["duration"].astype(np.int64) * DURATION_UNIT_NS
         _by_collectives(spans, collectives_of(spans, index), (start, end), domain, (offset, uncertainty))

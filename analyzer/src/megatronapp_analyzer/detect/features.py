@@ -96,7 +96,7 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
         clean[_incomplete_spans(spans, layout)] = np.nan
     laid = _StepSpans(spans=spans, start=start, end=end, clean=clean, stops=worked)
-    messages = messages_of(spans, rec.CommIndex(view.comms))
+    messages = messages_of(spans, rec.comm_index(view.comms))
     forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
     calm = np.ones(len(spans), np.bool_)

@@ -83,7 +83,7 @@ def build(view: StepRecords, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_
     Raises GraphError where operations depend on each other in a circle.
     """
     spans = rec.stream(view.records)
-    index = rec.CommIndex(view.comms)
+    index = rec.comm_index(view.comms)
     messages, collectives = messages_of(spans, index), collectives_of(spans, index)
     origin = int(spans["start_ns"].min()) if len(spans) else 0
     start, end = rec.laid_out_s(spans, origin)

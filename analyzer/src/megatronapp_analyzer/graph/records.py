@@ -31,6 +31,8 @@ GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 """Collectives that are entries of a rank's stream, outside any compute span."""
 
 NS = 1e-9
+CommTables = Mapping[int, Mapping[int, Communicator]]
+"""Communicators of each rank by slot."""
 
 
 def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[np.bool_]:
@@ -116,7 +118,7 @@ def laid_out_s(spans: RankRecords, origin_ns: int) -> tuple[NDArray[np.float64],
 class CommIndex:
     """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere."""
 
-    def __init__(self, comms: Mapping[int, Mapping[int, Communicator]]) -> None:
+    def __init__(self, comms: CommTables) -> None:
         self.members: list[Communicator] = []
         number: dict[Communicator, int] = {}
         slots = 1 + max((slot for table in comms.values() for slot in table), default=0)
@@ -138,3 +140,25 @@ class CommIndex:
         out = np.full(len(records), -1, np.int64)
         out[known] = self._lookup[rank[known], slot[known]]
         return out
+
+
+class _NewestIndex:
+    """Index of the newest table of communicators: a job has one for all steps between two reports of its rings."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[CommTables, CommIndex] | None = None
+
+    def of(self, comms: CommTables) -> CommIndex:
+        """Return the index of a table, which must not change afterwards."""
+        newest = self._newest
+        if newest is None or newest[0] is not comms:
+            newest = self._newest = (comms, CommIndex(comms))
+        return newest[1]
+
+
+_NEWEST = _NewestIndex()
+
+
+def comm_index(comms: CommTables) -> CommIndex:
+    """Return the index of a table of communicators; a table that was given before is not read again."""
+    return _NEWEST.of(comms)

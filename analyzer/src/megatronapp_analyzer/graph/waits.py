@@ -53,7 +53,7 @@ def imposed_s(view: StepRecords) -> dict[tuple[int, str], float]:
 
     Waits inside compute spans (tensor parallelism) have no record and are not included.
     """
-    spans, index = rec.stream(view.records), rec.CommIndex(view.comms)
+    spans, index = rec.stream(view.records), rec.comm_index(view.comms)
     start, end = rec.laid_out_s(spans, view.start_ns)
     groups = collectives_of(spans, index)
     receives = _receives(messages_of(spans, index), start, end)

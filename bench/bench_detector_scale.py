@@ -1,0 +1,86 @@
+"""Seconds from a whole step to its judgement, for jobs of any size: what the process next to the hub does.
+
+    python bench/bench_detector_scale.py                      # 16,384 ranks of about 400 spans, 2,048 nodes, 4 GB
+    python bench/bench_detector_scale.py --data 8 --steps 12  # 1,024 ranks
+
+Steps are those of bench_ingest.py, every rank with noise in its passes from --seed, and one of them slow. Times are of
+the processor, of one thread. `judged` is all that the process does with a step: clocks, imposed waits and the detector.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import bench_hub
+import bench_ingest
+import numpy as np
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
+from megatronapp_analyzer.hub.judge.judging import StepJudging
+from megatronapp_analyzer.model import JobLayout, Verdict
+from megatronapp_common.trace import COMPUTE_KINDS
+
+WARM_STEPS = 3
+
+
+def steps_of(options: argparse.Namespace) -> Iterator[tuple[JobLayout, StoredStep]]:
+    """Yield steps of a job; from the middle on, the passes of the slow rank take --factor times as long."""
+    bench_hub.PIPELINE, bench_hub.MICROBATCHES = bench_ingest.PIPELINE, options.microbatches
+    stage_size = bench_ingest.TENSOR * options.data
+    world = bench_ingest.PIPELINE * stage_size
+    load = bench_hub.Load(agents=world, steps_per_s=0.2, seconds=0)
+    templates = [bench_hub.template(stage * stage_size, load) for stage in range(bench_ingest.PIPELINE)]
+    ingest = TraceIngest(StoreLimits(full_steps=1), aligns=False)
+    for rank in range(world):
+        ingest.add_ring(0, bench_ingest.ring_header(rank, options.data))
+    random = np.random.default_rng(options.seed)
+    for step in range(options.steps):
+        for rank in range(world):
+            records = templates[rank // stage_size].copy()
+            records["step"] = step
+            records["start_ns"] += np.uint64(step * bench_ingest.STEP_NS)
+            passes = np.isin(records["kind"], [int(kind) for kind in COMPUTE_KINDS])
+            factor = random.normal(1.0, 0.01, len(records)).clip(0.95, 1.05)
+            if rank == options.slow_rank and step >= options.steps // 2:
+                factor *= options.factor
+            records["duration"][passes] = (records["duration"] * factor)[passes]
+            header = {"rank": rank, "worker": rank // 8, "first": step * len(records), "lost": 0}
+            for stored in ingest.add_records(0, header, records.tobytes()).finished:
+                layout = ingest.attempts[0].layout
+                assert layout is not None
+                yield layout, stored
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=int, default=128, help="data-parallel size (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=41, help="of a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="steps to judge (default: %(default)s)")
+    parser.add_argument("--slow-rank", type=int, default=77, help="(default: %(default)s)")
+    parser.add_argument("--factor", type=float, default=1.5, help="slowdown of that rank (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    judging = StepJudging(Detector)
+    judged_s: list[float] = []
+    verdicts: dict[str, Verdict] = {}
+    for layout, step in steps_of(options):
+        begun_s = time.process_time()
+        judgement = judging.judge(layout, step)
+        judged_s.append(time.process_time() - begun_s)
+        assert not judgement.failures
+        verdicts |= {verdict.id: verdict for verdict in judgement.verdicts}
+        print(f"step {step.view.step}: {judged_s[-1]:.2f} s", flush=True)
+    usual = statistics.median(judged_s[WARM_STEPS:])
+    print(f"{layout.world} ranks, {len(step.view.records) / 1e6:.2f} million records a step")
+    print(f"judged in {usual:.2f} s of a processor, median after {WARM_STEPS} steps; at most {max(judged_s):.2f} s")
+    for verdict in verdicts.values():
+        print(f"{verdict.state}: {verdict.subject.type} {list(verdict.subject.ranks)}, {verdict.cause}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
