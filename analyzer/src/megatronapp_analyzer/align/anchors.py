@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_analyzer.model import RankRecords, StepRecords, select_rows
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 STEP_END_UNCERTAINTY_NS = 5e7
@@ -87,7 +87,7 @@ def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain:
 
 
 def _by_step_ends(records: RankRecords, domain: Index) -> list[Anchor]:
-    steps = records[records["kind"] == RecordKind.STEP]
+    steps = select_rows(records, records["kind"] == RecordKind.STEP)
     end = steps["start_ns"].astype(np.int64) + steps["duration"].astype(np.int64) * DURATION_UNIT_NS
     where = domain[steps["rank"]]
     present = np.unique(where)

@@ -14,7 +14,7 @@ from megatronapp_analyzer.align.anchors import anchors_of
 from megatronapp_analyzer.align.device_clocks import DeviceClocks, check, has_device_clock
 from megatronapp_analyzer.align.line_fit import offsets_at
 from megatronapp_analyzer.graph.matching import Index
-from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_analyzer.model import JobLayout, StepRecords, copy_rows, select_rows
 from megatronapp_common.trace import RecordKind
 
 WINDOW = 64
@@ -35,7 +35,7 @@ class ClockModel:
         """Return the step on the clock of the first rank."""
         if not self.offset_ns.any() and not self.devices.offset_ns.any():
             return view
-        records = view.records.copy()
+        records = copy_rows(view.records)
         shift = self.offset_ns[records["rank"]]
         shift += np.where(has_device_clock(records), self.devices.offset_ns[records["rank"]], 0)
         records["start_ns"] = (records["start_ns"].astype(np.int64) - shift).astype(np.uint64)
@@ -114,5 +114,5 @@ class ClockAligner:
 def _time_s(view: StepRecords, domain: Index) -> float:
     """Return the time at which the step ended on the first clock."""
     records = view.records
-    own = records[(domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC)]
+    own = select_rows(records, (domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC))
     return float((own if len(own) else records)["start_ns"].max()) * 1e-9

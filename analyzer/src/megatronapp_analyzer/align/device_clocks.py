@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_analyzer.model import RankRecords, StepRecords, select_rows
 from megatronapp_common.trace import DURATION_UNIT_NS, Flag, RecordKind
 
 FITTED_NS = 2e4
@@ -43,7 +43,7 @@ def has_device_clock(records: RankRecords) -> NDArray[np.bool_]:
 def check(view: StepRecords, domain: Index, index: rec.CommIndex | None = None) -> DeviceClocks:
     """Check the devices of one step. `domain[rank]` numbers the node's clock: only within one are times compared."""
     world = len(domain)
-    of_device = view.records[has_device_clock(view.records)]
+    of_device = select_rows(view.records, has_device_clock(view.records))
     offset, uncertainty = np.zeros(world, np.int64), np.zeros(world)
     uncertainty[np.unique(of_device["rank"])] = FITTED_NS
     spans = rec.stream(of_device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.model import Communicator, RankRecords
+from megatronapp_analyzer.model import Communicator, RankRecords, select_rows
 from megatronapp_common.trace import COLLECTIVE_KINDS, DURATION_UNIT_NS, NO_COMM, Flag, RecordKind
 
 NESTED_KINDS = frozenset(
@@ -48,8 +48,7 @@ def stream(records: RankRecords) -> RankRecords:
 
     What begins after a rank's STEP span has ended (evaluation, checkpoint) belongs to no step.
     """
-    ordered: RankRecords = records[stream_rows(records)]
-    return ordered
+    return select_rows(records, stream_rows(records))
 
 
 def stream_rows(records: RankRecords) -> NDArray[np.int64]:
@@ -71,7 +70,8 @@ def _is_in_order(rank: NDArray[np.int32], start: NDArray[np.uint64]) -> bool:
 def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
     """Return the end of each rank's step; the end of time where its STEP record is missing or saturated."""
     ends = np.full(int(records["rank"].max(initial=-1)) + 1, np.iinfo(np.uint64).max)
-    steps = records[(records["kind"] == RecordKind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)]
+    is_whole = (records["kind"] == RecordKind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)
+    steps = select_rows(records, is_whole)
     ends[steps["rank"]] = steps["start_ns"] + steps["duration"].astype(np.uint64) * np.uint64(DURATION_UNIT_NS)
     return ends
 

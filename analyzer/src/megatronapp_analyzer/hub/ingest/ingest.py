@@ -18,7 +18,7 @@ from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, dur
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
 from megatronapp_analyzer.hub.ingest.store import MemoryStepStore, StepKey, StepStore, StoredStep, StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_analyzer.model import Communicator, JobLayout, RankRecords, StepRecords
+from megatronapp_analyzer.model import Communicator, JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 
 LOG = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class AttemptState:
 
 def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:
     """Return the real time of a step's start and its length, from its STEP spans, or from all spans if it has none."""
-    own = records[is_kind(records, (RecordKind.STEP,))]
+    own = select_rows(records, is_kind(records, (RecordKind.STEP,)))
     rows = own if len(own) else records
     starts = rows["start_ns"].astype(np.int64) + offsets_ns[rows["rank"]]
     lengths = durations_ns(rows)

@@ -10,14 +10,14 @@ from megatronapp_analyzer.graph.build import StepGraph, build
 from megatronapp_analyzer.graph.usual import Cells
 from megatronapp_analyzer.hub.ingest.step_cache import StepCache
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_analyzer.model import JobLayout, StepRecords, copy_rows
 
 CACHED_BYTES = 64 << 20
 
 
 def aligned(step: StoredStep) -> StepRecords:
     """Return a step with the starts of all spans on one clock, that of the store; rows keep their order."""
-    records = step.view.records.copy()
+    records = copy_rows(step.view.records)
     starts = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
     records["start_ns"] = np.maximum(starts, 0).astype(np.uint64)
     return dataclasses.replace(step.view, records=records)

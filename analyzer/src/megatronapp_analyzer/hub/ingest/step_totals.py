@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph import waits
 from megatronapp_analyzer.hub.ingest.digest import durations_ns, is_kind, run_queue_ns
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.model import RankRecords
+from megatronapp_analyzer.model import RankRecords, copy_rows, select_rows
 from megatronapp_common.trace import RecordKind
 
 LEAST_PASSES = 32
@@ -27,7 +27,7 @@ def overhead_ratio(steps: Iterable[StoredStep], cost_ns: Mapping[int, float]) ->
 
 
 def _overhead(records: RankRecords, cost_ns: Mapping[int, float]) -> float | None:
-    own = records[is_kind(records, (RecordKind.STEP,))]
+    own = select_rows(records, is_kind(records, (RecordKind.STEP,)))
     count = np.bincount(records["rank"])
     lengths = zip(own["rank"].tolist(), durations_ns(own).tolist(), strict=True)
     ratios = [count[rank] * cost_ns[rank] / length for rank, length in lengths if rank in cost_ns and length > 0]
@@ -66,7 +66,7 @@ def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.f
 
 def imposed_s(step: StoredStep) -> dict[tuple[int, str], float]:
     """Return how long each rank made others wait in this step, by kind of communicator, on the clocks of the store."""
-    records = step.view.records.copy()
+    records = copy_rows(step.view.records)
     starts = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
     records["start_ns"] = np.maximum(starts, 0).astype(np.uint64)
     return waits.imposed_s(dataclasses.replace(step.view, records=records))
