@@ -11,6 +11,10 @@ from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSubject
 
+ALIKE_PART = 0.5
+"""Largest difference between the slowdowns of a node's units, as a part of their median in logarithms."""
+ALIKE_LEAST = 0.04
+"""The same in logarithms, for slowdowns that are about as large as their noise."""
 EXPLAINS = 0.5
 """A member's own stall or late input explains its unit's slow compute if it costs at least this part of it."""
 
@@ -129,7 +133,8 @@ def of_compute(
     ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
     for subject, ranks in places.shared():
         inside = tuple(sorted(unit for unit in left if ranks_of[unit] <= ranks))
-        if len(inside) > 1 and sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks):
+        most = sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks)
+        if len(inside) > 1 and most and _has_common_reason(evidence, inside, ranks, places):
             found.append(_candidate(evidence, inside, subject))
             left -= set(inside)
     for stage in sorted({int(places.units.stage[unit]) for unit in left}):
@@ -138,6 +143,20 @@ def of_compute(
             found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
             left -= set(inside)
     return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
+
+
+def _has_common_reason(
+    evidence: CauseEvidence, inside: tuple[int, ...], ranks: frozenset[int], places: SubjectResolver
+) -> bool:
+    """Return whether slow units of a node may have the same reason, and not several faults of about the same time.
+
+    Then their slowdowns are alike, and none of the others there is healthy in all of the last steps.
+    """
+    logs = np.log(np.maximum(evidence.ratio[list(inside)], 1.0))
+    if np.ptp(logs) > max(ALIKE_PART * float(np.median(logs)), ALIKE_LEAST):
+        return False
+    others = {int(places.units.of_rank[rank]) for rank in ranks} - set(inside)
+    return bool((evidence.votes[sorted(others)] > 0).all())
 
 
 def of_host(
