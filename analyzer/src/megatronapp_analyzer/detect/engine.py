@@ -141,7 +141,7 @@ class Detector:
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         doubt_s = clocks.worst_ns() * 1e-9
         self._cost(view, evidence, doubt_s)
-        told += self._tracks.confirm(lambda track: self._costly(track, budget, doubt_s))
+        told += self._tracks.confirm(_when(view), lambda track: self._costly(track, budget, doubt_s))
         return [self._verdict(track) for track in told]
 
     def _costly(self, track: FindingTrack, step_s: float, doubt_s: float) -> bool:

@@ -185,8 +185,11 @@ class FindingTracker:
                 told.append(track)
         return told
 
-    def confirm(self, costly: Callable[[FindingTrack], bool]) -> list[FindingTrack]:
-        """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`; returns them."""
+    def confirm(self, now: JobMoment, costly: Callable[[FindingTrack], bool]) -> list[FindingTrack]:
+        """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`.
+
+        Returns them, and the findings that end because one of these includes them, as a node does its ranks.
+        """
         confirmed = [
             track
             for track in self.live.values()
@@ -194,7 +197,23 @@ class FindingTracker:
         ]
         for track in confirmed:
             track.state = VerdictState.CONFIRMED
-        return confirmed
+        return confirmed + [ended for track in confirmed for ended in self._end_parts(track, now)]
+
+    def _end_parts(self, whole: FindingTrack, now: JobMoment) -> list[FindingTrack]:
+        """End findings of the same cause whose columns are some of those of `whole`; return those that were named."""
+        columns = set(whole.candidate.columns)
+        parts = {
+            key: track
+            for key, track in self.live.items()
+            if track.candidate.cause is whole.candidate.cause and set(track.candidate.columns) < columns
+        }
+        for key, track in parts.items():
+            track.until = now
+            del self.live[key]
+        ended = [track for track in parts.values() if track.named]
+        for track in ended:
+            track.state = VerdictState.CLEARED
+        return ended
 
     def close(self, now: JobMoment) -> list[FindingTrack]:
         """End all because the job begins another attempt; return those that had been named."""
