@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 
+from detect.hangs import ProgressReport
 from detect.layout import Grid
 from detect.protocol import NamedSubject, StepTrace, Verdict
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.model import Communicator, JobLayout, StepRecords, SubjectType, VerdictState
+from megatronapp_analyzer.model import (
+    Communicator,
+    CurrentSpan,
+    JobLayout,
+    RankLiveness,
+    StepRecords,
+    SubjectType,
+    VerdictState,
+)
 from megatronapp_analyzer.model import Verdict as Finding
 
 
@@ -42,6 +51,28 @@ class CurrentDetector:
         for finding in self._detector.observe(view):
             self._live.pop(finding.id, None)
             if finding.state in (VerdictState.CONFIRMED, VerdictState.RECOVERING):
+                self._live[finding.id] = finding
+        return [_verdict(finding) for finding in self._live.values()]
+
+    def progress(self, report: ProgressReport) -> Sequence[Verdict]:
+        """Judge which ranks hang; return all verdicts that are not over."""
+        now_ns = round(report.real_time_s * 1e9)
+        ranks = [
+            RankLiveness(
+                rank=rank.rank,
+                alive=True,
+                closed=False,
+                heartbeat_ns=now_ns - round(rank.silent_s * 1e9),
+                now_ns=now_ns,
+                open_span=CurrentSpan(kind=int(rank.span), step=report.step, microbatch=0, start_ns=now_ns),
+                process_state="T" if rank.stopped else "S",
+                attempt=0,
+            )
+            for rank in report.ranks
+        ]
+        for finding in self._detector.observe_liveness(now_ns, ranks):
+            self._live.pop(finding.id, None)
+            if finding.state is VerdictState.CONFIRMED:
                 self._live[finding.id] = finding
         return [_verdict(finding) for finding in self._live.values()]
 

@@ -10,6 +10,7 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
     data rank=3 wait=0.5 from=40                    its loader is late with each batch, by half of a forward pass
     stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
+    hang rank=3 stopped=1 from=40                   no progress from step 40 on: stopped, or (=0) inside a pass
     link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= or
                                                     source= alone: all messages to, or from, that rank
 
@@ -28,7 +29,7 @@ Floats = NDArray[np.float64]
 FOREVER = 1 << 30
 NOTICEABLE = 1.03
 """Factor at which a ramp begins to matter: delays are counted from there."""
-CAUSES = {"compute": "compute", "host": "host", "data": "data", "stop": "host", "link": "link"}
+CAUSES = {"compute": "compute", "host": "host", "data": "data", "stop": "host", "hang": "hang", "link": "link"}
 """Right cause of each kind."""
 _SUBJECTS = ("rank", "worker", "node", "stage", "job")
 _OPTIONS = {
@@ -36,9 +37,10 @@ _OPTIONS = {
     "host": {"stall"},
     "data": {"wait"},
     "stop": {"duty", "cycle"},
+    "hang": {"stopped"},
     "link": {"source", "target", "delay"},
 }
-_REQUIRED = {"compute": "factor", "host": "stall", "data": "wait", "stop": "duty", "link": "delay"}
+_REQUIRED = {"compute": "factor", "host": "stall", "data": "wait", "stop": "duty", "hang": "stopped", "link": "delay"}
 _COMMON = {"from", "steps", "period", "on"}
 
 
@@ -60,6 +62,8 @@ class SimulatedFault:
     duty: float = 0.0
     cycle_s: float = 0.1
     delay: float = 0.0
+    stopped: bool = False
+    """True if the process of a rank that hangs is stopped."""
     period: int = 0
     on: int = 0
 
@@ -130,6 +134,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
         duty=values.get("duty", 0.0),
         cycle_s=values.get("cycle", 0.1),
         delay=values.get("delay", 0.0),
+        stopped=bool(values.get("stopped", 0)),
         period=int(values.get("period", 0)),
         on=int(values.get("on", 0)),
     )
@@ -192,7 +197,7 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
         elif fault.kind == "stop":
             duty[:, where] = np.maximum(duty[:, where], np.where(on, fault.duty, 0.0))
             cycle[:, where] = fault.cycle_s
-        else:
+        elif fault.kind == "link":
             source = fault.ranks[0] if len(fault.ranks) == 2 or fault.sends else None
             destination = None if fault.sends else fault.ranks[-1]
             delays.append((source, destination, np.where(on[:, 0], fault.delay, 0.0)))

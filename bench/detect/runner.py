@@ -11,12 +11,15 @@ import numpy as np
 from detect.baselines import ChangePoint, LateStart, MedianDeviation, MegatronAppRule, RelativeScore
 from detect.current import CurrentDetector
 from detect.faults import SimulatedFault
+from detect.hangs import HANG_SECONDS, reports
 from detect.layout import Grid
 from detect.protocol import Detector, Verdict
 from detect.score import Score, Truth, Window, quantile, reliability, score
 from detect.simulation import Floats, JobSimulation
 from detect.suite import DetectionCase
 
+FIRST_REAL_TIME_S = 1.7e9
+"""Real time of the simulated jobs' clocks at 0."""
 DETECTORS: dict[str, Callable[[Grid], Detector]] = {
     "ours": CurrentDetector,
     "MegatronApp's rule": MegatronAppRule,
@@ -58,13 +61,16 @@ def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
     detectors = {name: DETECTORS[name](case.job.grid) for name in names}
     named: dict[str, dict[int, tuple[Verdict, ...]]] = {name: {} for name in names}
     spent = dict.fromkeys(names, 0.0)
-    for trace in JobSimulation(case.job, case.seed, case.steps).traces():
+    for trace in JobSimulation(case.job, case.seed, _finished_steps(case)).traces():
         for name, detector in detectors.items():
             begun = time.perf_counter()
             verdicts = tuple(detector.step(trace))
             spent[name] += time.perf_counter() - begun
             if verdicts:
                 named[name][trace.step] = verdicts
+    hung = next((fault for fault in case.faults if fault.kind == "hang"), None)
+    if hung is not None:
+        _watch_hang(case, hung, detectors, named)
     truths, hours = truths_of(case)
     return DetectionOutcome(
         case=case,
@@ -76,11 +82,33 @@ def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
     )
 
 
+def _finished_steps(case: DetectionCase) -> int:
+    """Return how many steps end: all, or those before a rank hangs."""
+    return min([case.steps, *(fault.begin for fault in case.faults if fault.kind == "hang")])
+
+
+def _watch_hang(
+    case: DetectionCase,
+    hung: SimulatedFault,
+    detectors: dict[str, Detector],
+    named: dict[str, dict[int, tuple[Verdict, ...]]],
+) -> None:
+    """Show the detectors that can judge it the progress of the ranks, each second at the place of a step."""
+    lengths = JobSimulation(dataclasses.replace(case.job, faults=()), case.seed, hung.begin).step_lengths_s()
+    begin_s = FIRST_REAL_TIME_S + 1000.0 + float(lengths.sum())
+    for second, report in enumerate(reports(case.job.grid, hung, float(lengths[-1]), begin_s, case.seed)):
+        for name, detector in detectors.items():
+            if isinstance(detector, CurrentDetector) and (verdicts := tuple(detector.progress(report))):
+                named[name][hung.begin + second] = verdicts
+
+
 def truths_of(case: DetectionCase) -> tuple[tuple[Truth, ...], float]:
     """Return the faults of a case with their true cost, by simulating the same draws without each; and job hours."""
     lengths = _lengths(case, case.faults)
-    truths = []
+    truths = [_hang(fault) for fault in case.faults if fault.kind == "hang"]
     for number, fault in enumerate(case.faults):
+        if fault.kind == "hang":
+            continue
         others = case.faults[:number] + case.faults[number + 1 :]
         healed, alone = _lengths(case, others), _lengths(case, (fault,))
         healthy = _lengths(case, ())
@@ -101,6 +129,18 @@ def truths_of(case: DetectionCase) -> tuple[tuple[Truth, ...], float]:
             )
         )
     return tuple(truths), float(lengths.sum()) / 3600
+
+
+def _hang(fault: SimulatedFault) -> Truth:
+    return Truth(
+        subject=fault.subject,
+        cause=fault.cause,
+        begin=fault.begin,
+        end=fault.begin + HANG_SECONDS,
+        noticeable_from=fault.begin,
+        cost_s=0.0,
+        cost_fraction=1.0,
+    )
 
 
 def _lengths(case: DetectionCase, faults: tuple[SimulatedFault, ...]) -> Floats:

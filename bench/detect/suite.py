@@ -153,6 +153,10 @@ def stop_worker(grid: Grid, rng: np.random.Generator) -> str:
     return f"stop {_subject('worker', grid, rng)} duty={rng.uniform(0.2, 0.6):.3f} cycle=0.1 from={_begin(rng)}"
 
 
+def hang(grid: Grid, rng: np.random.Generator) -> str:
+    return f"hang {_subject('rank', grid, rng)} stopped={int(rng.integers(2))} from={_begin(rng)}"
+
+
 def link(grid: Grid, rng: np.random.Generator) -> str:
     place, source = int(rng.integers(grid.stage_size)), int(rng.integers(grid.pp))
     near = [stage for stage in (source - 1, source + 1) if 0 <= stage < grid.pp]
@@ -228,6 +232,7 @@ ROWS = {
         Row(name="stopped and continued", faults=stop),
         Row(name="stopped devices", faults=stop, stops_devices=True),
         Row(name="stopped worker", faults=stop_worker, stops_devices=True, layouts=PIPELINES),
+        Row(name="hang", faults=hang),
         Row(name="slow link", faults=link, layouts=PIPELINES),
         Row(name="slow network of a rank", faults=network, layouts=DEEP),
         Row(name="2 to 5 faults", faults=several),

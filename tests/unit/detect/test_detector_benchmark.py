@@ -32,6 +32,18 @@ def imported_modules(path: pathlib.Path) -> Iterator[str]:
             yield node.module or ""
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_hang_ends_the_steps_and_is_named_within_seconds(stopped: int) -> None:
+    faults = parse(f"hang rank=3 stopped={stopped} from=12", PIPELINE)
+    job = SimulatedJob(grid=PIPELINE, noise=GPU, microbatches=4, faults=faults)
+    case = DetectionCase(row="hang", layout="dp2-pp4", job=job, seed=1, steps=60, faults=faults)
+    window = run(case, ["ours", "plain MAD"]).windows["ours"]
+    assert min(window.named) >= 12
+    total = score([window])
+    assert (total.hits, total.false, set(total.causes)) == (1, 0, {("hang", "hang")})
+    assert total.delays[0] <= 20
+
+
 def test_only_the_adapter_imports_the_analyzer() -> None:
     users = {
         path.name
