@@ -22,9 +22,14 @@ import numpy as np
 from detect.noise import Floats
 from detect.progress import OutcomeFile, key_of, version_of
 from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
+from detect.score import quantile, score
 from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
+from exact_bounds import with_bounds
 
 import megatronapp_analyzer
+
+APART = ("compute 3 %", "compute 2 %", "ramp", "2 to 5 faults", "20 % lost records")
+"""Rows that are summed up apart from the others."""
 
 
 def main() -> None:
@@ -39,6 +44,7 @@ def main() -> None:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
     outcomes = run_some(cases, names, options) if options.resume else run_all(cases, names, options.processes)
     print(table(outcomes))
+    print("\nAll rows together, with exact bounds at 95 %:\n" + totals_table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
     seconds = {name: sum(outcome.seconds_per_step[name] for outcome in outcomes) / len(outcomes) for name in names}
     print("\nms a step: " + ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in seconds.items()))
@@ -46,6 +52,38 @@ def main() -> None:
         options.json.write_text(json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8")
     if options.misses:
         report_misses(outcomes, names[0])
+
+
+def totals_table(outcomes: Sequence[DetectionOutcome]) -> str:
+    """Return the scores of each detector over groups of rows as a Markdown table."""
+    columns = ["group", "detector", "windows", "faults", "recall", "precision"]
+    columns += ["victims named", "cause F1", "steps to cause (median, 95 %)", "false alarms"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    groups: dict[str, list[DetectionOutcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(_group(outcome.case.row), []).append(outcome)
+    for group, inside in groups.items():
+        for name in inside[0].windows:
+            total = score(outcome.windows[name] for outcome in inside)
+            cells = [group, name, str(len(inside))]
+            if total.faulty:
+                delays = f"{quantile(total.cause_delays, 0.5):.0f}, {quantile(total.cause_delays, 0.95):.0f}"
+                named = total.hits + total.false
+                cells += [str(total.faults), with_bounds(total.hits, total.faults), with_bounds(total.hits, named)]
+                cells += [f"{total.victim_windows}/{total.faulty}", f"{total.cause_f1:.2f}", delays, "-"]
+            else:
+                hours, bound = total.healthy_hours, total.alarms_per_hour[1]
+                cells += ["-"] * 6 + [f"{total.alarms} in {hours:.1f} h (at most {bound:.3f} per hour)"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _group(row: str) -> str:
+    if row in APART:
+        return row
+    if row.startswith("stream"):
+        return "healthy streams"
+    return "healthy" if row.startswith("healthy") else "other faults"
 
 
 def with_recorded_pace(case: DetectionCase, pace: Floats) -> DetectionCase:
