@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import late_inputs
 import pytest
 import small_training
 from pytest_workers import FULL
@@ -24,14 +25,17 @@ DPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 
 TOLERANCE = 2e-5
 
 
-def trained(flags: str) -> Figures | None:
-    """Losses and gradient norms of a run, on the reporting rank."""
-    recorder = small_training.train(small_training.prepare(f"{MODEL} {flags}"))
+def trained(flags: str, seed: int | None = None) -> Figures | None:
+    """Losses and gradient norms of a run, on the reporting rank; with a seed, inputs of MegaDPP's tasks are late."""
+    run = small_training.prepare(f"{MODEL} {flags}")
+    if seed is not None:
+        late_inputs.install(seed + run.layout.rank)
+    recorder = small_training.train(run)
     return None if recorder is None else (recorder.losses, recorder.grad_norms)
 
 
-def figures_of(run_ranks: RunRanks, world: int, flags: str) -> Figures:
-    (found,) = [result for result in run_ranks(world, trained, flags) if result is not None]
+def figures_of(run_ranks: RunRanks, world: int, flags: str, seed: int | None = None) -> Figures:
+    (found,) = [result for result in run_ranks(world, trained, flags, seed) if result is not None]
     losses, norms = found
     return losses, norms
 
@@ -136,6 +140,13 @@ def test_layouts_agree_with_a_single_process(
 def test_pipelines_are_bit_equal_to_a_single_process(
     run_ranks: RunRanks, alone: Callable[[str], Figures], layout: str
 ) -> None:
-    losses, _ = figures_of(run_ranks, 2, f"{UNTIED} {layout}")
+    losses, _ = figures_of(run_ranks, 2, f"{UNTIED} {layout}", 5 if "--use-dpp" in layout else None)
     assert len(losses) == STEPS
     assert losses == alone(UNTIED)[0]
+
+
+def test_bf16_follows_fp32(run_ranks: RunRanks, alone: Callable[[str], Figures]) -> None:
+    layout = f"{DPP} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    losses, _ = figures_of(run_ranks, 4, f"--bf16 {layout}")
+    assert losses == pytest.approx(alone("")[0], abs=0.05)
+    assert losses != alone("")[0]
