@@ -1,6 +1,6 @@
 """Losses of 50 steps at each layout compared with those of one process, on the CPU.
 
-    python bench/bench_layouts.py [--steps N]
+    python bench/bench_layouts.py [--steps N] [--model-type bert]
 
 Bit-equal is asked of pipelines with untied embeddings, no clipping and no dropout; elsewhere 1e-5 relative. With
 `--trace` the layouts run once more with the tracer, which must change no bit. Ends with 1 where something differs.
@@ -86,13 +86,13 @@ def largest_difference(values: list[float], anchor: list[float]) -> float:
     return max(abs(value - other) / abs(other) for value, other in zip(values, anchor, strict=True))
 
 
-def compare(server: Any, steps: int, directory: str) -> list[str]:  # noqa: ANN401 - see fork_server
-    """Print a row per layout; what is wrong."""
-    anchors = {model: record_of(server, 1, f"{MODEL} {model} --train-iters {steps}")[0] for model in ("", UNTIED)}
+def compare(server: Any, base: str, directory: str) -> list[str]:  # noqa: ANN401 - see fork_server
+    """Print a row per layout of a model with these flags; what is wrong."""
+    anchors = {model: record_of(server, 1, f"{base} {model}")[0] for model in ("", UNTIED)}
     wrong = []
     print("| layout | ranks | largest relative difference | asked | with tracing |\n|---|---|---|---|---|")
     for name, world, model, layout, exact in LAYOUTS:
-        flags = f"{MODEL} {model} {layout} --train-iters {steps}"
+        flags = f"{base} {model} {layout}"
         losses, _ = record_of(server, world, flags)
         environment = {"MEGATRONAPP_SHM_DIR": directory, "MEGATRONAPP_SHM_PREFIX": "bench"}
         traced, _ = record_of(server, world, f"{flags} --trace", environment=environment)
@@ -109,11 +109,13 @@ def compare(server: Any, steps: int, directory: str) -> list[str]:  # noqa: ANN4
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
-    steps = parser.parse_args().steps
+    parser.add_argument("--model-type", choices=("gpt", "bert"), default="gpt")
+    arguments = parser.parse_args()
+    base = f"{MODEL} --model-type {arguments.model_type} --train-iters {arguments.steps}"
     with tempfile.TemporaryDirectory() as directory:
         server = fork_server(pathlib.Path(directory))
         try:
-            wrong = compare(server, steps, directory)
+            wrong = compare(server, base, directory)
         finally:
             server.stop()
     print("all as asked" if not wrong else f"not as asked: {', '.join(wrong)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import bert_corpus
 import pytest
+import small_training
 
 pytestmark = pytest.mark.torch
 
@@ -95,6 +96,19 @@ def test_replicas_and_resumes_continue_a_common_order(flags: str, run_ranks: Run
     assert [batch for step in zip(*together, strict=True) for batch in step] == alone
     (resumed,) = run_ranks(1, batches, f"{flags} --num-workers 0", 4, 8)
     assert resumed == alone[4:]
+
+
+def trained(flags: str) -> list[float]:
+    """Losses of a training."""
+    recorder = small_training.train(small_training.prepare(flags))
+    assert recorder is not None
+    return recorder.losses
+
+
+def test_a_corpus_is_learned(flags: str, run_ranks: RunRanks) -> None:
+    more = "--global-batch-size 16 --micro-batch-size 8 --train-iters 12 --lr 1e-2 --lr-decay-style constant"
+    (losses,) = run_ranks(1, trained, f"{flags} {more} --eval-iters 0 --attention-dropout 0 --hidden-dropout 0")
+    assert losses[-1] < losses[0] - 0.5
 
 
 def refusals(flags: list[str]) -> list[tuple[str, str]]:
