@@ -10,6 +10,7 @@ import type { LiveState } from "../wire/live";
 /** Cells of history to request per metric: ranks times steps. */
 const HISTORY_CELLS = 200_000;
 const HISTORY_STEPS = 4000;
+const LEAST_STEPS = 20;
 const CURVES = ["loss"] as const;
 
 export type LoadState =
@@ -42,7 +43,7 @@ export type JobState = ReturnType<typeof createJobState>;
 export function historyRange(job: JobView): { readonly from: number } {
   const newest = job.ranks.reduce((step, rank) => Math.max(step, rank.step ?? 0), 0);
   const columns = Math.floor(HISTORY_CELLS / Math.max(job.ranks.length, 1));
-  return { from: Math.max(0, newest - Math.min(HISTORY_STEPS, Math.max(100, columns))) };
+  return { from: Math.max(0, newest - Math.min(HISTORY_STEPS, Math.max(LEAST_STEPS, columns))) };
 }
 
 /** Everything that happened before the live frames begin. */

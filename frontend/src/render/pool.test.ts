@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { maxPool } from "./pool";
+import { maxPool, maxPoolRows } from "./pool";
 
 describe("maxPool", () => {
   it("keeps a single slow step when columns are merged", () => {
@@ -20,5 +20,18 @@ describe("maxPool", () => {
   it("leaves a matrix alone that fits", () => {
     const values = new Float32Array([1, 2]);
     expect(maxPool(values, 2, 1, 10)).toBe(values);
+  });
+});
+
+describe("maxPoolRows", () => {
+  it("keeps a single slow rank when rows are merged, and columns apart", () => {
+    const values = new Float32Array(2000).fill(1);
+    values[617 * 2 + 1] = 9;
+    values[0] = Number.NaN;
+    const pooled = maxPoolRows(values, 2, 1000, 50);
+    expect(pooled).toHaveLength(100);
+    expect(pooled.indexOf(9)).toBe(Math.floor((617 * 50) / 1000) * 2 + 1);
+    expect(pooled[0]).toBe(1);
+    expect(maxPoolRows(values, 2, 1000, 1000)).toBe(values);
   });
 });

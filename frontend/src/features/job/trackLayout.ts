@@ -15,9 +15,9 @@ export const frameOf = (width: number): Frame => ({
   right: Math.max(width - MARGIN, GUTTER + 1),
 });
 
-/** Height of one rank's row in the heat map: readable where there is room, thin where there are many. */
+/** Height of one rank's row in the heat map: readable where there is room, a fraction of a pixel where there are many. */
 export const rowHeight = (ranks: number): number =>
-  Math.min(28, Math.max(4, Math.floor(HEAT_HEIGHT / Math.max(ranks, 1))));
+  ranks > HEAT_HEIGHT / 4 ? HEAT_HEIGHT / ranks : Math.min(28, Math.floor(HEAT_HEIGHT / Math.max(ranks, 1)));
 
 /** Every how many rows a label fits. */
 export const labelStride = (height: number): number => Math.max(1, Math.ceil(14 / height));

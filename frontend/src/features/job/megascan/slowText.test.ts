@@ -4,7 +4,7 @@ import { blamedRows, blameSentence, isSlow, victimText } from "./blameText";
 import { comparedRows, rangeText, usualBefore } from "./compareText";
 import { modelOf, type Blame, type SlowCell, type Slowdowns } from "./megascanApi";
 import {
-  cellAtPlace,
+  cellPlaces,
   cellsOverSteps,
   gpuHours,
   gpuHoursText,
@@ -70,8 +70,12 @@ describe("slowdowns", () => {
         [1.9, null],
       ],
     });
-    expect(cellAtPlace(view, 1, 0)?.ranks).toEqual([2]);
-    expect(cellAtPlace(view, 2, 0)).toBeUndefined();
+    const places = cellPlaces(view);
+    expect(places.at(1, 0)?.ranks).toEqual([2]);
+    expect(places.at(2, 0)).toBeUndefined();
+    expect(view.cells.map((cell) => places.at(places.of(cell).row, places.of(cell).column))).toEqual(
+      view.cells,
+    );
     expect(stepsGrid(view, []).values[2]).toEqual([2.8, 1]);
   });
 

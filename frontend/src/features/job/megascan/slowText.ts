@@ -23,7 +23,9 @@ export const cellName = (cell: SlowCell, ranks: readonly RankView[]): string =>
 
 /** Stages by data-parallel ranks. */
 export function placeGrid({ cells }: Slowdowns, ranks: readonly RankView[]): Grid {
-  const stages = [...new Map(cells.map((cell) => [cell.stage, stageName(cell, ranks)]))];
+  const first = new Map<number, SlowCell>();
+  for (const cell of cells) if (!first.has(cell.stage)) first.set(cell.stage, cell);
+  const stages = [...first].map(([stage, cell]) => [stage, stageName(cell, ranks)] as const);
   const replicas = [...new Set(cells.map(({ replica }) => replica))].sort((left, right) => left - right);
   const value = new Map(cells.map((cell) => [`${cell.stage} ${cell.replica}`, cell.slowdown]));
   return {
@@ -33,11 +35,24 @@ export function placeGrid({ cells }: Slowdowns, ranks: readonly RankView[]): Gri
   };
 }
 
-/** The cell at a place of `placeGrid`. */
-export function cellAtPlace({ cells }: Slowdowns, row: number, column: number): SlowCell | undefined {
-  const stages = [...new Set(cells.map(({ stage }) => stage))];
+/** Where the cells are in `placeGrid`. */
+export interface CellPlaces {
+  readonly at: (row: number, column: number) => SlowCell | undefined;
+  readonly of: (cell: SlowCell) => { readonly row: number; readonly column: number };
+}
+
+export function cellPlaces({ cells }: Slowdowns): CellPlaces {
+  const rows = new Map([...new Set(cells.map(({ stage }) => stage))].map((stage, row) => [stage, row]));
   const replicas = [...new Set(cells.map(({ replica }) => replica))].sort((left, right) => left - right);
-  return cells.find(({ stage, replica }) => stage === stages[row] && replica === replicas[column]);
+  const columns = new Map(replicas.map((replica, column) => [replica, column]));
+  const of = ({ stage, replica }: SlowCell): { row: number; column: number } => ({
+    row: rows.get(stage) ?? 0,
+    column: columns.get(replica) ?? 0,
+  });
+  const byPlace = new Map(
+    cells.map((cell) => [of(cell).row * columns.size + of(cell).column, cell] as const),
+  );
+  return { at: (row, column) => byPlace.get(row * columns.size + column), of };
 }
 
 /** Cells at most in the map over steps: the slowest ones. */

@@ -1,7 +1,7 @@
 /** Draws ranks by steps. */
 import type { ColourMap } from "../../../render/colour";
 import type { Palette } from "../../../render/palette";
-import { maxPool } from "../../../render/pool";
+import { maxPool, maxPoolRows } from "../../../render/pool";
 import type { Surface } from "../../../render/surface";
 import { ticks } from "../../../render/ticks";
 import type { Scale, Span } from "../../../render/viewport";
@@ -20,7 +20,7 @@ export interface HeatPicture {
   readonly selectedRank: number | null;
 }
 
-export const heatHeight = (ranks: number): number => rowHeight(ranks) * ranks + AXIS;
+export const heatHeight = (ranks: number): number => Math.round(rowHeight(ranks) * ranks) + AXIS;
 
 export function drawHeat(surface: Surface, picture: HeatPicture): void {
   const { matrix, palette } = picture;
@@ -46,7 +46,14 @@ function drawCells(surface: Surface, { matrix, map, scale, palette }: HeatPictur
   const box = { x, y: 0, width: scale.toPixel(last + 0.5) - x, height };
   surface.hatch(box, palette.missing);
   const columns = Math.max(1, Math.min(steps.length, Math.floor(box.width)));
-  surface.image(maxPool(values, steps.length, ranks.length, columns), columns, ranks.length, map, box);
+  const rows = Math.max(1, Math.min(ranks.length, Math.floor(height)));
+  const pooled = maxPoolRows(
+    maxPool(values, steps.length, ranks.length, columns),
+    columns,
+    ranks.length,
+    rows,
+  );
+  surface.image(pooled, columns, rows, map, box);
 }
 
 function drawRowGaps(surface: Surface, rows: number, row: number, palette: Palette): void {
