@@ -7,7 +7,7 @@ const FIRST_KIB = { js: 66, css: 12 };
  * All screens that are loaded when they are opened, scripts and styles together. The timeline was moved here from the
  * first load, whose budget is lower by as much, and windows of steps too large to load whole came in addition.
  */
-const LAZY_KIB = 148;
+const LAZY_KIB = 150;
 const dist = new URL("../dist/", import.meta.url);
 const html = readFileSync(new URL("index.html", dist), "utf8");
 const sizeOf = (name) => gzipSync(readFileSync(new URL(`assets/${name}`, dist))).length / 1024;

@@ -65,6 +65,7 @@ async def test_posting_needs_the_token(hub: Any) -> None:
         assert (await client.post("/api/v1/faults", json={})).status_code == 401
         assert (await client.post("/api/v1/trace/windows", json={"steps": 1})).status_code == 401
         assert (await client.delete("/api/v1/faults/x")).status_code == 401
+        assert (await client.delete("/api/v1/trace/windows/x")).status_code == 401
 
 
 async def new_code(hub: Any) -> str:

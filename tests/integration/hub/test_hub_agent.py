@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+import httpx
 import pytest
 from scope_pages import bearer
 
@@ -47,6 +48,18 @@ async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, unti
     assert [rank["state"] for rank in job["ranks"]] == ["ended", "ended"]
     assert [rank["step"] for rank in job["ranks"]] == [7, 7]
     progress.close()
+
+
+async def cancel_window(hub: Any, client: httpx.AsyncClient) -> None:
+    """Cancel the only window of a hub, which a viewer may not."""
+    (window,) = await hub.get("/api/v1/trace/windows")
+    path = f"/api/v1/trace/windows/{window['id']}"
+    answer = await client.delete(path, headers=bearer(hub, TokenRole.VIEWER))
+    assert (answer.status_code, answer.json()["code"]) == (403, "needs-controller")
+    assert (await client.delete(path)).status_code == 204
+    answer = await client.delete(path)
+    assert (answer.status_code, answer.json()["code"]) == (404, "no-such-window")
+    assert await hub.get("/api/v1/trace/windows") == []
 
 
 async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
@@ -100,8 +113,11 @@ async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worke
             assert given | {"id": None} == fault | {"id": None, "peer": None}
             assert (await client.delete(f"/api/v1/faults/{given['id']}")).status_code == 204
 
+            await cancel_window(hub, client)
+
             async def disconnected() -> bool:
-                return not (page.read() or {}).get("faults")
+                found = page.read() or {}
+                return not found.get("faults") and not found.get("windows")
 
             await until(disconnected)
     page.close()

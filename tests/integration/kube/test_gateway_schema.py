@@ -29,6 +29,7 @@ OPERATIONS = (
     ("DELETE", "/api/v1/jobs/{namespace}/{name}/faults/{fault}"),
     ("POST", "/api/v1/jobs/{namespace}/{name}/training/{action}"),
     ("POST", "/api/v1/jobs/{namespace}/{name}/trace/windows"),
+    ("DELETE", "/api/v1/jobs/{namespace}/{name}/trace/windows/{window}"),
     ("GET", "/api/v1/jobs/{namespace}/{name}/{path}"),
     ("GET", SCOPE),
     ("GET", f"{SCOPE}/{{path}}"),

@@ -183,6 +183,23 @@ def test_windows_leave_the_page_when_their_steps_are_over(tmp_path: Path) -> Non
     assert [window.from_step for window in again.current(12)] == [12, 13, 40]
 
 
+def test_a_cancelled_window_is_on_no_page_and_its_place_is_free(tmp_path: Any) -> None:
+    store, changes = WindowStore(tmp_path / "windows.json"), list[int]()
+    store.on_change = lambda: changes.append(len(store.page()))
+    ids = []
+    for number in range(MAX_WINDOWS):
+        window = store.add(WindowRequest(steps=2), from_step=10 + number, newest_step=5)
+        assert window is not None
+        ids.append(window.id)
+    assert store.cancel(ids[1])
+    assert not store.cancel(ids[1])
+    assert not store.cancel("window-99")
+    assert changes == [1, 2, 3, 4, 3]
+    assert [window.id for window in WindowStore(tmp_path / "windows.json").current(5)] == [ids[0], *ids[2:]]
+    added = store.add(WindowRequest(steps=2), from_step=40, newest_step=5)
+    assert added is not None and added.id not in ids
+
+
 def test_a_window_begins_when_all_ranks_can_know_of_it() -> None:
     assert first_step(None, None) == 5
     assert first_step(100, 10.0) == 105

@@ -278,7 +278,9 @@ attention, MLP, norms, embedding and loss of each layer. Needs spec.analyzer.ena
     parser = subparsers.add_parser("window", help="record some steps of a running job in detail", description=text)
     parser.set_defaults(func=_command_of_windows)
     _add_job(parser, "name of a running job")
-    parser.add_argument("--steps", type=parse_count, required=True, metavar="N", help="number of steps")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--steps", type=parse_count, metavar="N", help="number of steps")
+    what.add_argument("--cancel", metavar="ID", help="record no further step of this window, in place of a new one")
     parser.add_argument(
         "--from-step",
         type=parse_index,

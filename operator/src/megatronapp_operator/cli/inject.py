@@ -73,15 +73,24 @@ def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
 
 def post(url: str, *, token: str, document: dict[str, Any]) -> dict[str, Any]:
     """POST to the hub and return its answer. Raises HubError with the hub's message."""
+    result: dict[str, Any] = _send("POST", url, token=token, document=document).json()
+    return result
+
+
+def delete(url: str, *, token: str) -> None:
+    """DELETE at the hub. Raises HubError with the hub's message."""
+    _send("DELETE", url, token=token, document=None)
+
+
+def _send(method: str, url: str, *, token: str, document: dict[str, Any] | None) -> httpx.Response:
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
-            answer = client.post(url, json=document, headers={"Authorization": f"Bearer {token}"})
+            answer = client.request(method, url, json=document, headers={"Authorization": f"Bearer {token}"})
     except httpx.HTTPError as error:
         raise HubError(f"{url}: the hub does not answer: {error}") from error
     if not answer.is_success:
         raise HubError(problem_of(answer))
-    result: dict[str, Any] = answer.json()
-    return result
+    return answer
 
 
 def problem_of(answer: httpx.Response) -> str:

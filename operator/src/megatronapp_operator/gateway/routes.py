@@ -22,6 +22,7 @@ Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 HubPath = Annotated[str, Path(max_length=200, pattern=f"^{PathSegment}(/{PathSegment})*$")]
 TrainingAction = Literal["lease", "orders"]
+WindowId = Annotated[str, Path(max_length=100, pattern=f"^{PathSegment}$")]
 FaultId = Annotated[str, Path(max_length=100, pattern=f"^{PathSegment}$")]
 STATUSES = (400, 401, 403, 404, 408, 413, 422, 503)
 FROM_HUB = (409, 429, 500, 502, 504)
@@ -107,6 +108,20 @@ async def order_window(
     """Record parts of passes of some steps; the hub's own interface says how."""
     job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
     return await gateway.control_hub(caller, job, "trace/windows", request=request, most=MAX_BODY_BYTES)
+
+
+@router.delete(
+    "/jobs/{namespace}/{name}/trace/windows/{window}",
+    response_model=None,
+    responses={200: {}, 204: {}, **HUB_PROBLEMS},
+)
+async def cancel_window(
+    request: Request, caller: CallerOf, namespace: Namespace, name: Name, window: WindowId
+) -> Response:
+    """Cancel a window of detailed spans of a job."""
+    gateway = gateway_of(request)
+    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    return await gateway.control_hub(caller, job, f"trace/windows/{window}", request=request)
 
 
 @router.delete(

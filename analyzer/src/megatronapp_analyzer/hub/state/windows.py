@@ -91,9 +91,21 @@ class WindowStore:
         fields = request.model_dump(by_alias=False) | {"from_step": from_step}
         window = Window(id=f"window-{self._number}", reason=reason, **fields)
         self._windows.append(window)
+        self._store()
+        return window
+
+    def cancel(self, window_id: str) -> bool:
+        """Delete a window, so that no step from now on is recorded because of it; False for an unknown id."""
+        left = [window for window in self._windows if window.id != window_id]
+        if len(left) == len(self._windows):
+            return False
+        self._windows = left
+        self._store()
+        return True
+
+    def _store(self) -> None:
         self._file.write({"number": self._number, "windows": [window.model_dump() for window in self._windows]})
         self.on_change()
-        return window
 
 
 class SuspectWindows:

@@ -11,6 +11,7 @@ export type Blame = Schemas["BlameView"];
 export type Blamed = Schemas["BlamedView"];
 export type Victim = Schemas["VictimView"];
 export type Tracer = Schemas["TracerView"];
+export type TraceWindow = Schemas["Window"];
 export type Peers = Slowdowns["peers"];
 
 export interface StepRange {
@@ -48,6 +49,14 @@ export const fetchSlowdowns = (
 
 export const fetchTracer = (client: ApiClient, signal: AbortSignal): Promise<Tracer> =>
   get(client, "tracer", {}, signal);
+
+/** Windows of detailed spans that are not over. */
+export const fetchWindows = (client: ApiClient, signal: AbortSignal): Promise<TraceWindow[]> =>
+  get(client, "trace/windows", {}, signal);
+
+export const cancelWindow = async (client: ApiClient, id: string): Promise<void> => {
+  await client.send(`${client.root}trace/windows/${encodeURIComponent(id)}`, { method: "DELETE" });
+};
 
 export interface BlamedStep {
   readonly blame: Blame;

@@ -1,7 +1,7 @@
 /** The state of the tracer as facts and rows. Pure. */
 import type { TracerHealth } from "../../../api/types";
 import { ABSENT, compact, integer, rankList, seconds } from "../../../store/format";
-import type { Tracer } from "./megascanApi";
+import type { Tracer, TraceWindow } from "./megascanApi";
 
 export function tracerFacts(tracer: Tracer, health: TracerHealth | undefined): (readonly [string, string])[] {
   const lost = tracer.workers.reduce((sum, worker) => sum + worker.lost, 0);
@@ -22,6 +22,17 @@ export function tracerFacts(tracer: Tracer, health: TracerHealth | undefined): (
     ],
     ["Steps stored in full", integer(tracer.storedSteps)],
   ];
+}
+
+/** "steps 12 to 14, parts of layers, ranks 3 and 4, for a verdict" */
+export function windowText({ fromStep, steps, granularity, ranks, reason }: TraceWindow): string {
+  const last = fromStep + steps - 1;
+  return [
+    last === fromStep ? `step ${fromStep}` : `steps ${fromStep} to ${last}`,
+    granularity === "base" ? "tensor-parallel collectives" : "parts of layers",
+    ranks ? `tensor groups of ${rankList(ranks)}` : "all ranks",
+    ...(reason ? ["for a verdict"] : []),
+  ].join(", ");
 }
 
 export const WORKER_COLUMNS = ["Worker", "Node", "Ranks", "Agent", "Records lost", "Clock"];

@@ -1,17 +1,19 @@
 """`megatronapp trace window` on a cluster: through the gateway to the job's hub."""
 
 import argparse
+from urllib.parse import quote
 
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.cli.inject import problem_of
-from megatronapp_operator.cli.windows.local import describe_window, window_of
+from megatronapp_operator.cli.windows.local import check_cancel, describe_window, window_of
 from megatronapp_operator.errors import HubError, OperatorError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Order a window from the job's hub; return the exit code."""
+    """Order a window from the job's hub, or cancel it; return the exit code."""
+    check_cancel(arguments)
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         if job.ended:
@@ -19,8 +21,13 @@ def main(arguments: argparse.Namespace) -> int:
         with gateway_client.open_gateway(cluster) as gateway:
             token = tokens.token_for(cluster, gateway, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/trace/windows"
-            answer = gateway_client.call_gateway(gateway, "POST", path, token=token, json=window_of(arguments))
+            if arguments.cancel is None:
+                answer = gateway_client.call_gateway(gateway, "POST", path, token=token, json=window_of(arguments))
+            else:
+                path = f"{path}/{quote(arguments.cancel, safe='')}"
+                answer = gateway_client.call_gateway(gateway, "DELETE", path, token=token)
     if not answer.is_success:
         raise HubError(replace_control_characters(problem_of(answer)))
-    print(replace_control_characters(describe_window(answer.json())))
+    text = describe_window(answer.json()) if arguments.cancel is None else f"{arguments.cancel}: cancelled"
+    print(replace_control_characters(text))
     return 0

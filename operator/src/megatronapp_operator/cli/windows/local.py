@@ -2,21 +2,36 @@
 
 import argparse
 from typing import Any
+from urllib.parse import quote
 
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.addresses import controller_access
-from megatronapp_operator.cli.inject import post
+from megatronapp_operator.cli.inject import delete, post
 from megatronapp_operator.errors import OperatorError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Order a window from the job's hub; return the exit code."""
+    """Order a window from the job's hub, or cancel it; return the exit code."""
+    check_cancel(arguments)
     job = registry.view(arguments.job)
     if job.ended:
         raise OperatorError(f"{job.name} has ended ({job.phase}); windows need a running job")
     url, token = controller_access(job.paths)
-    print(describe_window(post(f"{url}/api/v1/trace/windows", token=token, document=window_of(arguments))))
+    windows = f"{url}/api/v1/trace/windows"
+    if arguments.cancel is None:
+        print(describe_window(post(windows, token=token, document=window_of(arguments))))
+    else:
+        delete(f"{windows}/{quote(arguments.cancel, safe='')}", token=token)
+        print(f"{arguments.cancel}: cancelled")
     return 0
+
+
+def check_cancel(arguments: argparse.Namespace) -> None:
+    """Raises OperatorError for flags of a new window next to `--cancel`."""
+    given = {"--from-step": arguments.from_step is not None, "--ranks": bool(arguments.ranks)}
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if arguments.cancel is not None and flags:
+        raise OperatorError(f"{' and '.join(flags)} describe a new window, and --cancel ends one; leave out either")
 
 
 def window_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -41,6 +41,26 @@ async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     return window
 
 
+@router.delete(
+    "/{window_id}",
+    operation_id="cancelWindow",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses={403: PROBLEM, 404: PROBLEM},
+    dependencies=CONTROLLER,
+)
+async def cancel_window(hub: HubOf, window_id: str) -> None:
+    """Cancel a window: ranks record no further step of it; what they have recorded stays."""
+    current = hub.windows.current(hub.ingest.newest_step())
+    if window_id not in [window.id for window in current] or not hub.windows.cancel(window_id):
+        listed = ", ".join(window.id for window in current)
+        raise HttpError(
+            404,
+            "no-such-window",
+            f"there is no window {window_id[:80]!r}",
+            f"Not over yet: {listed}." if listed else "All windows are over.",
+        )
+
+
 def _check(hub: Hub, request: WindowRequest, newest: int | None) -> None:
     """Raises HttpError for a window in which nothing would be recorded."""
     if not hub.identity.traced:
