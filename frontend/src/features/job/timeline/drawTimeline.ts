@@ -37,9 +37,9 @@ export function drawTimeline(surface: Surface, picture: TimelinePicture): void {
   const eachLane = (draw: (lane: Lane, index: number) => void): void =>
     model.lanes.slice(shown.first, shown.end).forEach((lane, at) => draw(lane, shown.first + at));
   drawTimeAxis(surface, picture);
-  surface.clipped({ x: 0, y: AXIS_TOP, width: surface.width, height: surface.height }, () =>
-    eachLane((lane, index) => drawLaneBack(surface, picture, lane, index)),
-  );
+  // The label of the first of many low lanes is higher than its lane.
+  const labels = { x: 0, y: AXIS_TOP - 4, width: surface.width, height: surface.height };
+  surface.clipped(labels, () => eachLane((lane, index) => drawLaneBack(surface, picture, lane, index)));
   surface.clipped(
     { x: frame.left, y: AXIS_TOP, width: frame.right - frame.left, height: surface.height },
     () => {
