@@ -395,6 +395,7 @@ _DATA = [
         "spec.data.tokenizerType",
         ({"spec.model.type": "bert"}, _WORDPIECE),
         ({**_BERT, "spec.data.vocabFile": None}, _WORDPIECE),
+        ({**_BERT, "spec.data.tokenizerType": None}, _WORDPIECE),
         ({**_BERT, "spec.data.mergeFile": "m"}, _WORDPIECE),
         ({**_BERT, "spec.model.type": "gpt"}, "gpt has neither"),
     ),

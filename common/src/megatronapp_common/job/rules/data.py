@@ -81,7 +81,7 @@ _TOKENIZER = (
     Rule(
         id="vocabulary-with-merges",
         field=".data.vocabFile",
-        rule=f"{_VOCAB} == {_MERGE} || {_WORDPIECE}",
+        rule=f"{_VOCAB} == {_MERGE} || {_WORDPIECE} || self.model.type == 'bert'",
         message="vocabFile and mergeFile belong together; write both, or tokenizer instead",
     ),
     Rule(
