@@ -52,9 +52,12 @@ def test_times_of_another_placement_are_those_of_the_model_there(
         assert list(found[key]) == pytest.approx(values), key
 
 
-@given(placements(), st.integers(1, 24), st.integers(1, 12))
-def test_other_placements_have_whole_layers_and_an_order(placement: Placement, microbatches: int, layers: int) -> None:
-    found = other_placements(placement, microbatches, layers)
+@given(placements(), st.integers(1, 24), st.integers(1, 12), st.booleans())
+def test_other_placements_have_whole_layers_and_an_order(
+    placement: Placement, microbatches: int, layers: int, has_vee: bool
+) -> None:
+    found = other_placements(placement, microbatches, layers, has_vee=has_vee)
+    assert has_vee or all(other.shape is not Shape.VEE for other in found)
     assert placement not in found
     assert len(set(found)) == len(found)
     for other in found:

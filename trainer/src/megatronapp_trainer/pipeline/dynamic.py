@@ -56,7 +56,8 @@ class DynamicSchedule:
             group = parallel_state.get_pipeline_model_parallel_group()
             reaction = REACTION if self._on_device else None
             layers = _layers_of_rank(context.config)
-            self._tuner = PlanTuner(self._plan, group, context.report, reaction, layers_of_rank=layers)
+            has_vee = context.config.model.type != "bert"
+            self._tuner = PlanTuner(self._plan, group, context.report, reaction, layers_of_rank=layers, has_vee=has_vee)
         self._publish = context.publish_plan
         self._published: PlanReport | None = None
         self._task_transport: TaskTransport = self._transport

@@ -50,6 +50,7 @@ class PlanTuner:
         reaction: HostReaction | None = None,
         *,
         layers_of_rank: int | None = None,
+        has_vee: bool = True,
     ) -> None:
         """Take the plan to tune.
 
@@ -59,12 +60,14 @@ class PlanTuner:
             report: takes a line of text; None on ranks that do not report.
             reaction: of the hosts of devices; None: hosts run the tasks themselves.
             layers_of_rank: for advice on the number of chunks; None where ranks have different numbers of layers.
+            has_vee: the model can be placed in a vee.
         """
         self._plan = plan
         self._group = group
         self._report = report
         self._reaction = reaction
         self._layers_of_rank = layers_of_rank
+        self._has_vee = has_vee
         self._warm_up = WARM_UP_STEPS
         self._steps: list[StepTimes] = []
         self._times: MeasuredTimes | None = None
@@ -123,9 +126,10 @@ class PlanTuner:
         is_large = placement.stages * num_microbatches > LARGE_STEP
         if self._layers_of_rank is None or self._plan.has_byte_cap or is_large or self._times is None:
             return []
+        possible = other_placements(placement, num_microbatches, self._layers_of_rank, has_vee=self._has_vee)
         own, *others = [
             SimulatedPlacement(placement=simulated, seconds=choice.seconds)
-            for simulated in (placement, *other_placements(placement, num_microbatches, self._layers_of_rank))
+            for simulated in (placement, *possible)
             if (choice := self._quick_choice(simulated, num_microbatches, self._times)) is not None
         ]
         faster = [other for other in others if other.seconds <= WORTH_A_START * own.seconds]

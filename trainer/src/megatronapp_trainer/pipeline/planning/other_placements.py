@@ -28,10 +28,13 @@ class SimulatedPlacement:
         return f"{chunks} --dpp-placement vee" if self.placement.shape is Shape.VEE else chunks
 
 
-def other_placements(placement: Placement, num_microbatches: int, layers_of_rank: int) -> list[Placement]:
+def other_placements(
+    placement: Placement, num_microbatches: int, layers_of_rank: int, *, has_vee: bool = True
+) -> list[Placement]:
     """Return the other placements of the same layers that have an order for this number of microbatches.
 
-    Those of a loop with several chunks need a multiple of the ranks as the number of microbatches.
+    Those of a loop with several chunks need a multiple of the ranks as the number of microbatches. `has_vee`: the model
+    can be placed in a vee.
     """
     found = [Placement(placement.ranks)]
     for chunks in range(2, MOST_CHUNKS + 1):
@@ -39,7 +42,7 @@ def other_placements(placement: Placement, num_microbatches: int, layers_of_rank
             continue
         if num_microbatches % placement.ranks == 0:
             found.append(Placement(placement.ranks, chunks))
-        if chunks == 2:
+        if chunks == 2 and has_vee:
             found.append(Placement(placement.ranks, chunks, Shape.VEE))
     return [other for other in found if other != placement]
 
