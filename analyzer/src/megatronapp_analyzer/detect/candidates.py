@@ -1,7 +1,7 @@
 """Grouping of slow columns into subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -65,6 +65,14 @@ class SuspectCandidate:
         return (str(self.subject.type), self.subject.ranks, str(self.cause))
 
 
+def _ranks_by_place(places: Sequence[object]) -> Iterable[tuple[int, ...]]:
+    """Return the ranks of each place, from the place of each rank, in the order in which places occur."""
+    ranks: dict[object, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    return map(tuple, ranks.values())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SubjectResolver:
     """Placement of ranks, and the subjects that several of them can make up."""
@@ -95,14 +103,10 @@ class SubjectResolver:
     def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
         """Yield nodes, then workers, that hold several ranks but not all."""
         layout = self.layout
-        for node in dict.fromkeys(layout.nodes):
-            ranks = tuple(rank for rank in range(layout.world) if layout.nodes[rank] == node)
-            if 1 < len(ranks) < layout.world:
-                yield self._subject(SubjectType.NODE, ranks), frozenset(ranks)
-        for worker in dict.fromkeys(layout.workers):
-            ranks = tuple(rank for rank in range(layout.world) if layout.workers[rank] == worker)
-            if 1 < len(ranks) < layout.world:
-                yield self._subject(SubjectType.WORKER, ranks), frozenset(ranks)
+        for kind, places in ((SubjectType.NODE, layout.nodes), (SubjectType.WORKER, layout.workers)):
+            for ranks in _ranks_by_place(places):
+                if 1 < len(ranks) < layout.world:
+                    yield self._subject(kind, ranks), frozenset(ranks)
 
     def crowds(self) -> Iterable[frozenset[int]]:
         """Yield all sets of ranks that can be slow together for one reason: nodes, workers, stages."""
