@@ -192,3 +192,39 @@ def test_columns_are_cached_until_their_step_changes() -> None:
     again = cache.of(other, None)
     assert cache.of(other, None) is again
     assert cache.of(more, None) is not first
+
+
+def test_columns_follow_the_clocks_and_the_roles_of_a_step() -> None:
+    """Clocks of nodes come after the step, and it is drawn before."""
+    cache = ColumnsCache()
+    step = stored([(0, RecordKind.FORWARD, 0, 9, 0), (1, RecordKind.FORWARD, 0, 9, 0)], (0,) * 6)
+    assert cache.of(step, None).starts_ns.tolist() == [0, 0]
+    aligned = dataclasses.replace(step, offsets_ns=np.array([0, 5000, 0, 0, 0, 0], np.int64), aligned=True)
+    assert cache.of(aligned, None).starts_ns.tolist() == [0, 5000]
+    roles = dataclasses.replace(JobLayout.grid(dp=2), roles=(RankRole.BACKWARD, RankRole.FORWARD))
+    assert cache.of(aligned, roles).track_ranks.tolist() == [1, 0]
+
+
+def test_the_memory_of_the_cache_counts_the_records() -> None:
+    first, second = (stored([(0, RecordKind.FORWARD, 0, 1, 0)]) for _ in range(2))
+    second = dataclasses.replace(second, view=dataclasses.replace(second.view, step=4))
+    columns = ColumnsCache().of(first, None)
+    assert columns.nbytes > first.view.records.nbytes
+    cache = ColumnsCache(limit_bytes=2 * columns.nbytes - 1)
+    before = cache.of(first, None)
+    cache.of(second, None)
+    assert cache.of(first, None) is not before
+
+
+@pytest.mark.parametrize(
+    ("ends", "window"), [((None, None), (100, 180)), ((None, 50), (49, 50)), ((150, None), (150, 180))]
+)
+def test_a_missing_end_of_a_part_never_reverses_it(
+    ends: tuple[int | None, int | None], window: tuple[int, int]
+) -> None:
+    metric = (0, RecordKind.METRIC, 0, 0, 0)
+    step = stored([metric, (0, RecordKind.FORWARD, 100, 10, 0)])
+    query = TimelineQuery(pixels=10, from_ns=ends[0], to_ns=ends[1])
+    part = timeline_part(step, None, ColumnsCache().of(step, None), query, 10)
+    assert part.window is not None
+    assert (part.window.from_ns, part.window.to_ns) == window

@@ -18,7 +18,7 @@ from megatronapp_common.trace import P2P_KINDS, RecordKind
 
 CACHED_STEPS = 3
 CACHED_BYTES = 256 << 20
-"""Memory of the figures that are cached, besides those of the newest request: 20 bytes for each record of a step."""
+"""Memory of the figures that are cached with their records, besides those of the newest request."""
 SAMPLE_KINDS = frozenset({RecordKind.METRIC, RecordKind.COUNTER})
 """Records that are no spans."""
 Ints = NDArray[np.int64]
@@ -51,8 +51,16 @@ class StepColumns:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the columns, without the records."""
-        columns = (self.starts_ns, self.is_span, self.peer, self.receive_of, self.send_of, self.track_ranks)
+        """Return the bytes of the columns and the records, which the store may no longer have."""
+        columns = (
+            self.records,
+            self.starts_ns,
+            self.is_span,
+            self.peer,
+            self.receive_of,
+            self.send_of,
+            self.track_ranks,
+        )
         return sum(column.nbytes for column in columns)
 
 
@@ -112,25 +120,37 @@ def _messages(records: RankRecords, comms: Mapping[int, Mapping[int, Communicato
     return peer, receive_of, send_of
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    columns: StepColumns
+    offsets_ns: Ints
+    layout: JobLayout | None
+
+    def is_of(self, step: StoredStep, layout: JobLayout | None) -> bool:
+        """Return true if nothing has changed on which the columns depend: records, clocks, roles of ranks."""
+        is_same = self.columns.records is step.view.records and self.offsets_ns is step.offsets_ns
+        return is_same and self.layout == layout
+
+
 class ColumnsCache:
     """Columns of the steps that were requested last. Threads may share it; one computes at a time."""
 
     def __init__(self, limit_bytes: int = CACHED_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._known: OrderedDict[StepKey, StepColumns] = OrderedDict()
+        self._known: OrderedDict[StepKey, _Entry] = OrderedDict()
 
     def of(self, step: StoredStep, layout: JobLayout | None) -> StepColumns:
-        """Return the columns of a step; computed again where records were added to the step."""
+        """Return the columns of a step; computed again once it has more records or better clocks."""
         with self._lock:
             known = self._known.pop(step.key, None)
-            if known is None or known.records is not step.view.records:
-                known = columns_of(step, layout)
+            if known is None or not known.is_of(step, layout):
+                known = _Entry(columns_of(step, layout), step.offsets_ns, layout)
             self._known[step.key] = known
             while len(self._known) > 1 and self._is_full():
                 self._known.popitem(last=False)
-            return known
+            return known.columns
 
     def _is_full(self) -> bool:
-        used = sum(columns.nbytes for columns in self._known.values())
+        used = sum(entry.columns.nbytes for entry in self._known.values())
         return len(self._known) > CACHED_STEPS or used > self._limit_bytes

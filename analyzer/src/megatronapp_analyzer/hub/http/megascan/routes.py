@@ -70,7 +70,7 @@ async def blame(
     by = peers or views.default_peers(layout)
     view = await hub.answers.answer(
         ("blame", found.key, by),
-        (len(found.view.records), found.aligned),
+        (len(found.view.records), found.aligned, [step.aligned for step in before]),
         lambda: views.blame_view(found, before, layout, by, hub.graphs),
     )
     if view is None:

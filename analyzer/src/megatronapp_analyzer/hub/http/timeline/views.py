@@ -30,7 +30,7 @@ def timeline_part(
 ) -> schemas.Timeline:
     """Return the part of a step that a query describes."""
     bounds = Bounds(
-        from_ns=columns.from_ns if query.from_ns is None else query.from_ns,
+        from_ns=_first_ns(columns, query),
         to_ns=max(columns.to_ns, (query.from_ns or 0) + 1) if query.to_ns is None else query.to_ns,
         pixels=pixels,
         first_track=query.first_track or 0,
@@ -56,6 +56,13 @@ def timeline_part(
         merged=_ints(found.merged),
     )
     return _timeline(step, layout, columns, (found.places, found.flows), window)
+
+
+def _first_ns(columns: StepColumns, query: schemas.TimelineQuery) -> int:
+    """Return the begin of the part: that of the query, or of the step unless the query ends before it."""
+    if query.from_ns is not None:
+        return query.from_ns
+    return columns.from_ns if query.to_ns is None else min(columns.from_ns, query.to_ns - 1)
 
 
 def _timeline(
