@@ -275,6 +275,14 @@ class RunningHub:
             yield connection
 
 
+def wait_until_judging(hub: Hub, thread: threading.Thread) -> None:
+    """Wait for the detector of a hub that was just started: until then its summary answers 503."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (hub.ready and hub.analysis.caught_up):
+        assert thread.is_alive() and time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def serve_hub(
     state_dir: Path,
@@ -307,6 +315,7 @@ def serve_hub(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
+            wait_until_judging(hub, thread)
             yield RunningHub(hub, app.state.live, port, secret, state_dir, script)
         finally:
             server.end()

@@ -163,6 +163,9 @@ async def test_the_detector_is_started_again_and_ends_with_the_hub(
             text = (await client.get("/metrics")).text
         return "megascan_analyzer_restarts_total{" in text and 'restarts_total{job_id="demo"} 1.0' in text
 
+    async def has_all() -> bool:
+        return len(await hub.get("/api/v1/steps")) == 40
+
     async with hub.running() as process, mine.agent():
         mine.write_steps(range(20))
         await until(is_judged)
@@ -171,7 +174,7 @@ async def test_the_detector_is_started_again_and_ends_with_the_hub(
         mine.write_steps(range(20, 40))
         await until(has_restarted)
         await until(is_judged)
-        assert len(await hub.get("/api/v1/steps")) == 40
+        await until(has_all)
         (second,) = detectors_of(process)
         assert second != first
         process.send_signal(signal.SIGTERM)
@@ -207,13 +210,15 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
             mine.open_rings()
             await agents.enter_async_context(mine.agent())
             mine.write_steps(range(20))
-        async with hub.running():
+        async with hub.running() as process:
 
             async def arrived() -> bool:
                 return len(await hub.get("/api/v1/steps")) == 20
 
             await until(arrived)
             before = {path: await hub.get(path) for path in ("/api/v1/heatmap", "/api/v1/timeline?step=19")}
+            process.send_signal(signal.SIGTERM)  # it ends once all frames are on disk
+            await process.wait()
     for mine in workers:
         mine.close_rings(unlink=True)
     (folder / "hub" / "verdicts.json").write_text(json.dumps([VERDICT]))

@@ -323,7 +323,8 @@ def viewer(key: str, job: GatewayJob) -> str:
 def _has_steps(client: httpx.Client, url: str) -> bool:
     try:
         answer = client.get(f"{url}/api/v1/steps")
-        return answer.is_success and len(answer.json()) > 0
+        judges = client.get(f"{url}/api/v1/summary").is_success  # 503 until its detector has started
+        return judges and answer.is_success and len(answer.json()) > 0
     except httpx.TransportError:
         return False
 

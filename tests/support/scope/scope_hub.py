@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
+import time
 from collections.abc import Iterator
 
 import gateway
@@ -92,6 +93,10 @@ def serving(hub: Hub, job: gateway.GatewayJob, *, port: int, key: str) -> Iterat
         thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
         thread.start()
         try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not (hub.ready and hub.analysis.caught_up):  # until then its summary answers 503
+                assert thread.is_alive() and time.monotonic() < deadline
+                time.sleep(0.005)
             yield ScopeHub(hub, loop)
         finally:
             server.should_exit = True
