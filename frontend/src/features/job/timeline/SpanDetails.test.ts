@@ -36,10 +36,14 @@ class SilentSocket {
 beforeEach(() => vi.stubGlobal("WebSocket", SilentSocket));
 afterEach(() => vi.unstubAllGlobals());
 
-async function detailsOf(span: number | null, more: Partial<Timeline> = {}): Promise<VueWrapper> {
+async function detailsOf(
+  span: number | null,
+  more: Partial<Timeline> = {},
+  ranks: readonly object[] = JOB.ranks,
+): Promise<VueWrapper> {
   const source = { ...timelineOf(ROWS), flags: ROWS.map(() => 0), ...more };
   const client = new ApiClient((input) => {
-    const answer = { "api/v1/job": JOB, "api/v1/verdicts": [] }[String(input)];
+    const answer = { "api/v1/job": { ...JOB, ranks }, "api/v1/verdicts": [] }[String(input)];
     return answer ? Promise.resolve(Response.json(answer)) : new Promise(() => undefined);
   });
   const page = mount(
@@ -78,6 +82,18 @@ describe("details of a selected span", () => {
     expect(peers[1]).toContain("rank 1");
     await details.findAll(".peers button")[1]?.trigger("click");
     expect(details.findComponent(SpanDetails).emitted("go")).toEqual([[6]]);
+    details.unmount();
+  });
+
+  it("lists the longest of many ranks, and the selected one", async () => {
+    const many: Row[] = Array.from({ length: 100 }, (_, rank) => [rank, Kind.FORWARD, 1, 0, 100 + rank]);
+    const ranks = many.map(([rank]) => ({ ...place, rank, dp: rank, role: "all" }));
+    const details = await detailsOf(3, timelineOf(many), ranks);
+    const peers = details
+      .findAll(".peers button")
+      .map((button) => Number(/\d+/.exec(button.get("span").text())?.[0]));
+    expect(peers).toEqual([3, ...Array.from({ length: 23 }, (_, at) => 77 + at)]);
+    expect(details.get(".peers h4").text()).toContain("the longest of 100");
     details.unmount();
   });
 
