@@ -167,8 +167,10 @@ class Agent:
 
 
 @contextlib.asynccontextmanager
-async def hub_process(folder: pathlib.Path, secret: str, hold: int) -> AsyncIterator[tuple[psutil.Process, str]]:
-    """A hub with its default limits but for the number of steps held in full."""
+async def hub_process(
+    folder: pathlib.Path, secret: str, hold: int, frontend: pathlib.Path | None = None
+) -> AsyncIterator[tuple[psutil.Process, str]]:
+    """A hub with its default limits but for the number of steps held in full, and with a page if one is built."""
     (folder / "secret").write_text(secret)
     (folder / "job.json").write_text(json.dumps({"metadata": {"name": "bench", "uid": "bench"}, "spec": {}}))
     with socket.socket() as sock:
@@ -176,6 +178,8 @@ async def hub_process(folder: pathlib.Path, secret: str, hold: int) -> AsyncIter
         port = sock.getsockname()[1]
     command = ["-m", "megatronapp_analyzer.hub", "--port", str(port), "--job-file", str(folder / "job.json")]
     command += ["--state-dir", str(folder / "hub"), "--hold-steps", str(hold)]
+    if frontend is not None:
+        command += ["--frontend", str(frontend)]
     environment = os.environ | {Env.SECRET_FILE.value: str(folder / "secret")}
     process = await asyncio.create_subprocess_exec(sys.executable, *command, env=environment)
     try:
