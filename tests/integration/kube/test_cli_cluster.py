@@ -62,7 +62,7 @@ def test_a_job_is_run_seen_and_deleted(
     assert (code, problem) == (
         1,
         f"error: megatronjobs.megatronapp.io \"demo\" not found in namespace '{namespace}'; "
-        "`megatronapp get -A` lists the jobs\n",
+        "`megatronapp get -A --cluster` lists the jobs\n",
     )
     assert run("delete", "demo", "--ignore-not-found") == (0, "", "")
     assert run("wait", "demo", "--for", "delete")[0] == 0

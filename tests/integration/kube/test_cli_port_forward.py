@@ -211,6 +211,18 @@ def test_many_connections_at_once_get_whole_answers(place: GatewayNamespace) -> 
     assert set(place.node.connections) == {("one", 8080)}
 
 
+def test_a_port_is_forwarded_inside_of_a_running_event_loop(place: GatewayNamespace) -> None:
+    """Cells of a notebook run in one."""
+
+    async def cell() -> bytes:
+        with place.forwarded() as forward:
+            return await asyncio.to_thread(ask, forward, "a line\n")
+
+    with answering() as server:
+        place.add_pod("one", server)
+        assert asyncio.run(cell()) == b"a line\n"
+
+
 def test_what_is_sent_arrives(place: GatewayNamespace) -> None:
     text = f"{'x' * LARGE}\n"
     with answering() as server:

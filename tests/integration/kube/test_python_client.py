@@ -63,6 +63,14 @@ def test_a_manifest_with_problems_is_refused_before_anything_is_sent(config: pat
             client.submit(document)
         with pytest.raises(ManifestError, match="cannot read the manifest"):
             client.submit(config / "none.yaml")
+        with pytest.raises(ManifestError, match="3 is no manifest"):
+            client.submit(3)  # type: ignore[arg-type]
+        with pytest.raises(ManifestError, match="standard input"):
+            client.submit("-")
+        elsewhere = manifest().model_dump(mode="json", by_alias=True, exclude_unset=True)
+        elsewhere["metadata"]["namespace"] = "team-b"
+        with pytest.raises(ManifestError, match=r"'team-b' is not the namespace of this client.*namespace='team-b'"):
+            client.submit(elsewhere)
         assert client.jobs() == []
     with pytest.raises(OperatorError, match="no cluster: "):
         Client.cluster(kubeconfig=str(config), context="none")

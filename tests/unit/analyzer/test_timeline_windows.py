@@ -195,7 +195,7 @@ def test_columns_are_cached_until_their_step_changes() -> None:
 
 
 def test_columns_follow_the_clocks_and_the_roles_of_a_step() -> None:
-    """Clocks of nodes come after the step, and it is drawn before."""
+    """Clocks of nodes are known after the step, which is drawn before."""
     cache = ColumnsCache()
     step = stored([(0, RecordKind.FORWARD, 0, 9, 0), (1, RecordKind.FORWARD, 0, 9, 0)], (0,) * 6)
     assert cache.of(step, None).starts_ns.tolist() == [0, 0]

@@ -1,6 +1,7 @@
 """Data frames of `megatronapp.client`, and the plugin of kubectl."""
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp.client import Hub, HubError, OperatorError
-from megatronapp.client.frames import series_frame, timeline_frame
+from megatronapp.client.frames import rows_frame, series_frame, timeline_frame
 from megatronapp_common import cli
 from megatronapp_operator.cli import cluster
+from megatronapp_operator.cli.wait import WaitCondition
 
 Capture = pytest.CaptureFixture[str]
 ABSENT = st.none() | st.integers(0, 1 << 62)
@@ -53,9 +55,28 @@ def test_a_frame_has_each_span_exactly(spans: list[dict[str, Any]]) -> None:
             ["forward", "backward"][span["kind"] - 1],
         )
         assert row.start_ns == document["originNs"] + span["startNs"]
-        for name, key in (("microbatch", "microbatch"), ("run_queue_ns", "runQueueNs"), ("bytes", "bytes")):
+        assert (row.chunk, row.duration_ns, row.flags) == (span["chunk"], span["durationNs"], span["flags"])
+        for name, key in (
+            ("microbatch", "microbatch"),
+            ("run_queue_ns", "runQueueNs"),
+            ("bytes", "bytes"),
+            ("peer", "peer"),
+        ):
             value = getattr(row, name)
             assert (value is not None and value == span[key]) if span[key] is not None else str(value) == "<NA>"
+
+
+def test_frames_without_rows_have_the_same_types() -> None:
+    frame = timeline_frame(timeline([]))
+    assert [str(frame[name].dtype) for name in ("start_ns", "duration_ns", "bytes")] == ["int64", "int64", "Int64"]
+    steps = rows_frame([], {"step": "step", "complete": "complete"})
+    assert [str(kind) for kind in steps.dtypes] == ["int64", "bool"]
+
+
+def test_a_kind_of_a_later_release_has_its_number() -> None:
+    document = timeline([]) | {key: [1] for key in ("rank", "chunk", "startNs", "durationNs", "flags")}
+    document |= {key: [None] for key in ("microbatch", "runQueueNs", "bytes", "peer")} | {"kind": [99]}
+    assert timeline_frame(document).kind.tolist() == ["99"]
 
 
 def test_points_that_are_not_finite_are_absent() -> None:
@@ -108,3 +129,12 @@ def test_the_plugin_of_kubectl_selects_the_cluster(monkeypatch: pytest.MonkeyPat
     assert "no cluster: /nonexistent does not exist" in capsys.readouterr().err
     assert cli.kubectl_plugin(["get", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: kubectl megatron get ")
+
+
+@pytest.mark.parametrize(("phase", "has_run"), [("Succeeded", True), ("Failed", False)])
+def test_a_job_that_has_succeeded_was_running(phase: str, has_run: bool) -> None:
+    """A short one may run between two polls of a client."""
+    status = {"conditions": [{"type": "Running", "status": "False"}]}
+    job = types.SimpleNamespace(name="short", phase=phase, status=status, document={}, ended=True)
+    assert WaitCondition("Running").holds(job) is has_run
+    assert WaitCondition("Running", "False").holds(job)

@@ -4,10 +4,9 @@
 
     with Client.cluster(namespace="research") as client:   # or Client.local()
         job = client.submit("job.yaml")
-        job.wait("Running")
+        print(job.wait().phase)
         with job.hub() as hub:
             print(hub.timeline().groupby("kind").duration_ns.sum())
-        print(job.wait().phase)
 
 Needs `megatronapp-operator[client]`: the official client of Kubernetes and pandas. How to begin: docs/python-client.md.
 """

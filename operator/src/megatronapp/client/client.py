@@ -95,7 +95,12 @@ class Client:
 def _load(manifest: Manifest) -> MegatronJob:
     """Return the job, with its rules checked. Raises ManifestError."""
     if isinstance(manifest, str | os.PathLike):
-        return read_manifest(str(pathlib.Path(manifest)), name=None)
+        path = str(pathlib.Path(manifest))
+        if path == "-":
+            raise ManifestError("-: standard input is for the command line; give the document, or the path of a file")
+        return read_manifest(path, name=None)
+    if not isinstance(manifest, MegatronJob | Mapping):
+        raise ManifestError(f"{manifest!r} is no manifest; give a MegatronJob, a document, or the path of a file")
     document = (
         manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
         if isinstance(manifest, MegatronJob)

@@ -18,7 +18,7 @@ from megatronapp_operator.cli.cluster.run import store
 from megatronapp_operator.cli.cluster.ui import page_path
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.cli.logs import LogSelection
-from megatronapp_operator.errors import HubError
+from megatronapp_operator.errors import HubError, ManifestError
 
 ANSWER_S = 120.0
 """Seconds for an answer of a hub, which may have to read its disk."""
@@ -42,7 +42,14 @@ class ClusterNamespace:
         return self._cluster.views()
 
     def submit(self, job: MegatronJob) -> str:
-        """Store a job; return its name. Raises JobConflictError for a job that has ended."""
+        """Store a job; return its name.
+
+        Raises JobConflictError for a job that has ended, ManifestError if the manifest names another namespace.
+        """
+        named = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
+        if named not in {None, self._cluster.namespace}:
+            problem = f"metadata.namespace: {named!r} is not the namespace of this client, {self._cluster.namespace!r}"
+            raise ManifestError(f"{problem}; omit it, or use Client.cluster(namespace={named!r})")
         stored, change = store(self._cluster, job)
         logger.info("%s/%s %s", stored.namespace, stored.name, change)
         return stored.name

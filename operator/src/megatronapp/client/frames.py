@@ -21,6 +21,7 @@ TIMELINE_COLUMNS = {
     "peer": "peer",
 }
 """Columns of the hub's timeline, and their names in the frame."""
+COUNTS = ("rank", "chunk", "start_ns", "duration_ns", "flags")
 SPARSE = ("microbatch", "run_queue_ns", "bytes", "peer")
 INTEGER = "Int64"
 """Type of columns of integers in which some values are absent."""
@@ -34,10 +35,13 @@ def timeline_frame(document: Mapping[str, Any]) -> "pd.DataFrame":
     pandas = _pandas()
     try:
         columns = {name: document[key] for key, name in TIMELINE_COLUMNS.items()}
+        for name in COUNTS:
+            columns[name] = pandas.array(columns[name], dtype="int64")
         for name in SPARSE:  # by way of floating-point numbers, large ones would not be exact
             columns[name] = pandas.array(columns[name], dtype=INTEGER)
         frame = pandas.DataFrame(columns)
-        frame["kind"] = frame["kind"].map({int(kind): name for kind, name in document["kindNames"].items()})
+        names = {int(kind): name for kind, name in document["kindNames"].items()}
+        frame["kind"] = [names.get(kind, str(kind)) for kind in document["kind"]]
         frame["start_ns"] += document["originNs"]
         frame.insert(0, "step", document["step"])
         frame.insert(0, "attempt", document["attempt"])
@@ -61,7 +65,10 @@ def rows_frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) ->
     """Return one row per document. `columns`: keys of the documents, and their names. Raises HubError as above."""
     pandas = _pandas()
     try:
-        return pandas.DataFrame([[row[key] for key in columns] for row in rows], columns=list(columns.values()))
+        types = {key: "bool" if key == "complete" else "int64" for key in columns}
+        return pandas.DataFrame(
+            {name: pandas.array([row[key] for row in rows], dtype=types[key]) for key, name in columns.items()}
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable("list", error) from error
 

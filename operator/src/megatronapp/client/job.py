@@ -6,11 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatronapp.client.hub import Hub
+from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, Status, load_stored_job, read_status
 from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.cli.logs import LogSelection
 from megatronapp_operator.cli.wait import WaitCondition, named_condition, wait_for
-from megatronapp_operator.errors import OperatorError
+from megatronapp_operator.errors import ManifestError, OperatorError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,9 +65,12 @@ class Job:
 
     @property
     def manifest(self) -> MegatronJob:
-        """MegatronJob without its status, typed."""
+        """MegatronJob without its status, typed. Raises ManifestError for a job that this release cannot read."""
         document = {key: value for key, value in self.document.items() if key != "status"}
-        return load_stored_job(document)[0]
+        try:
+            return load_stored_job(document)[0]
+        except JobError as error:
+            raise ManifestError(str(error)) from error
 
     @property
     def status(self) -> Status:
@@ -113,7 +117,7 @@ class Job:
         """Yield the lines of a log: of a rank, by default of the one that reports the loss, or of a worker's launcher.
 
         With `follow`, until the job has ended, later attempts included. On a cluster the log of an attempt is deleted
-        with its pods. Raises OperatorError for a rank, worker or attempt that does not exist.
+        with its pods. The first line raises OperatorError for a rank, worker or attempt that does not exist.
         """
         if rank is not None and worker is not None:
             raise OperatorError("logs: rank and worker select different logs; omit one of them")

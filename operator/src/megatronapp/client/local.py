@@ -16,9 +16,10 @@ from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.addresses import hub_access, page_address
 from megatronapp_operator.cli.delete import delete
 from megatronapp_operator.cli.logs import LogSelection, OpenLog
+from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE
 from megatronapp_operator.cli.run import runnable
 from megatronapp_operator.cli.ui import wait_ready
-from megatronapp_operator.errors import HubError, JobConflictError, OperatorError
+from megatronapp_operator.errors import HubError, JobConflictError, ManifestError, OperatorError
 
 ANSWER_S = 120.0
 """Seconds for an answer of the hub, which may have to read its disk."""
@@ -39,7 +40,7 @@ class LocalJobs:
         return registry.views()
 
     def submit(self, job: MegatronJob) -> str:
-        """Start a job in a separate process; return its name. Raises OperatorError with what the command prints.
+        """Start a job in a separate process; return its name. Raises ManifestError or OperatorError with its errors.
 
         The command runs in a new interpreter, because a process with threads, such as a notebook's, must not be forked.
         """
@@ -52,8 +53,9 @@ class LocalJobs:
             [*COMMAND, "run", "-", "--detach"], input=json.dumps(document), capture_output=True, text=True, check=False
         )
         if started.returncode != 0:
-            lines = [line.removeprefix("error: ") for line in started.stderr.splitlines()]
-            raise OperatorError("\n".join(lines) or f"the command to run {name} failed ({started.returncode})")
+            lines = [line.removeprefix("error: ") for line in started.stderr.splitlines() if line.startswith("error: ")]
+            problem = "\n".join(lines) or f"the command to run {name} failed ({started.returncode}): {started.stderr}"
+            raise (ManifestError if started.returncode == BAD_MANIFEST_EXIT_CODE else OperatorError)(problem)
         return name
 
     def delete(self, name: str, *, force: bool) -> None:

@@ -9,7 +9,7 @@ from megatronapp_operator.backends.process.state import files
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 10.0
 """Seconds for an answer of the hub, which runs on this machine."""
 
 

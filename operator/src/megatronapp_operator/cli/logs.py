@@ -78,7 +78,7 @@ class OpenLog:
             yield self._tail.lines(final=job.ended or newest != self._path)
             if self._selection.attempt is None and newest != self._path:
                 self._path, self._tail = newest, LogTail(newest)
-            elif job.ended:
+            elif job.ended or newest != self._path:
                 return
             time.sleep(POLL_S)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
-from megatronapp_operator.plan import ConditionType
+from megatronapp_operator.plan import ConditionType, Phase
 
 POLL_S = 0.2
 ALIASES = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
@@ -28,6 +28,8 @@ class WaitCondition:
     def holds(self, job: JobHandle) -> bool:
         """Return True if the job has the condition."""
         conditions = job.status.get("conditions", ())
+        if self == WaitCondition(ConditionType.RUNNING) and job.phase == Phase.SUCCEEDED:
+            return True  # a short job may run between two polls
         return any(
             self._equal(one["type"], self.type) and self._equal(one["status"], self.status) for one in conditions
         )

@@ -111,7 +111,7 @@ class Cluster:
         """Return the job of this name. Raises JobNotFoundError."""
         document = self.get(JOBS, self.namespace, name)
         if document is None:
-            where = f"in namespace {self.namespace!r}; `megatronapp get -A` lists the jobs"
+            where = f"in namespace {self.namespace!r}; `megatronapp get -A --cluster` lists the jobs"
             raise JobNotFoundError(f'megatronjobs.megatronapp.io "{name}" not found {where}')
         return ClusterJob(document)
 

@@ -162,7 +162,7 @@ def _load(settings: Any, kubeconfig: str | None, context: str | None) -> str:  #
 
     places = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
     with _unusable_credentials_raise():
-        if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if not (kubeconfig or context or os.environ.get("KUBECONFIG")) and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=settings)
             return POD_NAMESPACE.read_text(encoding="utf-8").strip() if POD_NAMESPACE.exists() else "default"
         _require_file(places)

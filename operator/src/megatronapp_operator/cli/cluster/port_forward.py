@@ -5,13 +5,14 @@ channel. `kubernetes.stream.portforward` uses the same protocol; ADR 0020 says w
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
@@ -56,21 +57,20 @@ def forward_port(cluster: Cluster, service: Object) -> Iterator[ForwardedPort]:
     The port is kept while no pod of the Service can be reached. Raises OperatorError if none can at the beginning.
     """
     forwarder = _Forwarder(cluster, service)
-    with contextlib.ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
+    # A thread with its own event loop, because a caller, such as a cell of a notebook, may run in one already.
+    thread = threading.Thread(target=lambda: asyncio.run(forwarder.run()), name="port-forward", daemon=True)
+    thread.start()
+    try:
         try:
-            runner.run(forwarder.check())
-            listeners, named = _listen()
+            port = forwarder.opened.result()
         except (OperatorError, OSError) as error:
             problem = f"the port of the gateway cannot be forwarded: {error}"
             forbidden = isinstance(error, ForbiddenError)
             raise OperatorError(problem + ("; " + RIGHTS if forbidden else "")) from error
-        stopped = asyncio.Event()
-        thread = threading.Thread(target=runner.run, args=(forwarder.serve(listeners, stopped),), name="port-forward")
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(runner.get_loop().call_soon_threadsafe, stopped.set)
-        yield ForwardedPort(listeners[0].getsockname()[1], named)
+        yield port
+    finally:
+        forwarder.stop()
+        thread.join()
 
 
 def _listen() -> tuple[list[socket.socket], bool]:
@@ -108,17 +108,42 @@ class _Forwarder:
         self._problem = ""
         """Last printed problem with reaching a pod."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.opened: concurrent.futures.Future[ForwardedPort] = concurrent.futures.Future()
+        """The port, once it is open, or the error that prevents it."""
+        self._started: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
+        """Function that cancels `run` from another thread, set once it runs."""
+
+    async def run(self) -> None:
+        """Open the port and forward its connections until `stop` is called."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        try:
+            await self.check()
+            listeners, named = _listen()
+        except BaseException as error:
+            self.opened.set_exception(error)
+            return
+        self.opened.set_result(ForwardedPort(listeners[0].getsockname()[1], named))
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.serve(listeners)
+
+    def stop(self) -> None:
+        """End `run`, from another thread, also while it opens the port."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+            self._started.result()()
 
     async def check(self) -> None:
         """Raise OperatorError if a port cannot be forwarded now."""
         await (await self._connect()).close()
 
-    async def serve(self, listeners: list[socket.socket], stopped: asyncio.Event) -> None:
-        """Forward connections until `stopped` is set."""
-        servers = [await asyncio.start_server(self._accept, sock=listener) for listener in listeners]
-        await stopped.wait()
-        for server in servers:
-            server.close()
+    async def serve(self, listeners: list[socket.socket]) -> None:
+        """Forward connections until cancelled."""
+        async with contextlib.AsyncExitStack() as stack:
+            for listener in listeners:
+                server = await asyncio.start_server(self._accept, sock=listener)
+                stack.callback(server.close)
+            await asyncio.get_running_loop().create_future()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Python 3.11 prints a traceback for each task of start_server itself that is cancelled at the end.

@@ -24,6 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
         print_problems(error)
         return BAD_MANIFEST_EXIT_CODE
     with opened(arguments) as cluster:
+        _settle_namespace(cluster, job)
         stored, change = store(cluster, job)
         print(f"megatronjob.megatronapp.io/{stored.name} {change}")
         if arguments.detach:
@@ -44,17 +45,16 @@ def _settle_namespace(cluster: Cluster, job: MegatronJob) -> None:
 
 
 def store(cluster: Cluster, job: MegatronJob) -> tuple[ClusterJob, str]:
-    """Store the job; return it with created, configured or unchanged.
+    """Store the job in the cluster's namespace; return it with created, configured or unchanged.
 
-    Raises JobConflictError for a job that has ended, OperatorError if two namespaces are named.
+    Raises JobConflictError for a job that has ended.
     """
-    _settle_namespace(cluster, job)
     name = job.metadata.name
     before = cluster.get(JOBS, cluster.namespace, name)
     if before is not None and ClusterJob(before).ended:
         raise JobConflictError(
             f"{cluster.namespace}/{name} has ended ({ClusterJob(before).phase}); remove it with "
-            f"`megatronapp delete {name}` (checkpoints stay) and run it again, or use another --name"
+            f"`megatronapp delete {name} --cluster` (checkpoints stay) and run it again, or use another name"
         )
     document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
     document["metadata"]["namespace"] = cluster.namespace
