@@ -95,7 +95,7 @@ class DetectorTask:
         self.wasted_s: dict[str, float] = {}
         """Rank-seconds lost by cause since the start."""
         self._counted_s: dict[str, float] = {}
-        """Seconds lost that each verdict has been counted with."""
+        """Most seconds lost that each verdict has been counted with."""
         self.imposed_s: dict[tuple[int, str], float] = {}
         """Seconds that each rank made others wait since the start, by kind of communicator."""
 
@@ -255,8 +255,10 @@ class DetectorTask:
         for verdict in verdicts:
             if verdict.state is VerdictState.SUSPECT:
                 continue
-            lost_s = max(verdict.seconds_lost - self._counted_s.get(verdict.id, 0.0), 0.0)
-            self._counted_s[verdict.id] = verdict.seconds_lost
+            before_s = self._counted_s.get(verdict.id, 0.0)
+            lost_s = max(verdict.seconds_lost - before_s, 0.0)
+            # It may fall: steps that were not replayed are valued at a mean, which moves.
+            self._counted_s[verdict.id] = before_s + lost_s
             if not again:
                 cause = str(verdict.cause)
                 self.wasted_s[cause] = self.wasted_s.get(cause, 0.0) + lost_s * self._world

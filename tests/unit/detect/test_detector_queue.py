@@ -1,0 +1,92 @@
+"""Queue in front of a detector that answers as a test says: its sums, its limits and its losses."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
+from megatronapp_analyzer.hub.state.detector_task import DetectorTask
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.model import (
+    RANK_RECORD,
+    Cause,
+    JobLayout,
+    JobMoment,
+    StepRecords,
+    SubjectType,
+    Verdict,
+    VerdictState,
+    VerdictSubject,
+)
+
+LAYOUT = JobLayout.grid(pp=2)
+
+
+def stored_step(step: int, *, attempt: int = 0, records: int = 0) -> StoredStep:
+    view = StepRecords(attempt=attempt, step=step, records=np.zeros(records, RANK_RECORD), comms={})
+    values = np.zeros((len(METRICS), LAYOUT.world), np.float32)
+    digest = StepDigest(attempt=attempt, step=step, start_real_ns=0, duration_ns=1, complete=True, values=values)
+    return StoredStep(view=view, digest=digest, offsets_ns=np.zeros(LAYOUT.world, np.int64))
+
+
+def verdict(*, lost_s: float, state: VerdictState = VerdictState.CONFIRMED, since_step: int = 1) -> Verdict:
+    return Verdict(
+        id=f"v{since_step}",
+        subject=VerdictSubject(type=SubjectType.RANK, ranks=(0,)),
+        cause=Cause.COMPUTE,
+        state=state,
+        seconds_per_step=0.25,
+        seconds_lost=lost_s,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(since_step,),
+        evidence_text=(),
+        since=JobMoment(attempt=0, step=since_step, time=float(since_step)),
+    )
+
+
+def no_verdicts(step: StoredStep) -> list[Verdict]:
+    return []
+
+
+@dataclasses.dataclass
+class ScriptedJudge:
+    """Detector whose verdicts on a step are those that a function returns, and that never ends by itself."""
+
+    answer: Callable[[StoredStep], Sequence[Verdict]] = no_verdicts
+    judged: list[int] = dataclasses.field(default_factory=list)
+
+    def start(self) -> None:
+        pass
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
+        self.judged.append(step.view.step)
+        return Judgement(afresh=False, verdicts=list(self.answer(step)))
+
+    def judge_liveness(self, report: LivenessReport) -> Judgement:
+        return Judgement(afresh=False, verdicts=[])
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@given(st.lists(st.integers(0, 8).map(lambda quarters: quarters / 4), min_size=1, max_size=6))
+@pytest.mark.asyncio
+async def test_waste_never_counts_a_second_twice_though_its_estimate_falls(lost_s: list[float]) -> None:
+    judge = ScriptedJudge(lambda step: [verdict(lost_s=lost_s[step.view.step])])
+    queue = DetectorTask(judge, VerdictStore(None), liveness=lambda: None)
+    queue.add(LAYOUT, [stored_step(number) for number in range(len(lost_s))])
+    await queue.drain_batch()
+    assert queue.wasted_s == {"compute": max(lost_s) * LAYOUT.world}
