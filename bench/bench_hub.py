@@ -269,7 +269,7 @@ async def measure(load: Load, hold: int) -> dict[str, Any]:
         "steps complete": sum(step["complete"] for step in steps),
         "records lost": summary["tracer"]["lost"],
         "steps not judged": int(skipped),
-        "verdicts on a healthy job": len(summary["slowRanks"]),
+        "verdicts on a healthy job": len(summary["slowRanks"] or ()),
         "lag median s": round(float(np.median(samples.lag_s)), 3),
         "lag max s": round(max(samples.lag_s), 3),
         "hub processor ms per step": round(samples.cpu_s / load.steps * 1000, 1),

@@ -174,7 +174,7 @@ def follow(hub: httpx.Client) -> None:
         if progress.get("loss") is not None and progress["iteration"] // 10 > printed // 10:
             printed = progress["iteration"]
             print(progress_line(progress))
-        for verdict in summary["slowRanks"]:
+        for verdict in summary["slowRanks"] or ():
             if verdict["state"] == "confirmed" and verdict["id"] not in shown:
                 shown.add(verdict["id"])
                 print(f"   >> {verdict['sentence']}")

@@ -3642,16 +3642,19 @@ export interface components {
              * @default []
              */
             fullSharedMemory: components["schemas"]["SharedMemory"][];
-            /** Hungranks */
-            hungRanks: number[];
+            /**
+             * Hungranks
+             * @description Null while the detector cannot be started.
+             */
+            hungRanks: number[] | null;
             progress: components["schemas"]["Progress"] | null;
             /** Ranks */
             ranks: number;
             /**
              * Slowranks
-             * @description Confirmed or recovering; a verdict that is cleared is not listed any more.
+             * @description Confirmed or recovering; a verdict that is cleared is not listed any more. Null while the detector cannot be started.
              */
-            slowRanks: components["schemas"]["VerdictView"][];
+            slowRanks: components["schemas"]["VerdictView"][] | null;
             tracer: components["schemas"]["TracerHealth"];
         };
         /**

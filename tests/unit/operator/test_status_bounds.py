@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from worker_groups import worker_groups
 
 from megatronapp_common.job import status_document
+from megatronapp_common.job.api.status import ConditionType, SlowRank
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.kubernetes.execution.events import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.pod_record import _number
@@ -89,6 +90,11 @@ def numbers(document: Any) -> Iterator[int]:
 
 
 def written(summary: HubSummary | None) -> dict[str, Any]:
+    """The document of the status after a look with this summary."""
+    return status_document(reported(summary, Status(running_time=5.0, attempt=2**31 - 1)))
+
+
+def reported(summary: HubSummary | None, before: Status) -> Status:
     """The status after a look with this summary."""
     observed = Observed(secret=True)
     if summary is not None:
@@ -97,13 +103,13 @@ def written(summary: HubSummary | None) -> dict[str, Any]:
         )
     job = JobState(
         spec=JobSpec(name="job", uid="u", worker_groups=worker_groups(1)),
-        status=Status(running_time=5.0, attempt=2**31 - 1),
+        status=before,
     )
     draft = PlanBuilder(job=job, observed=observed, now=1000.0, status=job.status)
     report.progress(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
-    return status_document(draft.status)
+    return draft.status
 
 
 def check(document: dict[str, Any]) -> None:
@@ -139,7 +145,7 @@ def test_the_largest_answer_of_a_hub_fits_into_a_status() -> None:
     check(written(summary))
     honest = verdict | {"id": "v", "subject": {"type": "rank", "ranks": [3]}, "cause": "compute", "sentence": "x" * 500}
     many = read_summary({"attempt": 0, "progress": None, "slowRanks": [honest] * 64, "hungRanks": []})
-    assert many is not None and len(many.slow_ranks) == 64
+    assert many is not None and many.slow_ranks is not None and len(many.slow_ranks) == 64
     document = written(many)
     check(document)
     assert [
@@ -174,6 +180,17 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
     read = read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
     assert read is not None and read.progress is not None
     assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
+    assert read.slow_ranks is not None
     (slow,) = read.slow_ranks
     assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
     assert (slow.gpu_hours, slow.cost) == (1.5, 3.75)
+
+
+def test_without_a_detector_verdicts_are_unknown_and_the_status_keeps_those_before() -> None:
+    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
+    before = reported(HubSummary(slow_ranks=(slow,), hung_ranks=(1,)), Status(running_time=5.0))
+    assert before.is_true(ConditionType.SLOW_NODE_DETECTED) and before.is_true(ConditionType.STALLED)
+    unknown = read_summary({"attempt": 0, "progress": None, "slowRanks": None, "hungRanks": None})
+    assert unknown is not None
+    assert (unknown.slow_ranks, unknown.hung_ranks) == (None, None)
+    assert reported(unknown, before) == before

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.errors import DocumentError
@@ -63,8 +63,9 @@ class HubSummary:
     attempt: int = 0
     """The newest attempt that the hub knows; hung ranks are of this one."""
     progress: Progress | None = None
-    slow_ranks: tuple[SlowRank, ...] = ()
-    hung_ranks: tuple[int, ...] = ()
+    slow_ranks: tuple[SlowRank, ...] | None = ()
+    """None: unknown, because the hub's detector cannot be started; so for hung ranks."""
+    hung_ranks: tuple[int, ...] | None = ()
     full_shared_memory: tuple[str, ...] | None = None
     """One sentence for each worker whose shared memory is full; None: hubs of older releases do not report it."""
     controls: tuple[ControlAction, ...] = ()
@@ -76,8 +77,8 @@ def read_summary(document: Any) -> HubSummary | None:  # noqa: ANN401 - JSON of 
         return HubSummary(
             attempt=_whole(document["attempt"]),
             progress=read_progress(document["progress"]),
-            slow_ranks=_in_bounds(tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS])),
-            hung_ranks=tuple(_whole(rank) for rank in document["hungRanks"][:MAX_HUNG]),
+            slow_ranks=_read_verdicts(document["slowRanks"]),
+            hung_ranks=_read_hung(document["hungRanks"]),
             full_shared_memory=read_rooms(document.get("fullSharedMemory")),
             controls=read_controls(document.get("actions", ())),
         )
@@ -248,6 +249,14 @@ def _text(value: str) -> str:
 def _moment(time: float | None) -> float | None:
     """Round seconds since the epoch to the microsecond, as a status does; None for a time beyond the calendar."""
     return None if time is None or not 0 <= time < END_OF_TIME_S else round(time, 6)
+
+
+def _read_verdicts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[SlowRank, ...] | None:
+    return None if entries is None else _in_bounds(tuple(_verdict(entry) for entry in entries[:MAX_VERDICTS]))
+
+
+def _read_hung(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ranks is None else tuple(_whole(rank) for rank in ranks[:MAX_HUNG])
 
 
 def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:

@@ -192,10 +192,13 @@ class Summary(ApiModel):
     attempt: int
     progress: Progress | None
     slow_ranks: Annotated[
-        list[VerdictView],
-        Field(description="Confirmed or recovering; a verdict that is cleared is not listed any more."),
+        list[VerdictView] | None,
+        Field(
+            description="Confirmed or recovering; a verdict that is cleared is not listed any more. "
+            "Null while the detector cannot be started."
+        ),
     ]
-    hung_ranks: list[int]
+    hung_ranks: Annotated[list[int] | None, Field(description="Null while the detector cannot be started.")]
     ranks: int
     tracer: TracerHealth
     full_shared_memory: list[SharedMemory] = Field(

@@ -162,13 +162,13 @@ def _with_cost(hub: HubReader, verdict: dict[str, Any]) -> schemas.VerdictView:
 
 
 def summary(hub: HubReader) -> schemas.Summary:
-    """Return what the operator polls, with the reported verdicts that are not cleared."""
-    newest = hub.ingest.newest
+    """Return what the operator polls, with the reported verdicts that are not cleared; null without a detector."""
+    newest, unknown = hub.ingest.newest, hub.analysis.is_out
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
         progress=hub.ranks.progress,
-        slow_ranks=[_with_cost(hub, verdict.to_json()) for verdict in hub.verdicts.standing()],
-        hung_ranks=hub.verdicts.hung_ranks(),
+        slow_ranks=None if unknown else [_with_cost(hub, verdict.to_json()) for verdict in hub.verdicts.standing()],
+        hung_ranks=None if unknown else hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
         full_shared_memory=[
