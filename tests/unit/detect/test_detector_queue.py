@@ -1,16 +1,20 @@
 """Queue in front of a detector that answers as a test says: its sums, its limits and its losses."""
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
+from megatronapp_analyzer.hub.state import detector_task
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import (
@@ -26,6 +30,7 @@ from megatronapp_analyzer.model import (
 )
 
 LAYOUT = JobLayout.grid(pp=2)
+DEADLINE_S = 60.0
 
 
 def stored_step(step: int, *, attempt: int = 0, records: int = 0) -> StoredStep:
@@ -57,7 +62,7 @@ def no_verdicts(step: StoredStep) -> list[Verdict]:
 
 @dataclasses.dataclass
 class ScriptedJudge:
-    """Detector whose verdicts on a step are those that a function returns, and that never ends by itself."""
+    """Detector whose verdicts on a step are those that a function returns; it is lost if that raises JudgeLostError."""
 
     answer: Callable[[StoredStep], Sequence[Verdict]] = no_verdicts
     judged: list[int] = dataclasses.field(default_factory=list)
@@ -90,3 +95,56 @@ async def test_waste_never_counts_a_second_twice_though_its_estimate_falls(lost_
     queue.add(LAYOUT, [stored_step(number) for number in range(len(lost_s))])
     await queue.drain_batch()
     assert queue.wasted_s == {"compute": max(lost_s) * LAYOUT.world}
+
+
+@contextlib.asynccontextmanager
+async def running(queue: DetectorTask) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
+    """Run the queue; yields a function that awaits a condition."""
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    task = asyncio.create_task(queue.run(3600))
+    try:
+        yield until
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_after_a_loss_new_steps_that_are_no_longer_stored_are_counted_once() -> None:
+    steps = [stored_step(number) for number in range(8)]
+    lost: list[int] = []
+
+    def lose_at_the_third(step: StoredStep) -> list[Verdict]:
+        if step.view.step == 2 and not lost:
+            lost.append(step.view.step)
+            raise JudgeLostError("lost")
+        return []
+
+    judge = ScriptedJudge(lose_at_the_third)
+    stored = [steps[1], *steps[5:]]
+    queue = DetectorTask(
+        judge,
+        VerdictStore(None),
+        liveness=lambda: None,
+        stored=lambda: [(LAYOUT, step) for step in stored],
+        first_pause_s=0.001,
+    )
+    queue.add(LAYOUT, steps)
+    async with running(queue) as until:
+        await until(lambda: queue.restarts == 1 and queue.caught_up)
+    assert judge.judged == [0, 1, 2, 1, 5, 6, 7]
+    assert queue.skipped == 3, "steps 2 to 4; 0 and 1 were judged"
+
+
+def test_steps_that_wait_to_be_judged_again_are_not_counted_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector_task, "MAX_WAITING", 2)
+    queue = DetectorTask(ScriptedJudge(), VerdictStore(None), liveness=lambda: None)
+    queue.add(LAYOUT, [stored_step(number) for number in range(2)])
+    asyncio.run(queue.drain_batch())
+    queue.add(LAYOUT, [stored_step(number) for number in range(6)])
+    assert queue.skipped == 2, "steps 2 and 3; 0 and 1 were judged"

@@ -21,7 +21,7 @@ from megatronapp_analyzer.model import JobLayout, Verdict, VerdictState
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 2000
-"""Number of steps that may wait for the detector; beyond it, the oldest are counted and not judged."""
+"""Number of steps that may wait for the detector; beyond it, the oldest are not judged, and counted if they are new."""
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of the records of steps that wait, which the store may have deleted meanwhile; at least one step waits."""
 BATCH = 32
@@ -110,8 +110,8 @@ class DetectorTask:
             self._waiting.append((layout, step))
             self._waiting_bytes += step.view.records.nbytes
         while len(self._waiting) > MAX_WAITING or (self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1):
-            self._pop()
-            self.skipped += 1
+            _, oldest = self._pop()
+            self.skipped += oldest.key > self._counted
         if self._waiting:
             self._wake.set()
 
@@ -179,18 +179,26 @@ class DetectorTask:
         if self._clocks is not None:
             self._clocks.forget_readings()
         self._book.suspend()
+        missed = {step.key for _, step in self._waiting}
         if self._judged is not None:
+            missed.add(self._judged)
             self._fatal[self._judged] = self._fatal.get(self._judged, 0) + 1
             self._judged = None
         self._waiting.clear()
         self._waiting_bytes = 0
+        self._forbid_fatal_steps()
+        for layout, step in self._stored():
+            missed.discard(step.key)
+            if step.key not in self._not_judged:
+                self.add(layout, [step])
+        self.skipped += sum(key > self._counted for key in missed - self._not_judged)
+
+    def _forbid_fatal_steps(self) -> None:
+        """Exclude the steps at which the detector was lost too often."""
         for key in {key for key, times in self._fatal.items() if times >= FATAL_TIMES} - self._not_judged:
             self._not_judged.add(key)
             self.failures += 1
             LOG.error("attempt %d step %d is not judged: the detector was lost at it more than once", *key)
-        for layout, step in self._stored():
-            if step.key not in self._not_judged:
-                self.add(layout, [step])
 
     async def drain_batch(self) -> None:
         """Judge up to BATCH waiting steps. Raises JudgeLostError."""
