@@ -32,7 +32,7 @@ from megatronapp_operator.plan import (
 )
 from plan_fuzz.pods import Node, Pod, new_uid, whole
 
-HUB_GRACE_S = 10.0
+HUB_GRACE_S = 30.0
 GROUP_RETRY_S = 600.0
 """So long after a refusal the operator asks again to remove a group."""
 

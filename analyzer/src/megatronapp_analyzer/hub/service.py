@@ -116,11 +116,13 @@ class Hub:
                 yield
         finally:
             self.ready = False
+            # At once with the end of the rest: the backend kills a hub whose end takes too long.
+            storing = asyncio.create_task(asyncio.to_thread(self.spooled.close))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.answers.close()
-            await asyncio.to_thread(self.spooled.close)
+            await storing
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         """End the hub: one that answers but no longer analyses is worse than one that its backend starts again."""

@@ -8,7 +8,8 @@
 Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
 write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
 together stay under a budget: the oldest segment is deleted. The hub writes in a thread: what still waits there when the
-hub is killed is lost to the spool, and agents send it again.
+hub is killed is lost to the spool. The next hub of the job gets it from the agents, as long as they run and their rings
+hold it.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ from megatronapp_common.errors import FrameError
 LOG = logging.getLogger(__name__)
 WAITING_BYTES = 64 << 20
 """Bytes of frames that wait for the disk; beyond it records, and at twice as many also sums, are dropped."""
-CLOSE_S = 10.0
-"""Seconds that the end of a hub waits for the disk."""
+CLOSE_S = 3.0
+"""Seconds that the end of a hub waits for the disk; backends kill a hub later than that (their STOP_S and GRACE_S)."""
 RING_ATTEMPTS = 2
 """Number of attempts whose rings are written again if their file vanishes."""
 

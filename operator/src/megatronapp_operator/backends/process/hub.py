@@ -15,8 +15,8 @@ from megatronapp_operator.plan_io import hub_summary
 
 POLL_S = 1.0
 TIMEOUT_S = 1.0
-STOP_S = 5.0
-"""Seconds for the hub to end after SIGTERM."""
+STOP_S = 8.0
+"""Seconds for the hub to end after SIGTERM: 3 for requests, 3 for its traces, and a reserve."""
 
 
 class HubProcess:

@@ -12,7 +12,7 @@ from megatronapp_operator.backends.process.ports import ReservedPort
 from megatronapp_operator.backends.process.spawn import inherited_environment, spawn
 from megatronapp_operator.backends.process.state.registry import JobView
 
-STOP_S = 5.0
+STOP_S = 8.0
 """Seconds for the hub to end after SIGTERM."""
 
 

@@ -38,8 +38,8 @@ REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 LIMITS = {"cpu": "2", "memory": "2Gi"}
 STARTS_S = 300
 """Seconds to start: a hub on a crowded node may take minutes to listen; killed for that, it would only start over."""
-GRACE_S = 10
-"""Seconds to stop: the hub writes its state and ends within three seconds."""
+GRACE_S = 30
+"""Seconds to stop: the hub waits 3 s for requests and 3 s for the disk, on a node that may be crowded."""
 
 
 def hub_objects(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> tuple[Rendered, ...]:
