@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -148,3 +150,19 @@ def test_steps_that_wait_to_be_judged_again_are_not_counted_as_skipped(monkeypat
     asyncio.run(queue.drain_batch())
     queue.add(LAYOUT, [stored_step(number) for number in range(6)])
     assert queue.skipped == 2, "steps 2 and 3; 0 and 1 were judged"
+
+
+@pytest.mark.asyncio
+async def test_steps_are_judged_while_requests_fill_the_executor_of_the_loop() -> None:
+    loop, answered = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    request = loop.run_in_executor(None, answered.wait)
+    judge = ScriptedJudge()
+    queue = DetectorTask(judge, VerdictStore(None), liveness=lambda: None)
+    queue.add(LAYOUT, [stored_step(0)])
+    async with running(queue) as until:
+        try:
+            await until(lambda: judge.judged == [0])
+        finally:
+            answered.set()
+    await request

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from megatronapp_analyzer.align.step_clocks import ClockReading
@@ -75,6 +76,8 @@ class DetectorTask:
         self._waiting: deque[WaitingStep] = deque()
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
+        # Of its own: requests may fill the executor that the event loop has for all.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="detector")
         self._world = 0
         self._counted: StepKey = (-1, -1)
         """Newest step whose waste and waits are in the sums: those that are judged again are not added twice."""
@@ -140,6 +143,7 @@ class DetectorTask:
                 self.restarts += 1
         finally:
             self._judge.close()
+            self._executor.shutdown(wait=False)
 
     async def _run_once(self, tick_s: float) -> None:
         """Start the detector, let it catch up, then judge until it is lost. Raises JudgeLostError.
@@ -241,7 +245,7 @@ class DetectorTask:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Return what `function` returns in a thread; if cancelled, end the detector, so that the thread ends, too."""
-        running = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        running = asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
