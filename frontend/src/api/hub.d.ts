@@ -676,7 +676,7 @@ export interface paths {
         };
         /**
          * Summary
-         * @description Summarise the job for the operator; 503 while a hub that was started again judges the stored steps.
+         * @description Summarise the job for the operator; 503 while the detector starts, or judges the stored steps.
          */
         get: operations["getSummary"];
         put?: never;

@@ -17,6 +17,7 @@ async def test_of_a_detector_that_cannot_be_started_verdicts_are_unknown(monkeyp
     with pytest.raises(HttpError) as starting:
         await routes_read.summary(hub)
     assert (starting.value.status, starting.value.code) == (503, "starting")
+    assert "the detector is starting" in str(starting.value), "a new hub has no steps"
     with monkeypatch.context() as patch:
         patch.setattr(detector_task, "OUT_LOSSES", 0)
         out = (await routes_read.summary(hub)).model_dump(by_alias=True)

@@ -46,9 +46,11 @@ async def job(hub: HubOf) -> schemas.JobView:
 
 @router.get("/summary", operation_id="getSummary", responses={503: {"model": Problem}})
 async def summary(hub: HubOf) -> schemas.Summary:
-    """Summarise the job for the operator; 503 while a hub that was started again judges the stored steps."""
+    """Summarise the job for the operator; 503 while the detector starts, or judges the stored steps."""
     if not hub.analysis.caught_up and not hub.analysis.is_out:
-        raise HttpError(503, "starting", "the stored steps are being judged again", "Ask again in a second.")
+        raise HttpError(
+            503, "starting", "the detector is starting, or judges the stored steps", "Ask again in a second."
+        )
     return views.summary(hub)
 
 

@@ -264,6 +264,8 @@ class SpoolThread:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
+        self._writing = False
+        """True while a frame is with the writer."""
         self._closing = False
         self._dropping = False
         self._errors = 0
@@ -300,8 +302,9 @@ class SpoolThread:
             self._changed.notify_all()
         self._thread.join(patience_s)
         if self._thread.is_alive():
-            left = len(self._waiting)
-            LOG.error("the disk takes nothing: %d frames of traces are not stored after %g s", left, patience_s)
+            with self._changed:
+                left = len(self._waiting) + self._writing
+            LOG.error("the disk is too slow: %d frames of traces are not stored after %g s", left, patience_s)
 
     def wait_until_written(self) -> None:
         """Block until nothing waits."""
@@ -330,6 +333,7 @@ class SpoolThread:
                 LOG.exception("a frame of traces is not stored")
             with self._changed:
                 self._waiting_bytes -= size
+                self._writing = False
                 self._changed.notify_all()
         self._writer.close()
 
@@ -341,4 +345,5 @@ class SpoolThread:
                 if self._closing:
                     return None
                 self._changed.wait()
+            self._writing = True
             return self._waiting.popleft()
