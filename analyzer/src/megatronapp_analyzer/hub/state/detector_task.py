@@ -16,6 +16,7 @@ from megatronapp_analyzer.align.step_clocks import ClockReading
 from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
+from megatronapp_analyzer.hub.judge.learned import LearnedVerdicts
 from megatronapp_analyzer.hub.judge.links import JudgeLink
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import JobLayout, Verdict, VerdictState
@@ -86,8 +87,7 @@ class DetectorTask:
         self._fatal: dict[StepKey, int] = {}
         """Number of losses of the detector at a step."""
         self._not_judged: set[StepKey] = set()
-        self._learned: dict[str, Verdict] = {}
-        """Newest verdicts of a detector that catches up: until then they are those of the past."""
+        self._learned = LearnedVerdicts()
         self._losses_in_row = 0
         self.caught_up = False
         """True once the steps that were there when the detector was started have been judged."""
@@ -211,7 +211,7 @@ class DetectorTask:
             self._world, self._judged = layout.world, step.key
             judgement = await self._in_thread(self._judge.judge, layout, step)
             self._judged = None
-            self._take(judgement)
+            self._take(judgement, step.key)
             if judgement.clocks is not None and self._clocks is not None:
                 self._clocks.take_reading(judgement.clocks)
             again = step.key <= self._counted
@@ -226,9 +226,9 @@ class DetectorTask:
 
     async def _judge_liveness(self) -> None:
         if (report := self._liveness()) is not None:
-            self._take(await self._in_thread(self._judge.judge_liveness, report))
+            self._take(await self._in_thread(self._judge.judge_liveness, report), self._counted)
 
-    def _take(self, judgement: Judgement) -> None:
+    def _take(self, judgement: Judgement, key: StepKey) -> None:
         if judgement.afresh:
             self._publish_learned()
             self._counted_s.clear()
@@ -236,11 +236,12 @@ class DetectorTask:
         if self.caught_up:
             self._book.update(judgement.verdicts)
         else:
-            self._learned |= {verdict.id: verdict for verdict in judgement.verdicts}
+            self._learned.add(key, judgement.verdicts)
         self.failures += judgement.failures
 
     def _publish_learned(self) -> None:
-        self._book.update(self._learned.values())
+        self._book.continue_older(self._learned.match(self._book.stale()))
+        self._book.update(self._learned.newest.values())
         self._learned.clear()
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:

@@ -1,10 +1,11 @@
 """All verdicts of the job by id, in the form of the contract, kept on disk over a restart."""
 
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_analyzer.hub.judge.learned import OlderVerdict
 from megatronapp_analyzer.model import Cause, Verdict, VerdictState
 
 ACTIVE = frozenset({VerdictState.SUSPECT, VerdictState.CONFIRMED, VerdictState.RECOVERING})
@@ -24,6 +25,8 @@ class VerdictStore:
         self._file = JsonFile(path, writable=writable)
         self._verdicts: dict[str, dict[str, Any]] = {}
         self._live: dict[str, Verdict] = {}
+        self._older: dict[str, OlderVerdict] = {}
+        """Verdicts of lost detectors that verdicts of the current one continue, by the id that it gives them."""
         self.version = 0
         self.on_new: Callable[[Verdict], None] = lambda _verdict: None
         """Is called with each verdict that the detector reports for the first time."""
@@ -36,7 +39,9 @@ class VerdictStore:
     def update(self, verdicts: Iterable[Verdict]) -> bool:
         """Take verdicts, new or changed. True if that changed anything."""
         changed = False
-        for verdict in verdicts:
+        for reported in verdicts:
+            older = self._older.get(reported.id)
+            verdict = reported if older is None else older.continued_by(reported)
             document = verdict.to_json() | {"stale": False}
             is_new = verdict.id not in self._verdicts
             self._live[verdict.id] = verdict
@@ -48,9 +53,14 @@ class VerdictStore:
             self._save()
         return changed
 
+    def continue_older(self, older: Mapping[str, OlderVerdict]) -> None:
+        """Take later verdicts with these ids as continuations of older ones, until the detector is lost."""
+        self._older |= older
+
     def suspend(self) -> None:
         """Mark active verdicts as stale: their detector is lost, and whether they hold is unknown until it is back."""
         self._live.clear()
+        self._older.clear()
         stale = [verdict for verdict in self._verdicts.values() if verdict["state"] in ACTIVE]
         for verdict in stale:
             verdict["stale"] = True
@@ -65,6 +75,7 @@ class VerdictStore:
         """Clear all verdicts, because their detector was replaced."""
         self._clear(list(self._verdicts.values()), now_s)
         self._live.clear()
+        self._older.clear()
 
     def _clear(self, verdicts: list[dict[str, Any]], now_s: float) -> None:
         stale = [verdict for verdict in verdicts if verdict["state"] in ACTIVE]
@@ -84,10 +95,14 @@ class VerdictStore:
         """Return a verdict in the form of the contract; None if it is not known."""
         return self._verdicts.get(id_)
 
+    def stale(self) -> list[dict[str, Any]]:
+        """Return the verdicts of which it is unknown whether they hold, in the form of the contract."""
+        return [verdict for verdict in self._verdicts.values() if verdict["stale"]]
+
     @property
     def has_stale(self) -> bool:
         """Return true if it is unknown of some verdict whether it holds."""
-        return any(verdict["stale"] for verdict in self._verdicts.values())
+        return bool(self.stale())
 
     def active(self) -> list[Verdict]:
         """Return verdicts that are not cleared."""
