@@ -166,3 +166,45 @@ async def test_steps_are_judged_while_requests_fill_the_executor_of_the_loop() -
         finally:
             answered.set()
     await request
+
+
+@pytest.mark.asyncio
+async def test_the_records_that_wait_are_bounded_but_for_a_single_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector_task, "MAX_WAITING_BYTES", 30 * RANK_RECORD.itemsize)
+    judge = ScriptedJudge()
+    queue = DetectorTask(judge, VerdictStore(None), liveness=lambda: None)
+    queue.add(LAYOUT, [stored_step(number, records=10) for number in range(5)])
+    assert queue.skipped == 2
+    await queue.drain_batch()
+    assert judge.judged == [2, 3, 4]
+    queue.add(LAYOUT, [stored_step(5, records=10), stored_step(6, records=31)])
+    assert queue.skipped == 3
+    await queue.drain_batch()
+    assert judge.judged[3:] == [6], "a step above the limit waits alone"
+
+
+@dataclasses.dataclass
+class FailingStarts(ScriptedJudge):
+    """Detector that cannot be started a few times; notes what a function returns at each start."""
+
+    failing: int = 0
+    note: Callable[[], bool] = bool
+    noted: list[bool] = dataclasses.field(default_factory=list)
+
+    def start(self) -> None:
+        self.noted.append(self.note())
+        if len(self.noted) <= self.failing:
+            raise JudgeLostError("no process")
+
+
+@pytest.mark.asyncio
+async def test_a_detector_is_out_after_losses_in_a_row_until_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector_task, "OUT_LOSSES", 3)
+    judge = FailingStarts(failing=4)
+    queue = DetectorTask(judge, VerdictStore(None), liveness=lambda: None, first_pause_s=0.001)
+    judge.note = lambda: queue.is_out
+    queue.add(LAYOUT, [stored_step(0)])
+    async with running(queue) as until:
+        await until(lambda: queue.caught_up)
+        assert judge.noted == [False, False, False, True, True]
+        assert not queue.is_out
