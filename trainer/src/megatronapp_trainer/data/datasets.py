@@ -109,10 +109,7 @@ def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
     facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
     for corpus in facts.values():
         check_tokens(corpus, vocabulary)
-        if request.masking is None:
-            check_length(request, corpus)
-        else:
-            check_sentences(request, corpus, least=2 if request.masking.has_pairs else 1)
+        check_size(request, corpus)
 
 
 def check_training_has_data(request: DatasetRequest) -> None:
@@ -126,6 +123,14 @@ def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
     check_vocabulary(
         corpus.prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
     )
+
+
+def check_size(request: DatasetRequest, corpus: CorpusFacts) -> None:
+    """Raise DataError if a split that is requested of the corpus would have no sample."""
+    if request.masking is None:
+        check_length(request, corpus)
+    else:
+        check_sentences(request, corpus, least=2 if request.masking.has_pairs else 1)
 
 
 def check_length(request: DatasetRequest, corpus: CorpusFacts) -> None:

@@ -21,7 +21,7 @@ from megatronapp_trainer.checkpoint.directory import CheckpointDirectory
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.corpus_check import CorpusFacts, inspect_corpus
-from megatronapp_trainer.data.datasets import DatasetRequest, check_length, check_tokens, check_training_has_data
+from megatronapp_trainer.data.datasets import DatasetRequest, check_size, check_tokens, check_training_has_data
 from megatronapp_trainer.data.request import dataset_request
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError, UsageError, UsageErrors
@@ -133,7 +133,7 @@ def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[A
 def _check_corpus(corpus: CorpusFacts, request: DatasetRequest, vocabulary: Vocabulary | None) -> None:
     if vocabulary is not None:
         check_tokens(corpus, vocabulary)
-    check_length(request, corpus)
+    check_size(request, corpus)
 
 
 def _flag_of(prefix: str, config: TrainerConfig) -> str:
