@@ -1,6 +1,8 @@
 """Flags of BERT, and what it refuses by name."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.errors import UsageErrors
@@ -77,6 +79,34 @@ def test_a_corpus_needs_a_wordpiece_vocabulary(flags: str, reason: str) -> None:
     assert reason in refusal(f"{MODEL} --data-path corpus {flags}")
 
 
+CORPUS = f"{MODEL} --data-path corpus --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
+
+
 def test_a_corpus_with_its_vocabulary_is_accepted() -> None:
-    tokenizer = "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
-    assert parse(f"{MODEL} --data-path corpus {tokenizer}".split()).data.is_wordpiece
+    assert parse(CORPUS.split()).data.is_wordpiece
+
+
+@pytest.mark.parametrize(
+    ("flags", "shortest"),
+    [("--seq-length 9", 10), ("--mask-prob 0.01 --seq-length 64", 104), ("--mask-prob 0.3 --seq-length 6", None)],
+)
+def test_a_probability_that_masks_no_token_is_refused(flags: str, shortest: int | None) -> None:
+    reason = refusal(f"{CORPUS} {flags}")
+    if shortest is None:
+        assert "masks no token" not in reason, "it is too short anyway"
+        return
+    assert f"masks no token of a sample; take --seq-length {shortest} or more" in reason
+    assert parse(f"{CORPUS} {flags} --seq-length {shortest}".split()).model.seq_length == shortest
+    assert parse(f"{MOCK} {flags}".split()).data.mock_data
+
+
+@given(st.floats(0.001, 0.999), st.integers(8, 2000))
+def test_lengths_that_are_accepted_or_proposed_allow_a_token(probability: float, length: int) -> None:
+    flags = f"{CORPUS} --mask-prob {probability} --seq-length {length}"
+    try:
+        parse(flags.split())
+    except UsageErrors as error:
+        assert probability * (length - 3) < 1
+        length = int(str(error).split("take --seq-length ")[1].split(maxsplit=1)[0])
+        parse(f"{flags} --seq-length {length}".split())
+    assert probability * (length - 3) >= 1

@@ -9,8 +9,10 @@ from megatronapp_trainer.config.root import TrainerConfig
 
 LEAST_TOKENS = 16
 """Smallest vocabulary of mock data: some tokens besides the special ones."""
+SPECIAL_TOKENS = 3
+"""Tokens of a sample besides its texts."""
 SHORTEST = 8
-"""Shortest sample: three special tokens, and some text in two parts."""
+"""Shortest sample: special tokens, and some text in two parts."""
 
 
 def bert_problems(config: TrainerConfig) -> Iterator[str]:
@@ -62,6 +64,7 @@ def _data_problems(config: TrainerConfig) -> Iterator[str]:
         not data.mock_data or data.vocab_size is None or data.vocab_size >= LEAST_TOKENS,
         f"--mock-data with --model-type bert needs --vocab-size {LEAST_TOKENS} or more",
     )
+    yield from _mask_problems(config)
     yield from require(
         data.mock_data or (data.is_wordpiece and data.vocab_file is not None),
         f"--model-type bert needs its tokenizer: --vocab-file vocab.txt and --tokenizer-type "
@@ -75,3 +78,18 @@ def _data_problems(config: TrainerConfig) -> Iterator[str]:
         yield from require(
             not on, f"{flag} does nothing with --model-type bert, whose samples are padded; leave it out"
         )
+
+
+def _mask_problems(config: TrainerConfig) -> Iterator[str]:
+    """Refuse a corpus of whose samples megatron-core would mask no token.
+
+    It masks at most the share of --mask-prob of the longest texts, and whole words, so that less than a token is none.
+    """
+    probability, length = config.data.mask_prob, config.model.seq_length
+    if config.data.mock_data or length < SHORTEST or not 0 < probability < 1:
+        return
+    yield from require(
+        probability * (length - SPECIAL_TOKENS) >= 1,
+        f"--mask-prob {probability} with --seq-length {length} masks no token of a sample; take "
+        f"--seq-length {int(1 / probability) + 1 + SPECIAL_TOKENS} or more, or a larger --mask-prob",
+    )
