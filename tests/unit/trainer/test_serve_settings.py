@@ -143,6 +143,19 @@ def test_unservable_settings_are_reported_before_anything_is_started(
     assert flag is None or flag in found[0].flags
 
 
+@pytest.mark.parametrize(("stored", "flags"), [("bert", ()), ("gpt", ("--model-type", "bert")), (None, ())])
+def test_a_model_that_generates_no_text_is_not_served(
+    tmp_path: pathlib.Path, stored: str | None, flags: tuple[str, ...]
+) -> None:
+    write_checkpoint(tmp_path, 1, {} if stored is None else {"--model-type": stored})
+    found = find_problems(["--load", str(tmp_path), *flags], 1)
+    if stored is None:
+        assert found == []
+        return
+    assert [(problem.code, problem.flags) for problem in found] == [(ExitCode.USAGE, ("--model-type",))]
+    assert "--model-type bert, which generates no text; only gpt is served" in found[0].message
+
+
 def test_a_folder_without_a_checkpoint_is_reported_under_its_flag(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         configured(tmp_path)

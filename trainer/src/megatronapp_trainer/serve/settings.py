@@ -84,6 +84,7 @@ def configure(command: ServeCommand) -> TrainerConfig:
         CheckpointError: there is no whole checkpoint.
     """
     path, stored = newest_arguments(command.load)
+    _check_family(str(stored.get("--model-type", "gpt")), f"{path} is a checkpoint of")
     precision = command.options.precision or ("bf16" if stored.get("--bf16") else "fp32")
     arguments = [
         *stored_arguments.model_flags(stored),
@@ -92,7 +93,9 @@ def configure(command: ServeCommand) -> TrainerConfig:
         *_tokenizer_of(path, stored, command.rest),
         *command.rest,
     ]
-    return parse(arguments)
+    config = parse(arguments)
+    _check_family(config.model.type, "this command has")
+    return config
 
 
 def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str, Any]]:
@@ -114,6 +117,12 @@ def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[
         return []
     names = {flag: stored.get(flag) for flag in (stored_arguments.TOKENIZER_FILE, "--vocab-file", "--merge-file")}
     return [argument for flag, name in names.items() if name is not None for argument in (flag, str(path / str(name)))]
+
+
+def _check_family(name: str, subject: str) -> None:
+    """Raise UsageError unless models of this family generate."""
+    if name != "gpt":
+        raise UsageError(f"{subject} --model-type {name}, which generates no text; only gpt is served")
 
 
 def _check(options: ServeOptions) -> None:
