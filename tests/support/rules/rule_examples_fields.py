@@ -9,8 +9,9 @@ _BERT: Changes = {
     "spec.data.tokenizerType": "BertWordPieceCase",
     "spec.data.vocabFile": "vocab.txt",
 }
-_WORDPIECE = "model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone"
+_WORDPIECE = "with model.type bert write tokenizerType and vocabFile, without mergeFile (or data.mock: true)"
 _NOT_OF_BERT = "bert has no fbd, vee, scope or calculatePerTokenLoss"
+_MOCK_BERT: Changes = {**_MOCK, "spec.model.type": "bert"}
 _GATHER: Changes = {"spec.training.overlapParamGather": True}
 
 _NAME = [
@@ -387,7 +388,7 @@ _DATA = [
     *good(
         "bert-tokenizer",
         _BERT,
-        {**_MOCK, "spec.model.type": "bert"},
+        _MOCK_BERT,
         {"spec.model.type": "bert", "spec.args": ["--tokenizer-type=BertWordPieceCase", "--vocab-file", "vocab.txt"]},
     ),
     *bad(
@@ -397,7 +398,7 @@ _DATA = [
         ({**_BERT, "spec.data.vocabFile": None}, _WORDPIECE),
         ({**_BERT, "spec.data.tokenizerType": None}, _WORDPIECE),
         ({**_BERT, "spec.data.mergeFile": "m"}, _WORDPIECE),
-        ({**_BERT, "spec.model.type": "gpt"}, "gpt has neither"),
+        ({**_BERT, "spec.model.type": "gpt"}, "with gpt leave tokenizerType out"),
     ),
     *good("one-tokenizer", {"spec.data.tokenizer": "tokenizer.json"}),
     *bad(

@@ -12,6 +12,10 @@ SERVED: Changes = {
     "spec.checkpoint.load": "checkpoints",
 }
 """BASE as a job that serves: two stages on two nodes, one replica."""
+_BERT: Changes = {
+    "spec.model.type": "bert",
+    "spec.data": {"tokenizerType": "BertWordPieceCase", "vocabFile": "vocab.txt"},
+}
 _WITH_MODEL = SERVED | {"spec.model": BASE["spec"]["model"]}
 
 
@@ -122,6 +126,13 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
         "one-active-perturbation",
         "spec.scope.perturbations",
         (_perturbed(_named("a", active=True), _named("b", active=True)), "several recipes are active"),
+    ),
+    *good("serve-of-gpt", SERVED, _WITH_MODEL),
+    *bad(
+        "serve-of-gpt",
+        "spec.model.type",
+        (_WITH_MODEL | {"spec.model.type": "bert"}, "bert generates no text; mode serve takes gpt alone"),
+        (_WITH_MODEL | _BERT, "bert generates no text; mode serve takes gpt alone"),
     ),
     *good("serve-needs-a-checkpoint", SERVED),
     *bad(

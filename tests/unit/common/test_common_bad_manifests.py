@@ -120,8 +120,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     # Model
     (
         {"spec.model.type": "bert"},
-        "spec.data.tokenizerType: model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone; "
-        "gpt has neither",
+        "spec.data.tokenizerType: with model.type bert write tokenizerType and vocabFile, without mergeFile "
+        "(or data.mock: true); with gpt leave tokenizerType out",
     ),
     ({"spec.parallelism.expert": 2}, "spec.parallelism.expert: 2 is not supported yet; write 1 or leave it out"),
     (

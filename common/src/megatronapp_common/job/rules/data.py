@@ -87,8 +87,10 @@ _TOKENIZER = (
     Rule(
         id="bert-tokenizer",
         field=".data.tokenizerType",
-        rule=f"self.model.type == 'bert' ? ({_WORDPIECE} ? {_VOCAB} && !{_MERGE} : {_MOCK}) : !{_WORDPIECE}",
-        message="model.type bert has BertWordPieceLowerCase or BertWordPieceCase and vocabFile alone; gpt has neither",
+        rule=f"self.model.type == 'bert' ? self.mode == 'serve' || ({_WORDPIECE} ? {_VOCAB} && !{_MERGE} : {_MOCK}) "
+        f": !{_WORDPIECE}",
+        message="with model.type bert write tokenizerType and vocabFile, without mergeFile (or data.mock: true); with "
+        "gpt leave tokenizerType out",
         args=("--tokenizer-type", "--mock-data", "--vocab-file"),
     ),
     Rule(

@@ -135,6 +135,12 @@ SERVE_RULES = (
     ),
     *_OF_TRAINING,
     Rule(
+        id="serve-of-gpt",
+        field=".model.type",
+        rule=f"!has(self.model) || self.model.type == 'gpt' || {_TRAINS}",
+        message="bert generates no text; mode serve takes gpt alone",
+    ),
+    Rule(
         id="serve-one-replica",
         field=".parallelism.data",
         rule=f"!({_SERVES}) || {with_gang(f'{REPLICAS} == 1')}",
