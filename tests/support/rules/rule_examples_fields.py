@@ -10,7 +10,7 @@ _BERT: Changes = {
     "spec.data.vocabFile": "vocab.txt",
 }
 _WORDPIECE = "with model.type bert write tokenizerType and vocabFile, without mergeFile (or data.mock: true)"
-_NOT_OF_BERT = "bert has no fbd, vee, scope or calculatePerTokenLoss"
+_NOT_OF_BERT = "bert has no fbd, vee, scope, calculatePerTokenLoss, eodMaskLoss or resets"
 _MOCK_BERT: Changes = {**_MOCK, "spec.model.type": "bert"}
 _GATHER: Changes = {"spec.training.overlapParamGather": True}
 
@@ -30,6 +30,9 @@ _MODEL = [
         "bert-unsupported",
         {**_BERT, "spec.dpp.enabled": True, "spec.model.transformerImpl": "local"},
         {**_BERT, "spec.model.positionEmbeddingType": "learned_absolute", "spec.parallelism.virtualPipeline": 2},
+        {**_BERT, "spec.model.seqLength": 8, "spec.model.vocabSize": 15},
+        {**_MOCK_BERT, "spec.model.vocabSize": 16},
+        {"spec.model.seqLength": 7},
     ),
     *bad(
         "bert-unsupported",
@@ -43,8 +46,13 @@ _MODEL = [
                 {"spec.training.calculatePerTokenLoss": True},
                 {"spec.model.positionEmbeddingType": "rope"},
                 {"spec.model.transformerImpl": "transformer_engine"},
+                {"spec.data.eodMaskLoss": True},
+                {"spec.data.resetPositionIds": True},
+                {"spec.data.resetAttentionMask": True},
+                {"spec.model.seqLength": 7},
             )
         ),
+        ({**_MOCK_BERT, "spec.model.vocabSize": 15}, "for data.mock vocabSize 16, or more"),
     ),
     *good("context-unsupported", {"spec.parallelism.context": 1}),
     *bad("context-unsupported", "spec.parallelism.context", ({"spec.parallelism.context": 2}, "2 is not supported")),

@@ -51,16 +51,21 @@ _NOT_OF_BERT = (
     f"(self.dpp.enabled && {VEE})",
     "has(self.scope)",
     "self.training.calculatePerTokenLoss",
+    "self.data.eodMaskLoss",
+    "self.data.resetPositionIds",
+    "self.data.resetAttentionMask",
     f"(has({_POSITIONS}) && {_POSITIONS} != 'learned_absolute')",
     f"(has({_LAYERS}) && {_LAYERS} == 'transformer_engine')",
+    "self.model.seqLength < 8",
+    "(self.data.mock && has(self.model.vocabSize) && self.model.vocabSize < 16)",
 )
 _SUPPORT = (
     Rule(
         id="bert-unsupported",
         field=".model.type",
         rule=f"self.model.type != 'bert' || !({' || '.join(_NOT_OF_BERT)})",
-        message="bert has no fbd, vee, scope or calculatePerTokenLoss, no transformer_engine, and no positions but "
-        "learned_absolute; leave them out",
+        message="bert has no fbd, vee, scope, calculatePerTokenLoss, eodMaskLoss or resets, no transformer_engine, and "
+        "no positions but learned_absolute; leave them out, and write seqLength 8, for data.mock vocabSize 16, or more",
     ),
     _only_one("context"),
     _only_one("expert"),
