@@ -12,6 +12,7 @@ MODEL = (
     "--lr 1e-3 --train-iters 1"
 )
 MOCK = f"{MODEL} --mock-data --vocab-size 32"
+CORPUS = f"{MODEL} --data-path corpus --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
 VEE = "--use-dpp --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
 
 
@@ -22,7 +23,7 @@ def refusal(flags: str) -> str:
 
 
 def test_a_bert_run_has_its_flags() -> None:
-    config = parse(f"{MOCK} --bert-no-binary-head --mask-prob 0.2 --short-seq-prob 0".split())
+    config = parse(f"{CORPUS} --bert-no-binary-head --mask-prob 0.2 --short-seq-prob 0".split())
     assert config.model.type == "bert"
     assert not config.model.bert_binary_head
     assert (config.data.mask_prob, config.data.short_seq_prob) == (0.2, 0)
@@ -42,6 +43,7 @@ def test_a_bert_run_has_its_flags() -> None:
         ("--seq-length 7", "--seq-length 7 is too short for --model-type bert; take 8 or more"),
         ("--vocab-size 15", "--mock-data with --model-type bert needs --vocab-size 16 or more"),
         ("--mask-prob 1", "--mask-prob 1.0 must be above 0 and below 1"),
+        ("--short-seq-prob 0", "--short-seq-prob is for samples of a corpus, and --mock-data has none"),
         ("--eod-mask-loss", "--eod-mask-loss does nothing with --model-type bert"),
     ],
 )
@@ -77,9 +79,6 @@ def test_flags_of_bert_need_its_model_type(flags: str) -> None:
 )
 def test_a_corpus_needs_a_wordpiece_vocabulary(flags: str, reason: str) -> None:
     assert reason in refusal(f"{MODEL} --data-path corpus {flags}")
-
-
-CORPUS = f"{MODEL} --data-path corpus --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
 
 
 def test_a_corpus_with_its_vocabulary_is_accepted() -> None:

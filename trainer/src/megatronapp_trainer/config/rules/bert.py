@@ -66,6 +66,10 @@ def _data_problems(config: TrainerConfig) -> Iterator[str]:
     )
     yield from _mask_problems(config)
     yield from require(
+        not data.mock_data or data.short_seq_prob == DataConfig().short_seq_prob,
+        "--short-seq-prob is for samples of a corpus, and --mock-data has none; leave it out",
+    )
+    yield from require(
         data.mock_data or (data.is_wordpiece and data.vocab_file is not None),
         f"--model-type bert needs its tokenizer: --vocab-file vocab.txt and --tokenizer-type "
         f"{' or '.join(WORDPIECE_TYPES)}",
