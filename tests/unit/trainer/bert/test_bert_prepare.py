@@ -16,6 +16,7 @@ from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.corpus_check import inspect_corpus, sentences_of_documents
 from megatronapp_trainer.data.prepare import pool, prepare, sources
 from megatronapp_trainer.errors import DataError
+from megatronapp_trainer.training import check
 
 LOWER = "BertWordPieceLowerCase"
 
@@ -29,11 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def run(folder: pathlib.Path, output: str, *more: str) -> int:
+def run(folder: pathlib.Path, output: str, *more: str, sentences: bool = True) -> int:
     parser = argparse.ArgumentParser(prog="megatronapp")
     cli.register(parser.add_subparsers())
     command = ["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / output)]
-    command += ["--tokenizer-type", LOWER, "--vocab-file", str(folder / "vocab.txt"), "--split-sentences"]
+    command += ["--tokenizer-type", LOWER, "--vocab-file", str(folder / "vocab.txt")]
+    command += ["--split-sentences"] if sentences else []
     args = parser.parse_args(["data", "prepare", *command, "--workers", "1", *more])
     return int(args.func(args))
 
@@ -61,6 +63,7 @@ def test_the_corpus_holds_the_sentences_of_the_documents(
     assert run(folder, "whole") == 0
     printed = capsys.readouterr().out
     assert f"--model-type bert --data-path {folder}/whole_text_sentence --tokenizer-type {LOWER}" in printed
+    assert "--bert-no-binary-head" not in printed
     tokenizer = tokenizers.load_wordpiece(folder / "vocab.txt", lowercase=True)
     documents = stored(folder / "whole_text_sentence")
     assert len(documents) == 60
@@ -69,6 +72,17 @@ def test_the_corpus_holds_the_sentences_of_the_documents(
         assert [token for sentence in sentences for token in sentence] == tokenizer.tokenize(text)
         ends = {tokenizer.vocab[mark] for mark in ".!?"}
         assert all(sentence[-1] in ends and not ends & set(sentence[:-1]) for sentence in sentences)
+
+
+def test_printed_flags_train_whole_documents_without_the_order_of_sentences(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "documents", sentences=False) == 0
+    printed = capsys.readouterr().out
+    (flags,) = (line.removeprefix("train with: ") for line in printed.splitlines() if line.startswith("train with: "))
+    shape = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1"
+    assert check.find_problems(f"{flags} {shape} --train-iters 2 --lr 1e-3 --eval-iters 0".split(), 1) == []
+    assert "spec.args: [--bert-no-binary-head]" in printed
 
 
 def test_megatron_reads_the_boundaries_of_documents(folder: pathlib.Path) -> None:

@@ -279,14 +279,22 @@ def report(summary: "PrepareSummary", args: argparse.Namespace) -> str:
     left_out = [(summary.bad_lines, "unreadable lines"), (summary.empty_documents, "empty documents")]
     lines += [f"skipped: {count:,} {what}" for count, what in left_out if count]
     if args.tokenizer_type in WORDPIECE_TYPES:
-        tokenizer = f"--tokenizer-type {args.tokenizer_type} --vocab-file {args.vocab_file}"
-        lines.append(f"train with: --model-type bert --data-path {summary.prefixes[0]} {tokenizer}")
-        fields = f"spec.data.path: [{summary.prefixes[0]}], spec.data.vocabFile: {args.vocab_file}"
-        lines.append(f"in a manifest: spec.model.type: bert, {fields}, spec.data.tokenizerType: {args.tokenizer_type}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *_use_in_bert(summary.prefixes[0], args)])
     lines.append(f"train with: --data-path {summary.prefixes[0]} {_tokenizer_flags(summary, args)}")
     lines.append(f"in a manifest: spec.data.path: [{summary.prefixes[0]}], {_tokenizer_fields(summary, args)}")
     return "\n".join(lines)
+
+
+def _use_in_bert(prefix: str, args: argparse.Namespace) -> list[str]:
+    """Return the flags and manifest fields of a training; without sentences apart there are no pairs to order."""
+    flags = f"--model-type bert --data-path {prefix} --tokenizer-type {args.tokenizer_type}"
+    flags += f" --vocab-file {args.vocab_file}"
+    fields = f"spec.model.type: bert, spec.data.path: [{prefix}], spec.data.vocabFile: {args.vocab_file}"
+    fields += f", spec.data.tokenizerType: {args.tokenizer_type}"
+    if not args.split_sentences:
+        flags += " --bert-no-binary-head"
+        fields += ", spec.args: [--bert-no-binary-head]; for the order of sentences prepare with --split-sentences"
+    return [f"train with: {flags}", f"in a manifest: {fields}"]
 
 
 def _tokenizer_flags(summary: "PrepareSummary", args: argparse.Namespace) -> str:
