@@ -1,5 +1,6 @@
 """Corpora of BERT are judged by their sentences before anything is started."""
 
+import json
 import pathlib
 import struct
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatronapp_common.names import ExitCode
+from megatronapp_trainer.data.tokenizer import load_wordpiece
 from megatronapp_trainer.training import check
 
 FLAGS = (
@@ -66,6 +68,15 @@ def test_documents_of_single_sentences_give_no_pairs(problems: Problems) -> None
     assert "the train part" in problem.message
     assert "none with 2 or more sentences" in problem.message
     assert problems.of([1] * 1000, "--bert-no-binary-head") == []
+
+
+def test_another_case_is_reported_with_the_flags_of_bert(problems: Problems) -> None:
+    of_cased = load_wordpiece(problems.folder / "vocab.txt", lowercase=False).digest
+    summary = {"tokenizer_digest": of_cased, "vocab_size": 10}
+    (problems.folder / "corpus.json").write_text(json.dumps({"summary": summary}))
+    (problem,) = problems.of([3] * 33)
+    assert "another tokenizer than the one given; give that one (--tokenizer-type and --vocab-file)" in problem.message
+    assert problems.of([3] * 33, "--tokenizer-type BertWordPieceCase") == []
 
 
 def test_a_split_without_a_document_is_a_problem(problems: Problems) -> None:

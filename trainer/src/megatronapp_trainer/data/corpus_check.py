@@ -111,8 +111,15 @@ def sentences_of_documents(corpus: CorpusFacts) -> tuple[npt.NDArray[np.int64], 
     return counts, longest
 
 
-def check_vocabulary(prefix: str, *, vocab_size: int, digest: str | None, token_type: np.dtype[Any]) -> None:
-    """Compare a corpus with the tokenizer of the run.
+def check_vocabulary(
+    prefix: str,
+    *,
+    vocab_size: int,
+    digest: str | None,
+    token_type: np.dtype[Any],
+    flags: str = "--tokenizer-file, or --vocab-file and --merge-file",
+) -> None:
+    """Compare a corpus with the tokenizer of the run, which `flags` give.
 
     The digest that `data prepare` stored next to the corpus is exact; without it the ends of the corpus are read.
 
@@ -124,7 +131,7 @@ def check_vocabulary(prefix: str, *, vocab_size: int, digest: str | None, token_
         if digest is not None and note.get("tokenizer_digest") != digest:
             raise DataError(
                 f"{prefix}.bin was tokenised with another tokenizer than the one given; give that one "
-                f"(--tokenizer-file, or --vocab-file and --merge-file), or {_PREPARE_AGAIN}"
+                f"({flags}), or {_PREPARE_AGAIN}"
             )
         largest = int(note.get("vocab_size", 0)) - 1
     else:

@@ -14,7 +14,7 @@ from megatronapp_trainer.data.corpus_check import (
     sentences_of_documents,
 )
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
-from megatronapp_trainer.data.vocabulary import Vocabulary
+from megatronapp_trainer.data.vocabulary import MaskingVocabulary, Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
@@ -120,8 +120,13 @@ def check_training_has_data(request: DatasetRequest) -> None:
 
 def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
     """Raise DataError if the corpus was made with another tokenizer, or has ids beyond the vocabulary."""
+    of_bert = {"flags": "--tokenizer-type and --vocab-file"} if isinstance(vocabulary, MaskingVocabulary) else {}
     check_vocabulary(
-        corpus.prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
+        corpus.prefix,
+        vocab_size=vocabulary.vocab_size,
+        digest=vocabulary.digest,
+        token_type=corpus.token_type,
+        **of_bert,
     )
 
 
