@@ -35,7 +35,7 @@ _PREAMBLE = {
 """
 }
 SHELLS = ("bash", "zsh", "tcsh")
-_DESCRIPTION = "Train GPT models with Megatron-core on this machine or a cluster, and see which rank is slow."
+_DESCRIPTION = "Train GPT and BERT models with Megatron-core on this machine or a cluster, and see which rank is slow."
 _EXAMPLES = """\
 examples:
   megatronapp data prepare --input 'src/**/*.py' --output corpus --train-tokenizer --vocab-size 4096
