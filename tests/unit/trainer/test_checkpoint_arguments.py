@@ -54,6 +54,21 @@ def test_another_order_of_samples_gives_a_note() -> None:
     assert arguments.conflict(STORED, other, optimizer=True) is None
 
 
+def test_other_masks_and_other_lengths_of_bert_give_notes() -> None:
+    bert = replace(CONFIG, model=replace(CONFIG.model, model_type="bert"))
+    stored = json.loads(json.dumps(arguments.record(bert)))
+    assert arguments.notes(stored, bert) is None
+    masks = replace(bert, data=replace(bert.data, mask_prob=0.3))
+    note = "other tokens are masked than before, because this run differs in --mask-prob (0.15 there, 0.3 here)"
+    assert arguments.notes(stored, masks) == note
+    assert arguments.order_samples(of_run(stored, 160), masks, 1) == 160
+    both = replace(masks, data=replace(masks.data, short_seq_prob=0.2))
+    order = "samples come in another order than before, because this run differs in --short-seq-prob (0.1 there, 0.2 "
+    assert arguments.notes(stored, both) == f"{order}here); {note}"
+    assert arguments.order_samples(of_run(stored, 160), both, 1) is None
+    assert arguments.conflict(stored, both, optimizer=True) is None
+
+
 def of_run(stored: dict[str, Any], order_samples: int | None = None) -> Manifest:
     return Manifest(
         iteration=2,

@@ -73,9 +73,14 @@ _DATA: dict[str, Getter] = {
     "--data-path": lambda c: list(c.data.data_path or ()),
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
+    "--short-seq-prob": lambda c: c.data.short_seq_prob if c.model.type == "bert" else None,
 }
 """Arguments that the order of samples depends on."""
 
+_MASKING: dict[str, Getter] = {
+    "--mask-prob": lambda c: c.data.mask_prob if c.model.type == "bert" else None,
+}
+"""Arguments that the contents of samples depend on, but not their order."""
 
 TOKENIZER_FILE = "--tokenizer-file"
 """Key in a manifest of the name of a tokenizer.json next to it, which only converted checkpoints have."""
@@ -83,7 +88,7 @@ TOKENIZER_FILE = "--tokenizer-file"
 
 def record(config: TrainerConfig) -> dict[str, Any]:
     """Return the arguments for the manifest."""
-    return {flag: get(config) for flag, get in (_MODEL | _SIZES | _OPTIMIZER | _DATA).items()}
+    return {flag: get(config) for flag, get in (_MODEL | _SIZES | _OPTIMIZER | _DATA | _MASKING).items()}
 
 
 def record_weights(config: TrainerConfig) -> dict[str, Any]:
@@ -140,12 +145,15 @@ def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
 
 
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
-    """Describe what changes about the order of samples; None if it is unchanged."""
-    differences = _differences(stored, config, _DATA)
-    if not differences:
-        return None
-    described = _describe_differences(differences)
-    return f"samples come in another order than before, because this run differs in {described}"
+    """Describe what changes about samples and their order; None if nothing does."""
+    changes = {"samples come in another order": _DATA, "other tokens are masked": _MASKING}
+    found = {change: _differences(stored, config, flags) for change, flags in changes.items()}
+    described = (
+        f"{change} than before, because this run differs in {_describe_differences(differences)}"
+        for change, differences in found.items()
+        if differences
+    )
+    return "; ".join(described) or None
 
 
 def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:
@@ -154,7 +162,7 @@ def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> in
     Releases before --train-samples counted the steps of a ramp-up as full ones.
     """
     training = config.training
-    if notes(stored.arguments, config) is not None:
+    if _differences(stored.arguments, config, _DATA):
         return None
     if resume_rates.counted_in_full(stored.arguments, config):
         return training.train_iters * config.global_batch_size(data_size)
