@@ -69,6 +69,13 @@ def test_other_masks_and_other_lengths_of_bert_give_notes() -> None:
     assert arguments.conflict(stored, both, optimizer=True) is None
 
 
+def test_a_checkpoint_without_a_model_type_holds_gpt() -> None:
+    old = {flag: value for flag, value in STORED.items() if flag != "--model-type"}
+    assert arguments.conflict(old, CONFIG, optimizer=True) is None
+    bert = replace(CONFIG, model=replace(CONFIG.model, model_type="bert"))
+    assert "--model-type (gpt there, bert here)" in str(arguments.conflict(old, bert, optimizer=False))
+
+
 def of_run(stored: dict[str, Any], order_samples: int | None = None) -> Manifest:
     return Manifest(
         iteration=2,

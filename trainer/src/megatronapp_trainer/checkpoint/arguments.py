@@ -82,6 +82,9 @@ _MASKING: dict[str, Getter] = {
 }
 """Arguments that the contents of samples depend on, but not their order."""
 
+_OF_EARLIER_RELEASES = {"--model-type": "gpt"}
+"""Values of arguments that manifests lack from before there was a choice."""
+
 TOKENIZER_FILE = "--tokenizer-file"
 """Key in a manifest of the name of a tokenizer.json next to it, which only converted checkpoints have."""
 
@@ -189,6 +192,7 @@ def _plain(number: float) -> float:
 
 def _differences(stored: dict[str, Any], config: TrainerConfig, flags: dict[str, Getter]) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
+    stored = _OF_EARLIER_RELEASES | stored
     for flag, get in flags.items():
         if flag in stored and stored[flag] != (here := get(config)):
             found[flag] = (stored[flag], here)
