@@ -76,6 +76,18 @@ def test_another_model_does_not_resume(run_ranks: RunRanks, tmp_path: pathlib.Pa
     assert "--bert-no-binary-head (off there, on here)" in reason
 
 
+def test_checkpoints_are_not_converted(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.convert.job import convert
+    from megatronapp_trainer.convert.options import HF, OURS, ConversionOptions
+    from megatronapp_trainer.errors import CheckpointError
+
+    losses_of(run_ranks, 1, f"{BERT} --save {tmp_path}/save --train-iters 1")
+    for target in (HF, OURS):
+        with pytest.raises(CheckpointError, match="iter_0000001 is a BERT checkpoint; only GPT is converted"):
+            convert(ConversionOptions(load_dir=tmp_path / "save", save_dir=tmp_path / "to", to=target))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["save"]
+
+
 def evaluated(flags: str) -> list[Any]:
     """Losses of a run with its evaluations, by step and split."""
     run = small_training.prepare(flags)

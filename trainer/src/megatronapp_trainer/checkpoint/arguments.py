@@ -123,6 +123,11 @@ def model_flags(stored: Mapping[str, Any]) -> list[str]:
     return command
 
 
+def type_of(stored: Mapping[str, Any]) -> str:
+    """Return the model type of a manifest's arguments, which earlier releases did not record."""
+    return str(stored.get("--model-type", _OF_EARLIER_RELEASES["--model-type"]))
+
+
 def model_of(stored: Mapping[str, Any]) -> ModelConfig:
     """Return the model of a manifest's arguments. Dropout has its default: it is no part of a model."""
     return read_section(ModelConfig, build_parser().parse_args(model_flags(stored)))

@@ -84,7 +84,7 @@ def configure(command: ServeCommand) -> TrainerConfig:
         CheckpointError: there is no whole checkpoint.
     """
     path, stored = newest_arguments(command.load)
-    _check_family(str(stored.get("--model-type", "gpt")), f"{path} is a checkpoint of")
+    _check_family(stored_arguments.type_of(stored), f"{path} is a checkpoint of")
     precision = command.options.precision or ("bf16" if stored.get("--bf16") else "fp32")
     arguments = [
         *stored_arguments.model_flags(stored),

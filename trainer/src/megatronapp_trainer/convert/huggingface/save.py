@@ -61,7 +61,7 @@ class StoredModel:
 def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.Path, Manifest]:
     """Return the folder of the newest whole checkpoint, or of this iteration, and its manifest.
 
-    `path` may be that folder itself. Raises CheckpointError if it does not exist.
+    `path` may be that folder itself. Raises CheckpointError if it does not exist, or is not one of GPT.
     """
     found = [path] if (path / MANIFEST).is_file() else CheckpointDirectory(path).checkpoints()
     flaws = []
@@ -75,10 +75,17 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
             continue
         flaw = damaged_weights(folder, manifest)
         if flaw is None:
+            _check_convertible(folder, manifest)
             return folder, manifest
         flaws.append(f"{folder.name}: {flaw}")
     expected = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"
     raise CheckpointError(f"{path} holds no {expected[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
+
+
+def _check_convertible(folder: pathlib.Path, manifest: Manifest) -> None:
+    name = arguments.type_of(manifest.arguments)
+    if name != "gpt":
+        raise CheckpointError(f"{folder} is a {name.upper()} checkpoint; only GPT is converted")
 
 
 def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> StoredModel:
