@@ -9,7 +9,8 @@ SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron numpy pyarrow sympy torch)
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
-WORKERS ?= 2
+# More than cores: ranks of a test wait for each other, and tests for processes that start.
+WORKERS ?= 3
 # Tests start hundreds of interpreters, and pytest rewrites 300 files; without bytecode all of that is compiled each time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -43,7 +44,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-others ## What must hold for each commit: Python, C++, page (about 16 minutes on two cores)
+test: test-py test-others ## What must hold for each commit: Python, C++, page (about 10 minutes on two cores)
 
 # One is downloaded while the other is compiled; apt-get first, as only one may run.
 test-py:
