@@ -32,7 +32,7 @@ def test_the_hub_has_the_numbers_of_the_panel(job: E2eJob) -> None:
     assert len(view["steps"]) == len(view["early"]) == len(view["bubble"]) > 40
     assert set(view["passes"]) == {4 * 3 * 8 * 2}, "F, B and W of 8 microbatches and 2 chunks on 4 ranks"
     period = view["plans"][-1]
-    assert period["steps"] > 40
+    assert sum(period["steps"] for period in view["plans"]) > 40, "plans are compared again when steps become longer"
     assert all(0 < bubble < 1 for bubble in period["rankBubbles"])
     assert {(pair["source"], pair["destination"]) for pair in view["transfers"]} == TRANSFERS
     assert {pair["path"] for pair in view["transfers"]} == {"shared-memory"}
