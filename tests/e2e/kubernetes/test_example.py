@@ -108,5 +108,5 @@ def see_job(page: pw.Page, job: E2eJob, folder: pathlib.Path) -> None:
 
 def test_example_ends(cluster: Cluster, job: E2eJob) -> None:
     job.wait(lambda: job.status().get("phase") == "Succeeded", "the end", 2 * LONG_S)
-    progress = job.status()["progress"]
-    assert progress["iteration"] == progress["totalIterations"] == STEPS
+    job.wait(lambda: job.status()["progress"]["iteration"] == STEPS, "the progress of the last step")
+    assert job.status()["progress"]["totalIterations"] == STEPS
