@@ -7,13 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_steps import LAYOUT, stored_step
 
 from megatronapp_analyzer.errors import JudgeLostError
-from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
 from megatronapp_analyzer.hub.state import detector_task
@@ -24,22 +23,13 @@ from megatronapp_analyzer.model import (
     Cause,
     JobLayout,
     JobMoment,
-    StepRecords,
     SubjectType,
     Verdict,
     VerdictState,
     VerdictSubject,
 )
 
-LAYOUT = JobLayout.grid(pp=2)
 DEADLINE_S = 60.0
-
-
-def stored_step(step: int, *, attempt: int = 0, records: int = 0) -> StoredStep:
-    view = StepRecords(attempt=attempt, step=step, records=np.zeros(records, RANK_RECORD), comms={})
-    values = np.zeros((len(METRICS), LAYOUT.world), np.float32)
-    digest = StepDigest(attempt=attempt, step=step, start_real_ns=0, duration_ns=1, complete=True, values=values)
-    return StoredStep(view=view, digest=digest, offsets_ns=np.zeros(LAYOUT.world, np.int64))
 
 
 def verdict(*, lost_s: float, state: VerdictState = VerdictState.CONFIRMED, since_step: int = 1) -> Verdict:

@@ -5,14 +5,13 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_steps import LAYOUT, stored_step
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import JudgeLostError
-from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement
 from megatronapp_analyzer.hub.judge.learned import LearnedVerdicts
@@ -20,27 +19,17 @@ from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import (
-    RANK_RECORD,
     Cause,
     JobLayout,
     JobMoment,
-    StepRecords,
     SubjectType,
     Verdict,
     VerdictState,
     VerdictSubject,
 )
 
-LAYOUT = JobLayout.grid(pp=2)
 DEADLINE_S = 60.0
 SECONDS = st.integers(0, 100).map(lambda quarters: quarters / 4)
-
-
-def stored_step(step: int) -> StoredStep:
-    view = StepRecords(attempt=0, step=step, records=np.zeros(0, RANK_RECORD), comms={})
-    values = np.zeros((len(METRICS), LAYOUT.world), np.float32)
-    digest = StepDigest(attempt=0, step=step, start_real_ns=0, duration_ns=1, complete=True, values=values)
-    return StoredStep(view=view, digest=digest, offsets_ns=np.zeros(LAYOUT.world, np.int64))
 
 
 def verdict_of(costs: Sequence[float], first: int, last: int) -> Verdict:

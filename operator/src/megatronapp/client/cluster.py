@@ -9,16 +9,14 @@ import httpx
 from megatronapp.client.hub import Hub
 from megatronapp.client.job import Page
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.delete import delete_job, kill_pods
 from megatronapp_operator.cli.cluster.logs import WorkerLog
 from megatronapp_operator.cli.cluster.run import store
-from megatronapp_operator.cli.cluster.ui import page_path
-from megatronapp_operator.cli.inject import problem_of
+from megatronapp_operator.cli.cluster.ui import login_address
 from megatronapp_operator.cli.logs import LogSelection
-from megatronapp_operator.errors import HubError, ManifestError
+from megatronapp_operator.errors import ManifestError
 
 ANSWER_S = 120.0
 """Seconds for an answer of a hub, which may have to read its disk."""
@@ -87,10 +85,7 @@ class ClusterNamespace:
         job = self._cluster.view(name)
         with gateway_client.open_gateway(self._cluster) as gateway:
             token = tokens.token_for(self._cluster, gateway, job, report=logger.info)
-            answer = gateway_client.call_gateway(gateway, "POST", "/api/v1/tickets", token=token)
-            if not answer.is_success:
-                raise HubError(replace_control_characters(problem_of(answer)))
-            yield Page(f"{gateway.page}/{page_path(job)}#code={answer.json()['ticket']}")
+            yield Page(login_address(gateway, token, job))
 
     def close(self) -> None:
         """Close the connection to the API server."""

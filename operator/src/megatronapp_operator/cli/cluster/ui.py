@@ -9,6 +9,7 @@ from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.addresses import page_query
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
+from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 
@@ -27,15 +28,9 @@ def main(arguments: argparse.Namespace) -> int:
     with opened(arguments) as cluster:
         job = None if arguments.job is None else cluster.view(arguments.job)
         with gateway_client.open_gateway(cluster) as gateway:
-            answer = gateway_client.call_gateway(
-                gateway, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, gateway, job)
-            )
-            if not answer.is_success:
-                raise HubError(replace_control_characters(problem_of(answer)))
-            page = gateway.page
-            address = f"{page}/{page_path(job)}#code={answer.json()['ticket']}"
+            address = login_address(gateway, tokens.token_for(cluster, gateway, job), job)
             print(address, flush=True)
-            if page != gateway.url:
+            if not address.startswith(f"{gateway.url}/"):
                 print(OTHER_NAME.format(url=gateway.url), file=sys.stderr)
             elif gateway.forward is not None:
                 print(NO_NAME, file=sys.stderr)
@@ -47,8 +42,15 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def page_path(job: ClusterJob | None) -> str:
-    """Return the path and query of a job's page at the gateway."""
+def login_address(gateway: GatewayEndpoint, token: str, job: ClusterJob | None) -> str:
+    """Return an address that logs a browser in once, at a job's page or the list of jobs. Raises HubError."""
+    answer = gateway_client.call_gateway(gateway, "POST", "/api/v1/tickets", token=token)
+    if not answer.is_success:
+        raise HubError(replace_control_characters(problem_of(answer)))
+    return f"{gateway.page}/{_query(job)}#code={answer.json()['ticket']}"
+
+
+def _query(job: ClusterJob | None) -> str:
     if job is None:
         return ""
     return page_query(job.document["spec"].get("mode"), job=f"{job.namespace}/{job.name}")
