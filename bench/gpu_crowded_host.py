@@ -8,6 +8,7 @@ indeed. A verdict of cause "compute" before that, or another one at the end, is 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -20,6 +21,8 @@ from typing import Any
 
 import httpx
 import yaml
+
+from megatronapp_common.names import Env
 
 MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 JOB = "crowded"
@@ -67,24 +70,31 @@ class Crowd:
         return started
 
 
-def process_of_rank(rank: int) -> int:
+def process_of_rank(rank: int, job: str = JOB) -> int:
+    """Return the process id of a rank of a job on this host. Raises SystemExit where it is not running."""
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            environment = (process / "environ").read_bytes().split(b"\0")
+            environment = set((process / "environ").read_bytes().split(b"\0"))
         except OSError:
             continue
-        if f"RANK={rank}".encode() in environment and any(item.startswith(b"WORLD_SIZE=") for item in environment):
+        is_rank = f"RANK={rank}".encode() in environment and any(
+            item.startswith(b"WORLD_SIZE=") for item in environment
+        )
+        if is_rank and f"{Env.JOB}={job}".encode() in environment:
             return int(process.name)
-    raise SystemExit(f"rank {rank} is not running")
+    raise SystemExit(f"rank {rank} of job {job} is not running")
 
 
 def pin(process: int, cpus: set[int]) -> None:
+    """Limit all threads of a process to processors; threads that they start later are, too."""
     for thread in pathlib.Path(f"/proc/{process}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpus)
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cpus)
 
 
-def hub_client() -> httpx.Client:
-    done = subprocess.run([*MEGATRONAPP, "ui", JOB, "--print"], check=True, capture_output=True, text=True)
+def hub_client(job: str = JOB) -> httpx.Client:
+    """Return a client of the hub of a job, logged in."""
+    done = subprocess.run([*MEGATRONAPP, "ui", job, "--print"], check=True, capture_output=True, text=True)
     address = urllib.parse.urlsplit(done.stdout.strip())
     client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=30)
     client.post("/login", data={"token": address.fragment.removeprefix("code=")})
