@@ -3,6 +3,7 @@
     python bench/bench_detectors.py --windows 20                  # tuning seeds
     python bench/bench_detectors.py --windows 200 --published     # the seeds of published tables
     python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --minutes 60   # in several parts
+    python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --processes 16
     python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
 
 Every window is a separate job, watched from its first step. All detectors get the same records.
@@ -10,12 +11,15 @@ Every window is a separate job, watched from its first step. All detectors get t
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
 import detect
 import numpy as np
@@ -28,6 +32,8 @@ from exact_bounds import with_bounds
 
 import megatronapp_analyzer
 
+AHEAD = 2
+"""Windows that wait for a process."""
 APART = ("compute 3 %", "compute 2 %", "ramp", "2 to 5 faults", "20 % lost records")
 """Rows that are summed up apart from the others."""
 
@@ -42,7 +48,7 @@ def main() -> None:
     cases = [draw(ROWS[row], seed, layouts) for seed in range(first, first + options.windows) for row in rows]
     if options.pace:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
-    outcomes = run_some(cases, names, options) if options.resume else run_all(cases, names, options.processes)
+    outcomes = run_some(cases, names, options) if options.resume else run_in_order(cases, names, options.processes)
     print(table(outcomes))
     print("\nAll rows together, with exact bounds at 95 %:\n" + totals_table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
@@ -91,11 +97,31 @@ def with_recorded_pace(case: DetectionCase, pace: Floats) -> DetectionCase:
     return dataclasses.replace(case, job=dataclasses.replace(case.job, noise=noise))
 
 
-def run_all(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
+def run_in_order(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
+    """Return the outcomes of cases in their order."""
+    found = {key_of(outcome.case): outcome for outcome in run_all(cases, names, processes)}
+    return [found[key_of(case)] for case in cases]
+
+
+def run_all(
+    cases: Iterable[DetectionCase], names: Sequence[str], processes: int, minutes: float = math.inf
+) -> Iterator[DetectionOutcome]:
+    """Yield the outcomes of cases, in any order; none is begun after `minutes`.
+
+    A window depends on its case alone, so that the number of processes changes nothing.
+    """
+    end = time.monotonic() + 60 * minutes
+    in_time = itertools.takewhile(lambda case: time.monotonic() < end, cases)
     if processes == 1:
-        return [run(case, names) for case in cases]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        return pool.starmap(run, [(case, names) for case in cases], chunksize=4)
+        yield from (run(case, names) for case in in_time)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        # A few in advance, so that no process waits and few windows are begun after the end.
+        running = {pool.submit(run, case, names) for case in itertools.islice(in_time, processes + AHEAD)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= {pool.submit(run, case, names) for case in itertools.islice(in_time, len(done))}
+            yield from (future.result() for future in done)
 
 
 def run_some(
@@ -108,10 +134,11 @@ def run_some(
         stored = OutcomeFile(options.resume, version_of(folders, f"{names} {options.pace}"))
     except ValueError as error:
         sys.exit(f"--continue: {error}")
-    end = time.monotonic() + 60 * options.minutes
-    for case in cases:
-        if key_of(case) not in stored.outcomes and time.monotonic() < end:
-            stored.add(run(case, names))
+    missing = [case for case in cases if key_of(case) not in stored.outcomes]
+    for number, outcome in enumerate(run_all(missing, names, options.processes, options.minutes), start=1):
+        stored.add(outcome)
+        print(f"\r{number} of {len(missing)} windows", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     stored.close()
     return [stored.outcomes[key_of(case)] for case in cases if key_of(case) in stored.outcomes]
 
@@ -150,7 +177,7 @@ def parse_options() -> argparse.Namespace:
         "--continue", dest="resume", metavar="FILE", type=pathlib.Path, help="store outcomes, and skip those stored"
     )
     parser.add_argument("--minutes", type=float, default=np.inf, help="with --continue: begin no window afterwards")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="processes that windows are spread over")
     parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
     parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from detect.current import CurrentDetector
 from detect.faults import SimulatedFault
 from detect.hangs import HANG_SECONDS, reports
 from detect.layout import Grid
-from detect.protocol import Detector, Verdict
+from detect.protocol import Detector, StepTrace, Verdict
 from detect.score import Score, Truth, Window, quantile, reliability, score
 from detect.simulation import Floats, JobSimulation
 from detect.suite import DetectionCase
@@ -61,7 +61,8 @@ def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
     detectors = {name: DETECTORS[name](case.job.grid) for name in names}
     named: dict[str, dict[int, tuple[Verdict, ...]]] = {name: {} for name in names}
     spent = dict.fromkeys(names, 0.0)
-    for trace in JobSimulation(case.job, case.seed, _finished_steps(case)).traces():
+    simulated = StepLengths(case)
+    for trace in simulated.traces(_finished_steps(case)):
         for name, detector in detectors.items():
             begun = time.perf_counter()
             verdicts = tuple(detector.step(trace))
@@ -70,8 +71,8 @@ def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
                 named[name][trace.step] = verdicts
     hung = next((fault for fault in case.faults if fault.kind == "hang"), None)
     if hung is not None:
-        _watch_hang(case, hung, detectors, named)
-    truths, hours = truths_of(case)
+        _watch_hang(case, hung, detectors, named, simulated)
+    truths, hours = truths_of(case, simulated)
     return DetectionOutcome(
         case=case,
         windows={
@@ -92,9 +93,10 @@ def _watch_hang(
     hung: SimulatedFault,
     detectors: dict[str, Detector],
     named: dict[str, dict[int, tuple[Verdict, ...]]],
+    simulated: "StepLengths",
 ) -> None:
     """Show the detectors that can judge it the progress of the ranks, each second at the place of a step."""
-    lengths = JobSimulation(dataclasses.replace(case.job, faults=()), case.seed, hung.begin).step_lengths_s()
+    lengths = simulated.without_faults(hung.begin)
     begin_s = FIRST_REAL_TIME_S + 1000.0 + float(lengths.sum())
     for second, report in enumerate(reports(case.job.grid, hung, float(lengths[-1]), begin_s, case.seed)):
         for name, detector in detectors.items():
@@ -102,16 +104,16 @@ def _watch_hang(
                 named[name][hung.begin + second] = verdicts
 
 
-def truths_of(case: DetectionCase) -> tuple[tuple[Truth, ...], float]:
+def truths_of(case: DetectionCase, simulated: "StepLengths") -> tuple[tuple[Truth, ...], float]:
     """Return the faults of a case with their true cost, by simulating the same draws without each; and job hours."""
-    lengths = _lengths(case, case.faults)
+    lengths = simulated.of(case.faults)
     truths = [_hang(fault) for fault in case.faults if fault.kind == "hang"]
     for number, fault in enumerate(case.faults):
         if fault.kind == "hang":
             continue
         others = case.faults[:number] + case.faults[number + 1 :]
-        healed, alone = _lengths(case, others), _lengths(case, (fault,))
-        healthy = _lengths(case, ())
+        healed, alone = simulated.of(others), simulated.of((fault,))
+        healthy = simulated.of(())
         steps = np.arange(case.steps)
         matters = fault.active(steps) & (steps >= max(fault.noticeable_from, 1))
         if not matters.any():
@@ -143,8 +145,38 @@ def _hang(fault: SimulatedFault) -> Truth:
     )
 
 
-def _lengths(case: DetectionCase, faults: tuple[SimulatedFault, ...]) -> Floats:
-    return JobSimulation(dataclasses.replace(case.job, faults=faults), case.seed, case.steps).step_lengths_s()
+class StepLengths:
+    """Lengths of the steps of a case, with all of its faults or some of them; nothing is simulated twice."""
+
+    def __init__(self, case: DetectionCase) -> None:
+        self._case = case
+        self._found: dict[tuple[tuple[SimulatedFault, ...], int], Floats] = {}
+
+    def traces(self, steps: int) -> Iterator[StepTrace]:
+        """Yield the traces of the first steps with all faults."""
+        simulation = JobSimulation(self._case.job, self._case.seed, steps)
+        yield from simulation.traces()
+        self._found[_slow(self._case.job.faults), steps] = simulation.step_lengths_s()
+
+    def of(self, faults: tuple[SimulatedFault, ...]) -> Floats:
+        """Return the lengths of all steps in seconds, with these faults alone."""
+        return self._simulate(faults, self._case.steps)
+
+    def without_faults(self, steps: int) -> Floats:
+        """Return the lengths of the first steps without any fault."""
+        return self._simulate((), steps)
+
+    def _simulate(self, faults: tuple[SimulatedFault, ...], steps: int) -> Floats:
+        key = _slow(faults), steps
+        if key not in self._found:
+            job = dataclasses.replace(self._case.job, faults=faults)
+            self._found[key] = JobSimulation(job, self._case.seed, steps).step_lengths_s()
+        return self._found[key]
+
+
+def _slow(faults: tuple[SimulatedFault, ...]) -> tuple[SimulatedFault, ...]:
+    """Return the faults that make steps longer: a hang ends them."""
+    return tuple(fault for fault in faults if fault.kind != "hang")
 
 
 def table(outcomes: Sequence[DetectionOutcome]) -> str:

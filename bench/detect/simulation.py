@@ -84,8 +84,7 @@ class JobSimulation:
         self._paces = nz.paces(job.noise, rng, steps, grid.node_of) * _warmup(job, rng, steps)
         self._offset_s = rng.normal(0.0, 1.0, grid.world)[grid.node_of] * job.clock_offset_s
         self._drift = rng.normal(0.0, 1.0, grid.world)[grid.node_of] * job.clock_drift_ppm * 1e-6
-        self._now_s = 1000.0
-        self._begin = np.zeros((1, grid.world))
+        self._lengths_s = np.empty(0)
 
     def traces(self) -> Iterator[StepTrace]:
         """Simulate and record all steps."""
@@ -95,14 +94,13 @@ class JobSimulation:
         for block in self._blocks():
             recorder = Recorder(grid, self._offset_s, self._drift)
             lost = np.random.default_rng((self.seed, 3, int(block.steps[0])))
-            for place, step in enumerate(block.steps.tolist()):
-                records = recorder.records(block.columns, step, place, float(block.origin_s[place]))
+            for place, records in enumerate(recorder.steps(block.columns, block.steps, block.origin_s)):
                 keep = lost.random(len(records)) >= self.job.lost_fraction
                 remaining = records[keep] if self.job.lost_fraction else records
                 end_s = float(block.origin_s[place] + block.sync_s[place])
                 yield StepTrace(
                     grid=grid,
-                    step=step,
+                    step=int(block.steps[place]),
                     records=remaining,
                     boot_ids=boot_ids,
                     real_time_s=1.7e9 + end_s,
@@ -110,10 +108,14 @@ class JobSimulation:
                 )
 
     def step_lengths_s(self) -> Floats:
-        """Return the length of every step."""
-        return np.concatenate([block.sync_s for block in self._blocks()])
+        """Return the length of every step; those of a simulation whose traces have been read are known."""
+        if len(self._lengths_s) < self.steps:
+            collections.deque(self._blocks(), maxlen=0)
+        return self._lengths_s
 
     def _blocks(self) -> Iterator["_Block"]:
+        now_s, begin = 1000.0, np.zeros((1, self.job.grid.world))
+        self._lengths_s = np.empty(0)
         first = 0
         while first < self.steps:
             microbatches = self.job.microbatches_at(first)
@@ -121,10 +123,11 @@ class JobSimulation:
             count = max(min(BLOCK_VALUES // spans, 128, self.steps - first), 1)
             same = [self.job.microbatches_at(step) == microbatches for step in range(first, first + count)]
             steps = np.arange(first, first + (same.index(False) if False in same else count))
-            block = _Block(self.job, steps, self._paces[steps], begin=self._begin, seed=self.seed)
-            block.run(self._now_s)
-            self._begin = block.after[-1:]
-            self._now_s = float(block.origin_s[-1] + block.sync_s[-1])
+            block = _Block(self.job, steps, self._paces[steps], begin=begin, seed=self.seed)
+            block.run(now_s)
+            begin = block.after[-1:]
+            now_s = float(block.origin_s[-1] + block.sync_s[-1])
+            self._lengths_s = np.concatenate([self._lengths_s, block.sync_s])
             yield block
             first += len(steps)
 

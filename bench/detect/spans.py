@@ -1,6 +1,7 @@
 """Spans of a simulated block as trace records, on the clocks of their nodes."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from detect.protocol import RANK_RECORD
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_COMM, NO_MICROBATCH, RecordKind
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 UPTIME_NS = 10**15
 """Every clock has run for long, so that no offset makes it negative."""
 
@@ -43,37 +45,52 @@ class Recorder:
         self._offset_s = offset_s
         self._drift = drift
 
-    def records(self, columns: list[list[SpanColumn]], step: int, place: int, origin_s: float) -> NDArray[np.void]:
-        """Return the records of step `place` of a block, sorted by rank, then start."""
-        parts = [self._stage(stage, own, step, place, origin_s) for stage, own in enumerate(columns)]
-        return np.concatenate(parts)
+    def steps(self, columns: list[list[SpanColumn]], numbers: Ints, origins_s: Floats) -> Iterator[NDArray[np.void]]:
+        """Yield the records of each step of a block, sorted by rank, then start.
 
-    def _stage(self, stage: int, columns: list[SpanColumn], step: int, place: int, origin_s: float) -> NDArray[np.void]:
-        there = [column for column in columns if column.steps is None or column.steps[place]]
-        size = self._grid.stage_size
+        `columns` are those of each stage; `numbers` and `origins_s` are of the steps.
+        """
+        stages = [self._stage(stage, own, numbers, origins_s) for stage, own in enumerate(columns)]
+        for place in range(len(numbers)):
+            yield np.concatenate([_of_step(own, records, place) for own, records in zip(columns, stages, strict=True)])
+
+    def _stage(self, stage: int, columns: list[SpanColumn], numbers: Ints, origins_s: Floats) -> NDArray[np.void]:
+        """Return the records of a stage, [step, rank, column]."""
+        size, steps = self._grid.stage_size, len(numbers)
         first = stage * size
-        out = np.zeros((size, len(there)), RANK_RECORD)
-        start = np.stack([column.start[place].ravel() for column in there], axis=1) + origin_s
-        length = np.stack([(column.end[place] - column.start[place]).ravel() for column in there], axis=1)
-        aux = np.stack([np.broadcast_to(_of(column.aux, place), size) for column in there], axis=1)
-        offset, drift = (values[first : first + size, None] for values in (self._offset_s, self._drift))
+        out = np.zeros((steps, size, len(columns)), RANK_RECORD)
+        start, length, aux = np.empty(out.shape), np.empty(out.shape), np.empty(out.shape)
+        for place, column in enumerate(columns):
+            start[:, :, place] = column.start.reshape(steps, size)
+            length[:, :, place] = (column.end - column.start).reshape(steps, size)
+            aux[:, :, place] = column.aux.reshape(steps, size) if isinstance(column.aux, np.ndarray) else column.aux
+        start += origins_s[:, None, None]
+        offset, drift = (values[None, first : first + size, None] for values in (self._offset_s, self._drift))
         out["start_ns"] = np.rint((start + offset + drift * start) * 1e9).astype(np.int64) + UPTIME_NS
         out["duration"] = _units(length)
         out["aux"] = _units(aux)
-        out["step"] = step
-        out["rank"] = (first + np.arange(size))[:, None]
+        out["step"] = numbers[:, None, None]
+        out["rank"] = (first + np.arange(size))[None, :, None]
         for name, values in (
-            ("ordinal", [column.ordinal for column in there]),
-            ("comm", [column.slot for column in there]),
-            ("microbatch", [column.microbatch for column in there]),
-            ("kind", [int(column.kind) for column in there]),
-            ("chunk", [column.chunk for column in there]),
-            ("flags", [column.flags for column in there]),
+            ("ordinal", [column.ordinal for column in columns]),
+            ("comm", [column.slot for column in columns]),
+            ("microbatch", [column.microbatch for column in columns]),
+            ("kind", [int(column.kind) for column in columns]),
+            ("chunk", [column.chunk for column in columns]),
+            ("flags", [column.flags for column in columns]),
         ):
-            out[name] = np.array(values)[None, :]
-        if any(column.kind == RecordKind.STOPPED for column in there):
-            return _in_order(out.ravel())
-        return out.ravel()
+            out[name] = np.array(values)[None, None, :]
+        return out
+
+
+def _of_step(columns: list[SpanColumn], records: NDArray[np.void], place: int) -> NDArray[np.void]:
+    """Return the records of a stage in one step, in order, without the columns that this step does not have."""
+    there = [column.steps is None or bool(column.steps[place]) for column in columns]
+    own: NDArray[np.void] = records[place] if all(there) else records[place][:, np.array(there)]
+    if any(column.kind == RecordKind.STOPPED for column, has in zip(columns, there, strict=True) if has):
+        return _in_order(own.ravel())
+    flat: NDArray[np.void] = own.ravel()
+    return flat
 
 
 def _in_order(records: NDArray[np.void]) -> NDArray[np.void]:
@@ -81,10 +98,6 @@ def _in_order(records: NDArray[np.void]) -> NDArray[np.void]:
     there = records[(records["kind"] != RecordKind.STOPPED) | (records["duration"] > 0)]
     ordered: NDArray[np.void] = there[np.lexsort((there["start_ns"], there["rank"]))]
     return ordered
-
-
-def _of(aux: Floats | float, place: int) -> Floats:
-    return aux[place].ravel() if isinstance(aux, np.ndarray) else np.array([aux])
 
 
 def _units(seconds: Floats) -> NDArray[np.uint32]:

@@ -4,14 +4,14 @@ import dataclasses
 import pathlib
 
 import pytest
-from bench_detectors import totals_table
+from bench_detectors import run_all, run_in_order, totals_table
 from detect.layout import Grid
 from detect.progress import OutcomeFile, key_of, version_of
 from detect.protocol import NamedSubject, Verdict
-from detect.runner import DetectionOutcome
+from detect.runner import DetectionOutcome, StepLengths
 from detect.score import Truth, Window
-from detect.simulation import SimulatedJob
-from detect.suite import DetectionCase
+from detect.simulation import JobSimulation, SimulatedJob
+from detect.suite import ROWS, DetectionCase, draw
 
 GRID = Grid(dp=4)
 RANK = NamedSubject((1,))
@@ -70,3 +70,37 @@ def test_rows_are_summed_up_by_group() -> None:
 def test_cases_of_a_row_differ_by_their_seeds() -> None:
     case = outcome("ramp", 1, faulty=True, named=True).case
     assert key_of(case) != key_of(dataclasses.replace(case, seed=2))
+
+
+def test_windows_are_the_same_in_several_processes() -> None:
+    cases = [draw(ROWS[row], 5, ("dp8",)) for row in ("hang", "host stalls", "healthy")]
+    alone = run_in_order(cases, ["late start"], 1)
+    spread = run_in_order(cases, ["late start"], 2)
+    assert [each.case for each in spread] == cases
+    assert [each.windows for each in spread] == [each.windows for each in alone]
+
+
+def test_no_window_is_begun_after_the_time_given() -> None:
+    assert not list(run_all([draw(ROWS["healthy"], 5)], ["late start"], 1, minutes=0.0))
+
+
+@pytest.mark.parametrize("row", ["2 to 5 faults", "hang", "stopped and continued"])
+def test_lengths_of_steps_are_those_of_a_simulation_with_these_faults(row: str) -> None:
+    case = draw(ROWS[row], 7, ("dp4-pp2",))
+    lengths = StepLengths(case)
+    for _ in lengths.traces(min([case.steps, *(fault.begin for fault in case.faults if fault.kind == "hang")])):
+        pass
+    for faults in (case.faults, case.faults[1:], ()):
+        job = dataclasses.replace(case.job, faults=faults)
+        assert lengths.of(faults).tolist() == JobSimulation(job, case.seed, case.steps).step_lengths_s().tolist()
+    healthy = JobSimulation(dataclasses.replace(case.job, faults=()), case.seed, 30)
+    assert lengths.without_faults(30).tolist() == healthy.step_lengths_s().tolist()
+
+
+def test_a_simulation_may_be_read_twice() -> None:
+    case = draw(ROWS["healthy: eventful"], 3, ("dp8",))
+    simulation = JobSimulation(case.job, case.seed, case.steps)
+    before = simulation.step_lengths_s().tolist()
+    first = [trace.records.tobytes() for trace in simulation.traces()]
+    assert [trace.records.tobytes() for trace in simulation.traces()] == first
+    assert simulation.step_lengths_s().tolist() == before
