@@ -13,15 +13,19 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import httpx
 import yaml
 from fault_campaign import LATE, Disturbance, FaultCampaign, ProcessDisturber, is_right, newest_step, table
 from gpu_crowded_host import MEGATRONAPP, hub_client, process_of_rank
+
+from megatronapp_common.state import jobs_dir
 
 JOB = "crowded"
 """Name of the job: that of `gpu_crowded_host.hub_client`."""
@@ -29,7 +33,6 @@ MANIFEST = pathlib.Path(__file__).with_name("gpu_slow_rank_pp2.yaml")
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "data": (1, 1)}
 FIRST, HOLD, CALM = 70, 35, 30
 LEAST = 0.03
-DEADLINE_S = 420.0
 COMPETITOR = """
 import sys, time, torch
 device, what, duty = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -77,8 +80,8 @@ class GpuDisturber(ProcessDisturber):
             self._fault = None
 
 
-def disturbances() -> list[Disturbance[GpuDisturber]]:
-    """Return the disturbances in order."""
+def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
+    """Return the disturbances whose name contains one of these texts, in order."""
     found: list[Disturbance[GpuDisturber]] = [
         Disturbance(
             name="products, all of the time", start=lambda d: d.compete("cuda:1", "products", 1.0), cause="compute"
@@ -96,6 +99,7 @@ def disturbances() -> list[Disturbance[GpuDisturber]]:
             subjects=[[0, 1]],
         ),
     ]
+    found = [each for each in found if any(part in each.name for part in chosen)]
     for number, disturbance in enumerate(found):
         disturbance.begin = FIRST + number * (HOLD + CALM)
         disturbance.end = disturbance.begin + HOLD
@@ -106,9 +110,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
     parser.add_argument("--out", type=pathlib.Path, help="write rows and verdicts to this file")
+    parser.add_argument("--only", nargs="+", default=[""], help="disturbances whose name contains one of these texts")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of the job, without its start (%(default)s)")
+    parser.add_argument(
+        "--records", type=pathlib.Path, help="copy the job's records to this folder, for megatronapp scan analyze"
+    )
     options = parser.parse_args()
     tensor, pipeline = LAYOUTS[options.layout]
-    planned = disturbances()
+    planned = disturbances(options.only)
     manifest = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
     spec = manifest["spec"]
     del spec["faults"]
@@ -123,9 +132,11 @@ def main() -> int:
         try:
             hub = hub_client()
             campaign = FaultCampaign(hub, GpuDisturber(hub))
-            over = campaign.run(planned, deadline=time.monotonic() + DEADLINE_S)
+            over = campaign.run(planned, deadline=time.monotonic() + 60 * options.minutes)
             rows = campaign.judge(over, least=LEAST)
         finally:
+            if options.records:
+                shutil.copytree(jobs_dir() / JOB / "hub" / "traces", options.records)
             subprocess.run([*MEGATRONAPP, "delete", JOB], check=True)
     print(options.layout)
     print(table(rows))
@@ -134,7 +145,7 @@ def main() -> int:
         options.out.write_text(json.dumps({"rows": rows, "verdicts": verdicts}, indent=1), encoding="utf-8")
     missed = [each.name for each in planned if each not in over]
     if missed:
-        print(f"not run within {DEADLINE_S:.0f} s: {', '.join(missed)}")
+        print(f"not run within {options.minutes:.1f} minutes: {', '.join(missed)}")
     return 0 if is_right(rows) and not missed else 1
 
 
