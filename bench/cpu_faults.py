@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ import httpx
 import yaml
 from fault_campaign import POLL_S, Disturbance, FaultCampaign, ProcessDisturber, is_right, table
 from gpu_crowded_host import MEGATRONAPP, hub_client, pin, process_of_rank
+
+from megatronapp_common.state import jobs_dir
 
 LAYOUTS = {"pp4": (1, 4, 1), "pp2-dp2": (1, 2, 2), "tp2-dp2": (2, 1, 2), "pp2": (1, 2, 1)}
 """Sizes of the tensor, pipeline and data-parallel groups."""
@@ -174,8 +177,10 @@ def burst(campaign: FaultCampaign[CpuDisturber], disturber: CpuDisturber, plan: 
     return count
 
 
-def run_job(plan: CpuPlan, folder: pathlib.Path, minutes: float, *, bursts_only: bool) -> dict[str, Any]:
-    """Run one job and its campaign; return rows, bursts and verdicts."""
+def run_job(
+    plan: CpuPlan, folder: pathlib.Path, minutes: float, *, bursts_only: bool, records: pathlib.Path | None
+) -> dict[str, Any]:
+    """Run one job and its campaign, and copy its records to a folder; return rows, bursts and verdicts."""
     path = folder / f"{plan.job}.yaml"
     path.write_text(yaml.safe_dump(plan.manifest()), encoding="utf-8")
     deadline = time.monotonic() + minutes * 60
@@ -194,6 +199,8 @@ def run_job(plan: CpuPlan, folder: pathlib.Path, minutes: float, *, bursts_only:
         bursts = burst(campaign, disturber, plan, deadline)
         rows = campaign.judge(over, least=LEAST)
     finally:
+        if records:
+            shutil.copytree(jobs_dir() / plan.job / "hub" / "traces", records / plan.layout)
         call("delete", plan.job)
     return {
         "layout": plan.layout,
@@ -253,6 +260,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=7.5, help="of each job, its start included (%(default)s)")
     parser.add_argument("--bursts-only", action="store_true", help="only bursts, which are no fault")
+    parser.add_argument(
+        "--records", type=pathlib.Path, help="copy the records of jobs to this folder, for megatronapp scan analyze"
+    )
     parser.add_argument("--output", type=pathlib.Path, help="write rows and verdicts to this file, as JSON")
     options = parser.parse_args()
     options.layouts = options.layouts.split(",")
@@ -284,7 +294,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
 
         def run(plan: CpuPlan) -> dict[str, Any]:
-            return run_job(plan, pathlib.Path(folder), options.minutes, bursts_only=options.bursts_only)
+            return run_job(
+                plan,
+                pathlib.Path(folder),
+                options.minutes,
+                bursts_only=options.bursts_only,
+                records=options.records,
+            )
 
         with concurrent.futures.ThreadPoolExecutor(len(plans) if at_once else 1) as threads:
             results = list(threads.map(run, plans))
