@@ -10,6 +10,7 @@ from device_training import STEPS, train, train_without_fusing
 RunRanks = Callable[..., list[Any]]
 TOLERANCE = 1e-4
 """Relative, in fp32 over eight steps of Adam: kernels of devices and processors, and layouts, add in other orders."""
+FP16 = "--fp16 --initial-loss-scale 4096"
 
 
 def losses_of(results: list[dict[str, Any]]) -> list[float]:
@@ -39,8 +40,9 @@ def test_losses_are_those_of_the_processor(run_ranks: RunRanks, on_processor: Ru
     assert device == pytest.approx(losses_of(on_processor(1, train, flags)), rel=TOLERANCE)
 
 
-def test_bf16_follows_fp32(run_ranks: RunRanks, alone: list[float]) -> None:
-    device = losses_of(run_ranks(1, on_device, "--bf16"))
+@pytest.mark.parametrize("flags", ["--bf16", FP16, f"{FP16} --use-distributed-optimizer"])
+def test_half_precision_follows_fp32(run_ranks: RunRanks, alone: list[float], flags: str) -> None:
+    device = losses_of(run_ranks(1, on_device, flags))
     assert device == pytest.approx(alone, abs=0.03)
     assert device != alone
 
@@ -98,3 +100,13 @@ def test_synchronisations_of_a_step_do_not_grow_with_parameters(run_ranks: RunRa
 )
 def test_layouts_agree_with_a_single_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
     assert losses_of(run_ranks(2, on_device, layout)) == pytest.approx(alone, rel=TOLERANCE)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    "layout",
+    ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2 --use-dpp", ""],
+    ids=["TP2-SP", "PP2-MegaDPP", "DP2"],
+)
+def test_layouts_in_fp16_follow_a_single_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
+    assert losses_of(run_ranks(2, on_device, f"{FP16} {layout}")) == pytest.approx(alone, abs=0.03)

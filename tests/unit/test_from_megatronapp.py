@@ -97,6 +97,7 @@ FLAGS = (
     "--train-iters 1"
 )
 TOGETHER = {
+    "--loss-scale": "--loss-scale 1024 --fp16",
     "--trace-dir": "--trace --trace-dir trace_output",
     "--trace-interval": "--trace --trace-interval 5",
     "--continuous-trace-iterations": "--trace --continuous-trace-iterations 2",
@@ -199,7 +200,7 @@ def test_an_old_subcommand_is_answered_with_its_options(
         "--workload 1048576",
         "--num-experts 4",
         "--num-experts=4",
-        "--fp16",
+        "--fp8-format hybrid",
         "--context-parallel-size 2",
         "--moe-router-topk 2",
     ],

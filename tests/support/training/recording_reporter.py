@@ -1,4 +1,4 @@
-"""A reporter of the training loop that stores losses and gradient norms."""
+"""A reporter of the training loop that stores the figures of each step."""
 
 import dataclasses
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 
 @dataclasses.dataclass
 class RecordingReporter:
-    """Reporter that collects the loss and the gradient norm of each step."""
+    """Reporter that collects the loss, the gradient norm and all figures of each step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     grad_norms: list[float] = dataclasses.field(default_factory=list)
+    steps: list[Any] = dataclasses.field(default_factory=list)
 
     def step(self, metrics: Any, **_details: object) -> None:
+        self.steps.append(metrics)
         self.losses.append(metrics.loss)
         self.grad_norms.append(metrics.grad_norm or 0.0)
 

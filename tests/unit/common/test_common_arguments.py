@@ -357,7 +357,7 @@ def test_arguments_are_text_that_yaml_keeps(build: Any) -> None:
         ("--vocab-file", None, "spec.data.vocabFile"),
         ("--bf16", None, "spec.training.precision"),
         ("--faults", None, "spec.faults"),
-        ("--fp16", None, None),
+        ("--fp16", None, "spec.training.precision"),
     ],
 )
 def test_a_flag_is_found_in_the_manifest(build: Any, flag: str, value: str | None, place: str | None) -> None:

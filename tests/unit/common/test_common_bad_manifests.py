@@ -57,7 +57,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         "spec.training.lrDecayStyle: 'cosin' is not possible; "
         "write constant or linear or cosine or inverse-square-root or WSD; did you mean cosine?",
     ),
-    ({"spec.training.precision": "fp16"}, "spec.training.precision: 'fp16' is not possible; write fp32 or bf16"),
+    ({"spec.training.precision": "fp8"}, "spec.training.precision: 'fp8' is not possible; write fp32 or bf16 or fp16"),
     ({"spec.training.rampupBatchSize": [8, 8]}, "spec.training.rampupBatchSize: a list has 2 items; write 3"),
     ({"spec.data.path": "corpus"}, "spec.data.path: 'corpus' is not a list of texts; write [corpus]"),
     ({"spec.data.path": [0.3, "a"]}, 'spec.data.path[0]: 0.3 is not text; write it in quotes: "0.3"'),

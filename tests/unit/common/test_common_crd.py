@@ -136,7 +136,7 @@ def test_limits_and_choices_are_taken_from_the_types(schema: Schema) -> None:
         "description": "Workers; derived from the world size by default, otherwise 1.",
     }
     assert spec["training"]["properties"]["lr"]["exclusiveMinimum"] is True
-    assert spec["training"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]
+    assert spec["training"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp16"]
     assert spec["runPolicy"]["default"] == {}
     assert spec["runPolicy"]["properties"]["maxRestarts"]["default"] == 3
     assert spec["faults"]["maxItems"] == 64

@@ -157,12 +157,12 @@ def test_flops_follow_the_known_formula() -> None:
     ],
 )
 def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None) -> None:
-    assert peak_tflops(name, bf16=True) == peak
-    assert peak_tflops(name, bf16=False) is None
+    assert peak_tflops(name, is_half=True) == peak
+    assert peak_tflops(name, is_half=False) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "message"),
+    ("name", "is_half", "message"),
     [
         ("cuda:0 NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, "is a MIG slice"),
         ("cuda:0 NVIDIA GeForce RTX 4090", True, "the peak of cuda:0 NVIDIA GeForce RTX 4090 is not known"),
@@ -171,8 +171,8 @@ def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None
         ("cpu", True, None),
     ],
 )
-def test_a_missing_mfu_has_a_reason(name: str, bf16: bool, message: str | None) -> None:
-    reason = why_no_mfu(name, bf16=bf16)
+def test_a_missing_mfu_has_a_reason(name: str, is_half: bool, message: str | None) -> None:
+    reason = why_no_mfu(name, is_half=is_half)
     assert reason is None if message is None else message in (reason or "")
 
 

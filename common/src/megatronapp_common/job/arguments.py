@@ -152,6 +152,7 @@ SERVE_FLAGS: tuple[FlagMapping, ...] = (
 OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
     "--bf16": "training.precision",
+    "--fp16": "training.precision",
     "--faults": "faults",
     "--scope-perturbations": "scope.perturbations",
     "--scope-probe-texts": "scope.training.probe_texts",
@@ -208,8 +209,8 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     flags = [argument for flag, value in values.items() for argument in _flag_values(flag, value)]
     if _value(job.spec, "model.num_query_groups") is not None:
         flags.append("--group-query-attention")
-    if _value(job.spec, "training.precision") == "bf16":
-        flags.append("--bf16")
+    if (precision := _value(job.spec, "training.precision")) in {"bf16", "fp16"}:
+        flags.append(f"--{precision}")
     if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
         flags.append("--fbd-forward-ranks-apart")
         if job.spec.gpus_per_node and not job.spec.fbd.forward.gpus_per_node:

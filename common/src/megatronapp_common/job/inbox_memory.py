@@ -43,7 +43,7 @@ def inbox_bytes(job: MegatronJob) -> int:
     slots = _peak_chunks(job, microbatches) * (1 if chunks == 1 else 2) + 2
     files = ranks * layout.tensor + neighbours
     length = model.seq_length // (layout.tensor if layout.sequence_parallel else 1)
-    number_bytes = 2 if training.precision == "bf16" else 4
+    number_bytes = 4 if training.precision == "fp32" else 2
     message_bytes = length * training.micro_batch_size * model.hidden_size * number_bytes
     return neighbours * slots * (message_bytes + SLOT_BYTES) + files * FILE_BYTES
 

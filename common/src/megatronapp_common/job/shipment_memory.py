@@ -114,4 +114,4 @@ def _hidden_bytes(spec: Spec) -> int:
 
 
 def _number_bytes(spec: Spec) -> int:
-    return 2 if spec.training is not None and spec.training.precision == "bf16" else 4
+    return 4 if spec.training is None or spec.training.precision == "fp32" else 2

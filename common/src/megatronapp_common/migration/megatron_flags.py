@@ -8,9 +8,7 @@ from typing import Final
 
 from megatronapp_common.migration.names import FLAGS, SAME
 
-_FP16: Final = "belongs to fp16; write --bf16 without it"
 ANSWERS: Final = {
-    **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), _FP16),
     "--use-rotary-position-embeddings": "give --position-embedding-type rope",
     "--no-position-embedding": "give --position-embedding-type rope or none",
 }

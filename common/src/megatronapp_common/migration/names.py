@@ -49,8 +49,8 @@ FLAGS: Final[dict[str, str]] = {
     "--expert-model-parallel-size": "mixtures of experts are not trained here; leave it out",
     "--context-parallel-size": f"{_NOT_YET}; leave it out, or raise --tensor-model-parallel-size",
     "--fp8-format": f"{_NOT_YET}; leave it out, and write --bf16",
-    "--fp16": "write --bf16, which needs no scale of the loss; megatronapp serve has --precision bf16",
-    "--loss-scale": "belongs to fp16; write --bf16 without it",
+    "--fp16": f"{SAME}; in a manifest spec.training.precision: fp16; megatronapp serve has --precision fp16",
+    "--loss-scale": f"{SAME}; in a manifest spec.args",
     "--tokenizer-type": f"{SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "
     "--merge-file, or --tokenizer-file; for BERT BertWordPieceLowerCase or BertWordPieceCase, with --vocab-file",
     "--tokenizer-model": f"{SAME} as --tokenizer-file: a tokenizer.json, or its folder",

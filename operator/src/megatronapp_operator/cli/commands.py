@@ -171,7 +171,9 @@ def _add_serve_layout(parser: argparse.ArgumentParser) -> None:
         flag = f"--{size}-model-parallel-size"
         parser.add_argument(flag, type=parse_count, default=1, metavar="N", help=f"{text} (default: %(default)s)")
     parser.add_argument("--gpu", action="store_true", help="use a GPU for each rank (default: the CPU)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="precision of the weights (default: as trained)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="precision of the weights (default: as trained)"
+    )
     parser.add_argument(
         "--tokenizer-file", metavar="FILE", help="tokenizer.json (default: the checkpoint's, if it has one)"
     )

@@ -36,6 +36,7 @@ CASES = {
     "one-forward-for-two": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship full"),
     "one-forward-for-two-selective": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship selective"),
     "DP2-bf16": (2, f"{SHARDED} --bf16"),
+    "PP2-fp16": (2, f"{PP2} --fp16 --initial-loss-scale 4096"),
     "PP2-selective": (2, f"{PP2} --recompute-granularity selective --bf16"),
     "TP2xPP2": (4, f"{TP2} {PP2} --fbd-ship selective"),
     "one-forward-for-two-PP2": (4, f"{PP2} {SHARDED} --fbd-backward-per-forward 2"),

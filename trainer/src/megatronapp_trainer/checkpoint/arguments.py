@@ -58,6 +58,7 @@ _SIZES: dict[str, Getter] = {
 _OPTIMIZER: dict[str, Getter] = {
     "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
     "--bf16": lambda c: c.precision.bf16,
+    "--fp16": lambda c: c.precision.fp16,
     "--optimizer": lambda c: c.optimizer.optimizer,
     DECOUPLED: lambda c: c.optimizer.decoupled_lr is not None,
 }
@@ -82,7 +83,7 @@ _MASKING: dict[str, Getter] = {
 }
 """Arguments that the contents of samples depend on, but not their order."""
 
-_OF_EARLIER_RELEASES = {"--model-type": "gpt"}
+_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False}
 """Values of arguments that manifests lack from before there was a choice."""
 
 TOKENIZER_FILE = "--tokenizer-file"
@@ -96,7 +97,10 @@ def record(config: TrainerConfig) -> dict[str, Any]:
 
 def record_weights(config: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of a checkpoint that has weights alone, from no training."""
-    return {flag: get(config) for flag, get in (_MODEL | _SIZES).items()} | {"--bf16": config.precision.bf16}
+    return {flag: get(config) for flag, get in (_MODEL | _SIZES).items()} | {
+        "--bf16": config.precision.bf16,
+        "--fp16": config.precision.fp16,
+    }
 
 
 def holds_weights_alone(stored: Mapping[str, Any]) -> bool:
@@ -121,6 +125,11 @@ def model_flags(stored: Mapping[str, Any]) -> list[str]:
         elif value is not None and value is not False:
             command += [flag, str(value)]
     return command
+
+
+def precision_of(stored: Mapping[str, Any]) -> str:
+    """Return fp32, bf16 or fp16, the precision of a manifest's arguments."""
+    return next((name for name in ("bf16", "fp16") if stored.get(f"--{name}")), "fp32")
 
 
 def type_of(stored: Mapping[str, Any]) -> str:

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatronapp_trainer.checkpoint import random_states, resume_rates
-from megatronapp_trainer.checkpoint.optimizer_state import finish_loading, prepare_to_load, prepare_to_save
+from megatronapp_trainer.checkpoint.optimizer_state import (
+    add_missing_steps,
+    finish_loading,
+    prepare_to_load,
+    prepare_to_save,
+)
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -53,6 +58,7 @@ def restore(state: TrainState, loaded: dict[str, Any], parts: StateParts) -> Non
     for name, model in _models(state).items():
         model.load_state_dict(loaded[name])
     if parts.optimizer:
+        add_missing_steps(loaded["optimizer"])
         state.optimizer.load_state_dict(loaded["optimizer"])
         finish_loading(state.optimizer)
     else:

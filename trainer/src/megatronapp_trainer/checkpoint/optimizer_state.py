@@ -3,7 +3,8 @@
 megatron-core 0.16 with torch's own Adam cannot load what it saved. These defects are repaired here, on the one
 optimizer of a run and not on its class:
 
-1. The distributed optimizer asks for the step of a state that does not exist before the first update.
+1. The distributed optimizer asks for the step of a state that does not exist before the first update, which with fp16
+   may be many steps after the start.
 2. It copies loaded tensors over a state that has a `step` among its keys, which none of them is.
 3. It gives every parameter the same `step` tensor; Adam then counts it up once per parameter, so that the bias
    correction is silently wrong from the first step after a resume.
@@ -25,8 +26,10 @@ def inner_optimizers(optimizer: Any) -> list[Any]:  # noqa: ANN401  # MegatronOp
 
 
 def prepare_to_save(optimizer: Any) -> None:  # noqa: ANN401
-    """Let the replicas' shards be gathered with every parameter at its place."""
+    """Let the replicas' shards be gathered with every parameter at its place, also before the first update."""
     for part in inner_optimizers(optimizer):
+        if _is_torch_adam(part):
+            _create_states(part.optimizer)
         if hasattr(part, "get_parameter_state_dp_zero"):
             part.get_parameter_state_dp_zero = types.MethodType(_gather_states, part)
 
@@ -37,8 +40,19 @@ def prepare_to_load(optimizer: Any) -> None:  # noqa: ANN401
     for part in inner_optimizers(optimizer):
         if _has_copied_state(part):
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_states, part)
-        if _is_torch_adam(part):
-            _create_states(part.optimizer)
+
+
+def add_missing_steps(loaded: dict[Any, Any]) -> None:
+    """Set the step of a loaded state dict that was saved before the first update, and has none, to 0.
+
+    `loaded` is that of an optimizer, or one for each number of a chained one. That of the distributed optimizer has
+    its steps elsewhere.
+    """
+    chained = all(isinstance(key, int) for key in loaded)
+    for part in loaded.values() if chained else [loaded]:
+        states = part.get("optimizer", part).get("state")
+        if states and "common_step" not in states and not any("step" in values for values in states.values()):
+            states["common_step"] = torch.tensor(0.0)
 
 
 def finish_loading(optimizer: Any) -> None:  # noqa: ANN401
@@ -48,10 +62,8 @@ def finish_loading(optimizer: Any) -> None:  # noqa: ANN401
             continue
         for key in [key for key in part.optimizer.state if not isinstance(key, torch.Tensor)]:
             del part.optimizer.state[key]
-        fused = bool(part.optimizer.defaults.get("fused"))
         for parameter, state in part.optimizer.state.items():
-            device = parameter.device if fused else torch.device("cpu")  # where Adam itself keeps it
-            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device=device)
+            state["step"] = _step_of(part.optimizer, parameter, float(state.get("step", 0.0)))
 
 
 def _is_torch_adam(part: Any) -> bool:  # noqa: ANN401
@@ -62,12 +74,18 @@ def _has_copied_state(part: Any) -> bool:  # noqa: ANN401
     return hasattr(part, "_set_main_param_and_optimizer_states") and _is_torch_adam(part)
 
 
+def _step_of(adam: torch.optim.Optimizer, parameter: torch.Tensor, count: float) -> torch.Tensor:
+    """Return a number of updates where Adam itself has it."""
+    device = parameter.device if adam.defaults.get("fused") else torch.device("cpu")
+    return torch.tensor(count, dtype=torch.float32, device=device)
+
+
 def _create_states(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         for parameter in group["params"]:
             if not adam.state[parameter]:
                 adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": _step_of(adam, parameter, 0.0),
                     "exp_avg": torch.zeros_like(parameter.data),
                     "exp_avg_sq": torch.zeros_like(parameter.data),
                 }

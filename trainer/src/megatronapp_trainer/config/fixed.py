@@ -13,7 +13,6 @@ class FixedConfig:
     log_throughput: bool = option(False, "log lines include TFLOP/s")
     use_mcore_models: bool = option(False, "models are megatron-core's")
     use_cpu_initialization: bool = option(False, "initial weights do not depend on the layout")
-    accumulate_allreduce_grads_in_fp32: bool = option(False, "gradients are accumulated and reduced in fp32")
     use_dist_ckpt: bool = option(False, "checkpoints are distributed ones")
     auto_detect_ckpt_format: bool = option(False, "the format is read from the checkpoint")
     no_ckpt_fully_parallel_save: bool = option(False, "each shard is written by one replica")

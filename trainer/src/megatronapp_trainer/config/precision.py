@@ -1,8 +1,12 @@
 """Flags of numerics and recomputation."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from megatronapp_trainer.config.fields import option
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,6 +14,19 @@ class PrecisionConfig:
     """Precision and recomputation of activations."""
 
     bf16: bool = option(False, "bf16 weights and activations; master weights and gradient reduction stay in fp32")
+    fp16: bool = option(False, "fp16 weights and activations with a scaled loss; master weights stay in fp32")
+    loss_scale: float | None = option(
+        None, "fixed factor of the loss with --fp16; default: one that adapts to overflows", bounds="(0, inf)"
+    )
+    initial_loss_scale: float = option(2.0**32, "factor of the loss at the start", bounds="(0, inf)")
+    min_loss_scale: float = option(1.0, "least factor of the loss", bounds="(0, inf)")
+    loss_scale_window: int = option(
+        1000, "steps in a row without overflow after which the factor doubles", bounds="[1, inf)"
+    )
+    hysteresis: int = option(2, "overflows after which the factor is halved", bounds="[1, inf)")
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        False, "accumulate and reduce the gradients of --fp16 in fp32; those of --bf16 always are"
+    )
     recompute_activations: bool = option(False, "short for --recompute-granularity selective")
     recompute_granularity: str | None = option(
         None, "what the backward pass computes again: whole layers, or attention only", choices=("full", "selective")
@@ -19,6 +36,28 @@ class PrecisionConfig:
         None, "layers per recomputed group (uniform) or in all (block), with full", bounds="[1, inf)"
     )
     deterministic_mode: bool = option(False, "refuse operations whose result depends on timing")
+
+    @property
+    def name(self) -> str:
+        """Return fp32, bf16 or fp16."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """Return the type of weights and activations."""
+        import torch  # the command line reads flags without it
+
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def is_half(self) -> bool:
+        """Return true if weights and activations have 16 bits."""
+        return self.bf16 or self.fp16
+
+    @property
+    def reduces_in_fp32(self) -> bool:
+        """Return true if gradients of 16 bits are accumulated and reduced in fp32."""
+        return self.bf16 or (self.fp16 and self.accumulate_allreduce_grads_in_fp32)
 
     @property
     def granularity(self) -> str | None:

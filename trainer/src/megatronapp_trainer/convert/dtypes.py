@@ -20,6 +20,12 @@ def name_of(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(name for name, dtype in _TYPES.items() if dtype in found)
 
 
+def precision_of(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the name of the only type of these, and fp32 for several, in which training or a server continues."""
+    found = set(dtypes)
+    return name_of(found) if len(found) == 1 else "fp32"
+
+
 def converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Convert the tensor to another type.
 

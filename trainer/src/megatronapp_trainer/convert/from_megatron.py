@@ -16,7 +16,7 @@ from megatronapp_trainer.checkpoint.directory import (
     seal,
 )
 from megatronapp_trainer.checkpoint.foreign import MegatronLayout, answer, megatron_checkpoint
-from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
+from megatronapp_trainer.convert.dtypes import converted, name_of, precision_of, torch_dtype
 from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
 from megatronapp_trainer.convert.huggingface.load import manifest_of, text_tokens_in
 from megatronapp_trainer.convert.huggingface.save import find_checkpoint
@@ -167,7 +167,7 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
     kinds = {tensor.dtype for tensor in tensors}
     tokenizer = tokenizer_arguments(folder)
     shape = source.with_padding(options.divisible_by)
-    stored = stored_arguments.record_weights(shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
+    stored = stored_arguments.record_weights(shape.trainer_config(precision=precision_of(kinds))) | tokenizer
     seal(folder, manifest_of(stored), written)
     (target / CHECKPOINT_TRACKER).write_text("0", encoding="utf-8")
     final = options.save_dir / folder.name

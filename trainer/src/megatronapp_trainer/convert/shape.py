@@ -43,8 +43,10 @@ class ModelShape:
         """Return the number of rows of our embedding."""
         return self.model.padded_vocab_size(self.vocab_size)
 
-    def trainer_config(self, *, bf16: bool = False) -> TrainerConfig:
+    def trainer_config(self, *, precision: str = "fp32") -> TrainerConfig:
         """Return this model as the trainer's configuration, without settings of training."""
         return TrainerConfig(
-            model=self.model, data=DataConfig(vocab_size=self.vocab_size), precision=PrecisionConfig(bf16=bf16)
+            model=self.model,
+            data=DataConfig(vocab_size=self.vocab_size),
+            precision=PrecisionConfig(bf16=precision == "bf16", fp16=precision == "fp16"),
         )

@@ -39,6 +39,7 @@ _CUDA_CALLS = (
         "LanguageModule.setup_embeddings_and_output_layer",
     ),
     ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
+    ("megatron.core.optimizer.grad_scaler", "DynamicGradScaler.load_state_dict"),
 )
 """Functions that compare ``type()`` with CUDA names or call ``cuda()``; found by omitting them one by one."""
 

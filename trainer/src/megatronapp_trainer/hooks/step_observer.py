@@ -40,6 +40,8 @@ class StepMetrics:
     """True if the optimizer refused the update."""
     losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean of each loss by its name in the log; empty: there is only that of the language model."""
+    loss_scale: float | None = None
+    """Factor of the loss after the step, with fp16."""
 
     @property
     def named_losses(self) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ def build_wrapped_chunks(
     chunks = [
         build_chunk(core_config, chunk, vocab_size).to(device.torch_device) for chunk in range(layout.virtual_size)
     ]
-    if config.precision.bf16:
+    if config.precision.is_half:
         chunks = [_in_half_precision(core_config, chunk) for chunk in chunks]
     if layout.role is RankRole.FORWARD:
         return core_config, chunks
@@ -43,7 +43,7 @@ def _distribute(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> l
 
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision.bf16,
+        grad_reduce_in_fp32=config.precision.reduces_in_fp32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,

@@ -62,11 +62,12 @@ def _tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:
-    model, dtype = config.model, torch.bfloat16 if config.precision.bf16 else torch.float32
+    model, dtype = config.model, config.precision.dtype
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": config.precision.bf16,
+        "fp16": config.precision.fp16,
         "use_cpu_initialization": not device.is_cuda,
         # megatron-core fuses these with torch.compile, whose guards cost the host more than the kernels save.
         "bias_activation_fusion": False,

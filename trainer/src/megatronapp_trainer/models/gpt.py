@@ -47,9 +47,7 @@ def build_stage(
     """
     padded = config.model.padded_vocab_size(vocab_size)
     model = _build_chunk(config, transformer_config(config, device), layout, 0, padded, drawn=drawn)
-    if config.precision.bf16:
-        model.bfloat16()
-    return model.to(device.torch_device)
+    return model.to(device.torch_device, config.precision.dtype)
 
 
 def forward(model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN401 - DDP

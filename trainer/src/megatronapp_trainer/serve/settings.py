@@ -34,7 +34,9 @@ class ServeOptions:
     prefill_chunk: int = option(512, "tokens of prompts that one forward pass reads")
     scope_plugins: tuple[str, ...] | None = option(None, "modules of your own that register places for MegaScope")
     scope_perturbations: str | None = option(None, "JSON list of recipes of perturbations that requests can name")
-    precision: str | None = option(None, "weights and activations; default: as trained", choices=("fp32", "bf16"))
+    precision: str | None = option(
+        None, "weights and activations; default: as trained", choices=("fp32", "bf16", "fp16")
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +87,11 @@ def configure(command: ServeCommand) -> TrainerConfig:
     """
     path, stored = newest_arguments(command.load)
     _check_family(stored_arguments.type_of(stored), f"{path} is a checkpoint of")
-    precision = command.options.precision or ("bf16" if stored.get("--bf16") else "fp32")
+    precision = command.options.precision or stored_arguments.precision_of(stored)
     arguments = [
         *stored_arguments.model_flags(stored),
         *_NO_TRAINING,
-        *(["--bf16"] if precision == "bf16" and "--bf16" not in command.rest else []),
+        *([f"--{precision}"] if precision != "fp32" and f"--{precision}" not in command.rest else []),
         *_tokenizer_of(path, stored, command.rest),
         *command.rest,
     ]

@@ -60,28 +60,28 @@ PEAKS = (
     ("L40", 181.1),
     ("L4", 121.0),
 )
-"""Part of a device's name, and its dense bf16 TFLOP/s by the vendor's specification; the first match is used."""
+"""Part of a device's name, and its dense bf16 and fp16 TFLOP/s by its vendor; the first match is used."""
 
 
 _MIG = "MIG"
 """Part of the name of a MIG slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
 
 
-def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
+def peak_tflops(device_name: str, *, is_half: bool) -> float | None:
     """Return the peak TFLOP/s of a device in the precision of the training; None if it is not known.
 
     In fp32 there is no one peak: it depends on whether TF32 is allowed. A MIG slice has the name of its card, but only
     a part of its multiprocessors; the vendor specifies no peak for it.
     """
     device_parts = device_name.split()
-    if not bf16 or _MIG in device_parts:
+    if not is_half or _MIG in device_parts:
         return None
     return next((peak for name, peak in PEAKS if _contains_parts(device_parts, name.split())), None)
 
 
-def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
-    """Explain why a GPU that trains in bf16 has no MFU; None if it has one, or none is expected."""
-    if not bf16 or device_name == "cpu" or peak_tflops(device_name, bf16=True) is not None:
+def why_no_mfu(device_name: str, *, is_half: bool) -> str | None:
+    """Explain why a GPU that trains in bf16 or fp16 has no MFU; None if it has one, or none is expected."""
+    if not is_half or device_name == "cpu" or peak_tflops(device_name, is_half=True) is not None:
         return None
     if _MIG in device_name.split():
         return f"no MFU: {device_name} is a MIG slice, which has a part of the card's peak; TFLOP/s are its own"
@@ -109,6 +109,7 @@ def log_line(
         f"global batch size: {batch_size:5d}",
         *(f"{name}: {loss:.6E}" for name, loss in metrics.named_losses.items()),
         f"grad norm: {0.0 if metrics.grad_norm is None else metrics.grad_norm:.3f}",
+        *([] if metrics.loss_scale is None else [f"loss scale: {metrics.loss_scale:.1f}"]),
         f"number of skipped iterations: {skipped:3d}",
         f"time left: {datetime.timedelta(seconds=round(seconds_left))}",
     ]

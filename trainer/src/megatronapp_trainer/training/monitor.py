@@ -38,7 +38,7 @@ class TrainingMonitor:
         self._run = run
         self._state = run.state
         self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
-        self._peak_tflops = peak_tflops(run.device.name, bf16=run.config.precision.bf16)
+        self._peak_tflops = peak_tflops(run.device.name, is_half=run.config.precision.is_half)
 
     def publish_state(self, state: str) -> None:
         """Write what the run does now into the progress document."""
@@ -47,7 +47,7 @@ class TrainingMonitor:
 
     def explain_missing_mfu(self) -> None:
         """Log why no MFU is reported, if none is."""
-        reason = why_no_mfu(self._run.device.name, bf16=self._run.config.precision.bf16)
+        reason = why_no_mfu(self._run.device.name, is_half=self._run.config.precision.is_half)
         if reason is not None and self._reporter is not None:
             self._reporter.line(f" {reason}")
 
@@ -105,4 +105,5 @@ class TrainingMonitor:
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             consumed_samples=self._state.consumed_samples,
             skipped=outcome.skipped,
+            loss_scale=float(self._state.optimizer.get_loss_scale()) if self._run.config.precision.fp16 else None,
         )

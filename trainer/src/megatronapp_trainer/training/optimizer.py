@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.training import optimizer_kernels
 
@@ -13,7 +11,7 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
     from megatron.core.optimizer import OptimizerConfig as CoreConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    ours = config.optimizer
+    ours, precision = config.optimizer, config.precision
     core = CoreConfig(
         optimizer=ours.optimizer,
         lr=ours.lr,
@@ -25,8 +23,14 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
         adam_beta1=ours.adam_beta1,
         adam_beta2=ours.adam_beta2,
         adam_eps=ours.adam_eps,
-        bf16=config.precision.bf16,
-        params_dtype=torch.bfloat16 if config.precision.bf16 else torch.float32,
+        bf16=precision.bf16,
+        fp16=precision.fp16,
+        params_dtype=precision.dtype,
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
         barrier_with_L1_time=False,

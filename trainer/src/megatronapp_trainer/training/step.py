@@ -65,6 +65,8 @@ class TrainingStep:
         grad_norm = None if norm is None else float(norm)
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
+        if not succeeded and self._config.training.check_for_nan:  # no scale mends a loss that is not finite
+            refuse_not_finite(loss, pending, self._run.layout, step=self._state.iteration)
         self._advance(batch_size, succeeded=succeeded)
         outcome = StepOutcome(
             loss=loss,

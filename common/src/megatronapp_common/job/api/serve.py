@@ -28,5 +28,5 @@ class Serve(ManifestModel):
     texts."""
     prefill_chunk: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens of a prompt that are read in one forward pass; less needs less memory."""
-    precision: Literal["fp32", "bf16"] | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Precision of weights and activations; defaults to the one of the training."""

@@ -70,8 +70,8 @@ class Training(ManifestModel):
     """Decay of the second moment; defaults to 0.999."""
     adam_eps: Positive | None = None
     """Term added to the root of the second moment; defaults to 1e-8."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of weights and activations; with bf16, master weights and gradient reduction stay in fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of weights and activations; master weights stay in fp32. With fp16 the loss is scaled."""
     seed: Index | None = None
     """Seed of weights, dropout and data order; defaults to 1234."""
     use_distributed_optimizer: bool = False

@@ -95,6 +95,7 @@ _SHAPE = (
     ("--hidden-dropout", "SHARE"),
     ("--distributed-timeout-minutes", "N"),
     ("--bf16", None),
+    ("--fp16", None),
     ("--no-masked-softmax-fusion", None),
     ("--use-mcore-models", None),
 )
@@ -143,7 +144,6 @@ SPELLINGS: Final = (
         "spec.runPolicy.activeDeadlineSeconds to what megatronapp serve --load CHECKPOINT --manifest prints",
     ),
     LegacyOption("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
-    LegacyOption("--fp16", answer="weights are fp32 or bf16: use --precision bf16"),
     LegacyOption(
         "--sequence-parallel",
         answer="checkpoints that were trained with it are served without it: omit it",

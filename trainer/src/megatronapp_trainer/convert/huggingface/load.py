@@ -9,7 +9,7 @@ import torch
 from megatronapp_common.names import CHECKPOINT_TRACKER
 from megatronapp_trainer.checkpoint import arguments, tensor_files
 from megatronapp_trainer.checkpoint.directory import Manifest, checkpoint_name, seal
-from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
+from megatronapp_trainer.convert.dtypes import converted, name_of, precision_of, torch_dtype
 from megatronapp_trainer.convert.families import HEAD, HuggingFaceFamily, family_of
 from megatronapp_trainer.convert.families.config_keys import read_keys
 from megatronapp_trainer.convert.huggingface.companions import FolderOrigin, copy_companions, tokenizer_arguments
@@ -138,7 +138,7 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
     written = tensor_files.write(tensors, source.shape.model.num_layers, folder)
     kinds = {tensor.dtype for tensor in tensors}
     tokenizer = tokenizer_arguments(folder)
-    stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
+    stored = arguments.record_weights(source.shape.trainer_config(precision=precision_of(kinds))) | tokenizer
     seal(folder, manifest_of(stored), written)
     (target / CHECKPOINT_TRACKER).write_text(str(_ITERATION), encoding="utf-8")
     final = options.save_dir / folder.name

@@ -3,8 +3,6 @@
 import dataclasses
 import os
 
-import torch
-
 from megatronapp_common.names import Env
 from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig
@@ -107,5 +105,5 @@ def activation_spec(config: TrainerConfig, layout: Layout) -> TensorSpec:
 
 def whole_activation_spec(config: TrainerConfig) -> TensorSpec:
     """Return the form of hidden states of the whole sequence."""
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    dtype = config.precision.dtype
     return TensorSpec((config.model.seq_length, config.training.micro_batch_size, config.model.hidden_size), dtype)

@@ -213,7 +213,7 @@ def inboxes_at(config: TrainerConfig, layout: Layout, plan: DppPlan, addresses: 
     if config.parallel.sequence_parallel:
         length //= layout.tensor_size
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    dtype = config.precision.dtype
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     given = config.dpp.addresses
     return Inboxes(
