@@ -5,6 +5,7 @@ AnalyzerError
 ├── LayoutError       a job layout whose parts do not fit each other
 ├── ProtocolError     an agent or a page that does not keep to the wire protocol
 ├── SpoolError        stored traces that are missing or cannot be written
+├── ArchiveError      a file of the trace store that cannot be read
 ├── GraphError        a step whose operations depend on each other in a circle
 ├── ExportError       a trace export that cannot be made
 ├── WhatIfError       a recording that cannot be analysed
@@ -36,6 +37,10 @@ class ProtocolError(AnalyzerError):
 
 class SpoolError(AnalyzerError):
     """Stored traces that are missing, or a state directory that cannot be written."""
+
+
+class ArchiveError(AnalyzerError):
+    """A file of the trace store that is damaged, of another version, or no such file."""
 
 
 class LayoutError(AnalyzerError):

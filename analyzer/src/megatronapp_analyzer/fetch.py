@@ -3,20 +3,25 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 
 from megatronapp_analyzer.errors import ExportError, HubError
+from megatronapp_analyzer.hub.archive.stored import StoredTraces
 from megatronapp_analyzer.hub.export.around import steps_around
 from megatronapp_analyzer.hub.export.formats import TraceFormat, spans_of_a_slice, trace_file
 from megatronapp_analyzer.hub.export.tracks import source_of
-from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
-from megatronapp_analyzer.offline.stored import stored_traces
+from megatronapp_analyzer.offline.stored import hub_traces, stored_traces
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 NEWEST_STEPS = 50
+NEWEST_SEGMENTS = 64
+"""Segments that are read for the newest steps: a gigabyte of records."""
+_LAST = 2**32 - 1
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 
@@ -88,22 +93,32 @@ def from_hub(folder: pathlib.Path, request: TraceRequest) -> bytes | None:
 
 def from_disk(folder: pathlib.Path, request: TraceRequest) -> bytes:
     """Build a trace from the stored records. Raises ExportError if none are in the range."""
-    ingest = stored_traces(folder / "hub" / "traces")
+    stored = hub_traces(folder / "hub")
     if request.verdict is not None:
         found = VerdictStore(folder / "hub" / "verdicts.json", writable=False).find(request.verdict)
         if found is None:
             raise ExportError(f"job {folder.name} has no verdict {request.verdict!r}; its page or hub lists them")
+        ingest = stored_traces(stored, steps=_steps_near(found))
         chosen = steps_around(ingest.store, found, spans_of_a_slice(request.format_))
     else:
+        steps = None if request.first is None else (request.first, _LAST if request.last is None else request.last)
+        ingest = stored_traces(stored, steps=steps, newest_segments=NEWEST_SEGMENTS if steps is None else None)
         chosen = ingest.store.select(request.first, request.last, newest=NEWEST_STEPS)
     if not chosen:
-        raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, request.first, request.last)}")
+        raise ExportError(f"job {folder.name}: {_nothing_stored(stored, request.first, request.last)}")
     return trace_file(source_of(ingest, folder.name, chosen), request.format_)
 
 
-def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) -> str:
+def _steps_near(verdict: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the steps that a trace around a verdict may show, by the numbers of its evidence."""
+    known = [verdict["since"]["step"], *verdict["evidence"]["steps"]]
+    return min(known) - NEWEST_STEPS, max(known) + NEWEST_STEPS
+
+
+def _nothing_stored(stored: StoredTraces, first: int | None, last: int | None) -> str:
     """Explain why the range has no trace, and which steps are stored."""
-    held = {step.view.step for step in ingest.store.select(0, None, newest=NEWEST_STEPS)}
+    newest = stored_traces(stored, newest_segments=NEWEST_SEGMENTS).store.select(0, None, newest=0)
+    held = {step.view.step for step in newest} | set(stored.archived_steps())
     if not held:
         return "no steps are stored; was it started with analyzer.enabled and trace.enabled?"
     asked = f"{first or 0} to {'the end' if last is None else last}"

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.hub.archive.restore import curve_frame, digest_frame, restore
+from megatronapp_analyzer.hub.archive.spooled_ingest import SpooledIngest
+from megatronapp_analyzer.hub.archive.stored import StoredTraces
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
-from megatronapp_analyzer.hub.ingest.restore import curve_frame, digest_frame, restore
 from megatronapp_analyzer.hub.ingest.spool import (
     JsonFile,
     SpoolLimits,
@@ -18,7 +20,6 @@ from megatronapp_analyzer.hub.ingest.spool import (
     SpoolWriter,
     read_frames,
 )
-from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -54,7 +55,7 @@ def test_all_steps_are_restored_from_the_spool(tmp_path: Path, step_rows: Any, r
     spool_steps(writer, step_rows, ring_header, range(6))
     writer.close()
     ingest = TraceIngest(StoreLimits())
-    finished = restore(SpoolReader(tmp_path), ingest, newest_segments=None)
+    finished = restore(StoredTraces(tmp_path, None), ingest, newest_segments=None)
     assert [stored.view.step for stored in finished] == list(range(6))
     assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(6))
     assert [point.value for point in ingest.curves.curve("loss")] == [4.0 + step for step in range(6)]
@@ -71,7 +72,7 @@ def test_old_segments_are_deleted_and_sums_stay(tmp_path: Path, step_rows: Any, 
     assert sum(path.stat().st_size for path in segments) <= limits.total_bytes
     assert all(path.stat().st_size <= limits.segment_bytes for path in segments)
     ingest = TraceIngest(StoreLimits())
-    finished = restore(SpoolReader(tmp_path), ingest, newest_segments=2)
+    finished = restore(StoredTraces(tmp_path, None), ingest, newest_segments=2)
     assert 0 < len(finished) < 40
     assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(40))
     assert len(list(ingest.curves.curve("loss"))) == 40
@@ -190,7 +191,7 @@ def test_a_deleted_folder_is_counted_and_made_again_with_the_rings(
     assert spooled.dropped_frames == 0
     assert "was deleted" in caplog.text
     ingest = TraceIngest(StoreLimits())
-    finished = restore(SpoolReader(folder), ingest, newest_segments=None)
+    finished = restore(StoredTraces(folder, None), ingest, newest_segments=None)
     assert [stored.view.step for stored in finished] == list(range(3, 9))
 
 

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from megatronapp_analyzer.hub.archive_metrics import archive_families
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.digest import stage_groups
 from megatronapp_analyzer.hub.ingest.store import StoredStep
@@ -280,12 +281,18 @@ class HubCollector(Collector):
                 "Frames of traces that were dropped because the disk was too slow.",
                 self._hub.spooled.dropped_frames,
             ),
+            (
+                "megascan_store_dropped_segments",
+                "Segments of traces that were deleted for space before they were archived.",
+                self._hub.spooled.dropped_segments,
+            ),
             ("megascan_protocol_errors", "Agents refused or cut off.", self._hub.totals.protocol_errors),
             ("megascan_records", "Records taken in.", self._hub.totals.records),
         ):
             family = CounterMetricFamily(name, text, labels=["job_id"])
             family.add_metric([self._job], count)
             yield family
+        yield from archive_families(self._hub)
         yield from self._shared_memory()
         yield self._gauge("megascan_agents", "Agents connected now.", len(self._hub.links))
         newest = self._hub.ingest.newest

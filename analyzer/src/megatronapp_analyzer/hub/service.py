@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatronapp_analyzer.hub.archive.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
 from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
-from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.links import JudgeLink
@@ -54,7 +54,13 @@ class Hub:
         self.ended = ended = settings.ended
         live = ended is None
         self.ingest = TraceIngest(settings.store, aligns=not live)
-        self.spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
+        self.spooled = SpooledIngest(
+            self.ingest,
+            self._path("traces"),
+            settings.spool or settings.job.spool,
+            archive=self._path("store", settings.job.name),
+            writable=live,
+        )
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self.send_control_pages
@@ -76,7 +82,7 @@ class Hub:
             self.verdicts,
             liveness=self.ranks.liveness,
             stored=self._steps_to_learn_from,
-            clocks=self.ingest,
+            clocks=self.spooled,
         )
         self.totals = HubTotals()
         self.passes = PassesCache()
@@ -132,11 +138,11 @@ class Hub:
         self.ready, self.failed = False, True
         self.on_failure()
 
-    def _path(self, name: str) -> pathlib.Path | None:
+    def _path(self, *names: str) -> pathlib.Path | None:
         if self.settings.state_dir is None:
             return None
         self.settings.state_dir.mkdir(parents=True, exist_ok=True)
-        return self.settings.state_dir / name
+        return self.settings.state_dir.joinpath(*names)
 
     # ---- agents
 

@@ -16,6 +16,7 @@ from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import load_stored_job, parse_manifest
+from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.arguments import obeys_orders
 
 
@@ -45,6 +46,8 @@ class JobIdentity:
     """Price of a GPU-hour in the manifest."""
     control: ControlSettings | None = None
     """Control of its training; None where it obeys no orders."""
+    spool: SpoolLimits = dataclasses.field(default_factory=SpoolLimits)
+    """Disk space for its traces."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,8 @@ class HubSettings:
     state_dir: pathlib.Path | None
     """Folder of stored traces, faults and verdicts; None stores nothing on disk."""
     store: StoreLimits = dataclasses.field(default_factory=StoreLimits)
-    spool: SpoolLimits = dataclasses.field(default_factory=SpoolLimits)
+    spool: SpoolLimits | None = None
+    """Disk space for traces; None: what the job says."""
     restore_segments: int = 4
     """Number of the newest record segments of each attempt that are read again at the start."""
     tick_s: float = 0.25
@@ -114,7 +118,23 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
         faults=tuple(_manifest_fault(path, index, entry) for index, entry in enumerate(spec.get("faults") or [])),
         gpu_hour_price=_price(path, spec.get("analyzer") or {}),
         control=control,
+        spool=_spool_limits(path, spec.get("analyzer") or {}),
     )
+
+
+def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
+    """Return limits by the size of the hub's volume: half of it is for the archive, an eighth at most for the spool."""
+    given = (analyzer.get("volume") or {}).get("sizeLimit")
+    if given is None:
+        return SpoolLimits()
+    try:
+        size = int(quantity_value(str(given)))
+    except ValueError as error:
+        raise SettingsError(f"{path}: spec.analyzer.volume.sizeLimit: {error}") from error
+    plain = SpoolLimits()
+    # The newest segments of the spool and one file of the archive always have space.
+    total = max(min(plain.total_bytes, size // 8), 2 * plain.segment_bytes)
+    return SpoolLimits(total_bytes=total, archive_bytes=max(size // 2, plain.segment_bytes))
 
 
 def _price(path: pathlib.Path, analyzer: dict[str, Any]) -> float | None:

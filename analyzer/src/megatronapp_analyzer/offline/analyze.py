@@ -12,7 +12,7 @@ from megatronapp_analyzer.hub.ingest.ring_metadata import build_layout
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import JobLayout, VerdictState
 from megatronapp_analyzer.offline.read import read_traces
-from megatronapp_analyzer.offline.stored import ingest_of, stored_traces, traces_folder
+from megatronapp_analyzer.offline.stored import find_stored, ingest_of, stored_traces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,25 @@ def open_traces(path: pathlib.Path, *, except_for: pathlib.Path | None = None) -
 
     There is at least one step. The file `except_for` is skipped. Raises ImportTraceError.
     """
-    folder = traces_folder(path)
+    stored = find_stored(path)
     notes: Sequence[str] = []
-    if folder is None:
+    if stored is None:
         job = read_traces([path], except_for=except_for)
         ingest, notes = ingest_of(job), job.notes
     else:
-        ingest = stored_traces(folder)
+        ingest = stored_traces(stored)
+        notes = _notes(ingest)
     if not ingest.store.full_steps:
-        raise ImportTraceError(f"{folder or path} has traces without a whole step; give another file or folder")
+        raise ImportTraceError(f"{path} has traces without a whole step; give another file or folder")
     return ingest, notes
+
+
+def _notes(ingest: TraceIngest) -> Sequence[str]:
+    """Return a note if steps that ended are not stored, or are more than fit into memory."""
+    ended, read = sum(1 for _ in ingest.store.digests(None, None)), ingest.store.full_steps
+    if ended <= read:
+        return []
+    return [f"read are the spans of the newest {read} steps of {ended}: those before are not stored, or too large"]
 
 
 def analyze_path(path: pathlib.Path) -> Analysis:

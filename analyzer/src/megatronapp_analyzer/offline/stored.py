@@ -1,11 +1,15 @@
 """Recorded jobs as a hub holds and stores them."""
 
 import pathlib
+from collections.abc import Iterator
 
-from megatronapp_analyzer.errors import ImportTraceError
+from megatronapp_analyzer.errors import ArchiveError, ImportTraceError, ProtocolError
+from megatronapp_analyzer.hub.archive import names
+from megatronapp_analyzer.hub.archive.catalog import Catalog
+from megatronapp_analyzer.hub.archive.restore import restore
+from megatronapp_analyzer.hub.archive.stored import StoredTraces
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
-from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_common import frames
@@ -44,19 +48,67 @@ def write_traces(job: RecordedJob, folder: pathlib.Path) -> None:
         raise ImportTraceError(f"{folder}: cannot write all traces; free some space")
 
 
-def stored_traces(folder: pathlib.Path) -> TraceIngest:
-    """Read all records that a hub has stored in a folder."""
+def stored_traces(
+    stored: StoredTraces, *, steps: tuple[int, int] | None = None, newest_segments: int | None = None
+) -> TraceIngest:
+    """Read the records that a hub has stored: all, those of files with some steps, or of the newest segments.
+
+    Memory is bounded by STORED_BYTES: of more records, the newest steps are in it. Raises ImportTraceError.
+    """
     ingest = TraceIngest(_LIMITS)
-    spooled = SpooledIngest(ingest, folder, SpoolLimits(), writable=False)
-    spooled.restore(newest_segments=None)
+    try:
+        restore(stored, ingest, newest_segments=newest_segments, steps=steps)
+    except (ArchiveError, ProtocolError) as error:
+        raise ImportTraceError(f"the rings of the records cannot be read: {error}") from error
     for attempt in sorted(ingest.attempts):
-        spooled.end_attempt(attempt)
+        ingest.end_attempt(attempt)
     return ingest
 
 
-def traces_folder(path: pathlib.Path) -> pathlib.Path | None:
-    """Return the folder of stored traces at a path: this one, or that of a hub or job below it; None if none is."""
-    for below in (path, path / "traces", path / "hub" / "traces"):
-        if any(below.glob("attempt-*/rings.frames")):
-            return below
-    return None
+def hub_traces(state: pathlib.Path) -> StoredTraces:
+    """Return the reader of what a hub has stored under its state folder."""
+    jobs = list(_job_folders(state / "store"))
+    return StoredTraces(state / "traces", Catalog(jobs[0]) if jobs else None)
+
+
+def find_stored(path: pathlib.Path) -> StoredTraces | None:
+    """Return the reader of stored traces at a path; None if it has none.
+
+    A path is the folder of a job or its hub, of its spool or archive, or of an hour of the archive, or a file of it.
+    Raises ImportTraceError for a file of the archive without the file of its rings, or with another name, and for the
+    archives of several jobs.
+    """
+    if path.suffix == ".parquet":
+        return _of_file(path)
+    for state in (path, path / "hub", path.parent):
+        spool = state / "traces"
+        if path in (state, state.parent, spool) and (spool.is_dir() or any(_job_folders(state / "store"))):
+            return hub_traces(state)
+    if any(path.glob("attempt-*/rings.frames")):
+        return StoredTraces(path, None)
+    if names.HOUR.fullmatch(path.name) and any(names.records_files(path)):
+        return StoredTraces(None, Catalog(path.parent, chosen=lambda file: file.parent == path))
+    jobs = [path] if any(names.hour_folders(path)) else list(_job_folders(path))
+    if len(jobs) > 1:
+        raise ImportTraceError(f"{path} has traces of {len(jobs)} jobs; give the folder of one, such as {jobs[0]}")
+    return StoredTraces(None, Catalog(jobs[0])) if jobs else None
+
+
+def _of_file(path: pathlib.Path) -> StoredTraces:
+    named = names.RECORDS.fullmatch(path.name)
+    rings = path.with_name(names.rings_name(int(named[1]))) if named else path
+    if named is None or not names.HOUR.fullmatch(path.absolute().parent.name):
+        raise ImportTraceError(
+            f"{path}: no file with records of the trace store, HOUR/records-aATTEMPT-NUMBER.parquet; "
+            "megatronapp whatif reads operations of the public straggler traces"
+        )
+    if not rings.exists():
+        raise ImportTraceError(f"{path}: {rings.name} is missing next to it, without which records cannot be read")
+    path = path.absolute()
+    return StoredTraces(None, Catalog(path.parent.parent, chosen=lambda file: file == path))
+
+
+def _job_folders(store: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the folders of jobs in a store."""
+    if store.is_dir():
+        yield from (folder for folder in sorted(store.iterdir()) if any(names.hour_folders(folder)))

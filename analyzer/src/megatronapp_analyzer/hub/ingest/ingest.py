@@ -277,11 +277,22 @@ class TraceIngest:
             self.store.add_late(attempt, step, rows)
         return IngestResult(finished=self._keep(state, assembled), points=points, records=len(records))
 
-    def take_reading(self, reading: ClockReading) -> None:
-        """Take the clocks at a step; if this is stored in full, its times change to them."""
+    def take_reading(self, reading: ClockReading) -> NDArray[np.int64] | None:
+        """Take the clocks at a step; if this is stored in full, its times change to them.
+
+        Returns real time minus the clock of each rank; None for an attempt or number of ranks that is not known.
+        """
         state = self.attempts.get(reading.attempt)
-        if state is not None and (offsets := state.take_reading(reading)) is not None:
-            self.store.align(reading.key, offsets)
+        if state is None or (offsets := state.take_reading(reading)) is None:
+            return None
+        self.store.align(reading.key, offsets)
+        return offsets
+
+    def skip_below(self, attempt: int, indices: Mapping[RingKey, int]) -> None:
+        """Skip records of rings below these indices, because they are stored already."""
+        state = self._state_of(attempt)
+        for key, index in indices.items():
+            state.next_index[key] = max(index, state.next_index.get(key, 0))
 
     def forget_readings(self) -> None:
         """Forget the clocks of all attempts, because their source is lost."""

@@ -3,7 +3,7 @@
     <directory>/attempt-<n>/rings.frames            RING frames, the newest of a ring is used
                             digests.frames          one DIGEST frame per finished step
                             curves.frames           CURVE frames: points of the curves
-                            records-<seq>.frames    RECORDS frames as they were received, in segments
+                            records-<seq>.frames    RECORDS frames as they were received, and CLOCK frames, in segments
 
 Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
 write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
@@ -19,6 +19,7 @@ import logging
 import os
 import pathlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from megatronapp_common.errors import FrameError
 LOG = logging.getLogger(__name__)
 WAITING_BYTES = 64 << 20
 """Bytes of frames that wait for the disk; beyond it records, and at twice as many also sums, are dropped."""
+HOUR_S = 3600
 CLOSE_S = 3.0
 """Seconds that the end of a hub waits for the disk; backends kill a hub later than that (their STOP_S and GRACE_S)."""
 RING_ATTEMPTS = 2
@@ -41,6 +43,8 @@ class SpoolFrame(enum.IntEnum):
 
     DIGEST = 128
     CURVE = 129
+    CLOCK = 130
+    """Real time minus the clock of each rank at a step; among the records."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class SpoolLimits:
     segment_bytes: int = 16 << 20
     total_bytes: int = 512 << 20
     """Bytes of record segments of all attempts; digests and curves are extra, some 100 bytes per step and rank."""
+    archive_bytes: int = 5 << 30
+    """Bytes of the archive, to which closed segments are moved."""
 
 
 def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
@@ -68,6 +74,12 @@ def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
             LOG.warning("%s: the rest is left out: %s", path, error)
             return
         data = data[length:]
+
+
+def segment_number(path: pathlib.Path) -> int | None:
+    """Return the number of a segment; None for another file."""
+    number = path.stem.removeprefix("records-")
+    return int(number) if number.isdecimal() else None
 
 
 class JsonFile:
@@ -139,11 +151,29 @@ class SpoolWriter:
     A file or folder that was deleted is made again, with the rings, without which records cannot be read.
     """
 
-    def __init__(self, directory: pathlib.Path, limits: SpoolLimits) -> None:
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        limits: SpoolLimits,
+        *,
+        first_segment: Callable[[int], int] = lambda _: 0,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin new segments. `first_segment`: least number for those of an attempt, which the archive has not."""
         self._directory = directory
         self._limits = limits
+        self._first_segment = first_segment
+        self._now_s = now_s
+        self.on_closed: Callable[[int, pathlib.Path], None] = lambda _attempt, _path: None
+        """Called with the attempt of a segment that is written no more."""
+        self.dropped_segments = 0
+        """Number of segments that were deleted for space while they were in the spool."""
         self._files: dict[pathlib.Path, int] = {}
         self._segment: dict[int, tuple[pathlib.Path, int]] = {}
+        self._hour: dict[int, int] = {}
+        """Hour in which the segment of an attempt was begun."""
+        self._newest: dict[int, int] = {}
+        """Number of the newest segment of each attempt."""
         self._rings: dict[int, dict[object, bytes]] = {}
         self._failing = False
         self.failed_writes = 0
@@ -167,11 +197,14 @@ class SpoolWriter:
         self._append(self._folder(attempt) / "curves.frames", frame)
 
     def append_records(self, attempt: int, frame: bytes) -> None:
-        """Append a RECORDS frame; begins a new segment, and deletes the oldest, as the limits require."""
+        """Append a RECORDS frame; begins a new segment, and deletes the oldest, as hours and limits require."""
+        hour = int(self._now_s() // HOUR_S)
         path, size = self._segment.get(attempt) or (self._next_segment(attempt), 0)
-        if size and size + len(frame) > self._limits.segment_bytes:
-            self._close_segment(path, size)
+        if size and (size + len(frame) > self._limits.segment_bytes or self._hour[attempt] != hour):
+            self._close_segment(attempt, path, size)
             path, size = self._next_segment(attempt), 0
+        if not size:
+            self._hour[attempt] = hour
         self._append(path, frame)
         self._segment[attempt] = (path, size + len(frame))
 
@@ -179,6 +212,9 @@ class SpoolWriter:
         """Close the files of all attempts."""
         for path in list(self._files):
             self._close_file(path)
+        for attempt, (path, _) in self._segment.items():
+            self.on_closed(attempt, path)
+        self._segment.clear()
 
     def _folder(self, attempt: int) -> pathlib.Path:
         return self._directory / f"attempt-{attempt:04d}"
@@ -230,8 +266,11 @@ class SpoolWriter:
         self.failed_writes += 1
 
     def _next_segment(self, attempt: int) -> pathlib.Path:
-        taken = SpoolReader(self._directory).segments(attempt)
-        number = int(taken[-1].stem.removeprefix("records-")) + 1 if taken else 0
+        taken = (segment_number(path) for path in SpoolReader(self._directory).segments(attempt))
+        number = max((number + 1 for number in taken if number is not None), default=0)
+        # Segments that were moved to the archive are not in the folder any more.
+        number = max(number, self._first_segment(attempt), self._newest.get(attempt, -1) + 1)
+        self._newest[attempt] = number
         return self._folder(attempt) / f"records-{number:06d}.frames"
 
     def _existing_segments(self) -> list[tuple[pathlib.Path, int]]:
@@ -244,13 +283,17 @@ class SpoolWriter:
                 f"{self._directory}: cannot read stored traces: {error}; use another --state-dir"
             ) from error
 
-    def _close_segment(self, path: pathlib.Path, size: int) -> None:
+    def _close_segment(self, attempt: int, path: pathlib.Path, size: int) -> None:
         self._close_file(path)
         self._closed_segments.append((path, size))
+        self.on_closed(attempt, path)
         while sum(size for _, size in self._closed_segments) > self._limits.total_bytes - self._limits.segment_bytes:
             oldest, _ = self._closed_segments.pop(0)
             try:
-                oldest.unlink(missing_ok=True)
+                oldest.unlink()
+                self.dropped_segments += 1
+            except FileNotFoundError:
+                pass  # it was moved to the archive
             except OSError as error:
                 self._note_failure(oldest, error)
 
@@ -273,6 +316,11 @@ class SpoolThread:
         # Must not keep the process alive: a disk may hang for good.
         self._thread = threading.Thread(target=self._write_all, name="spool", daemon=True)
         self._thread.start()
+
+    @property
+    def dropped_segments(self) -> int:
+        """Return the number of segments that were deleted for space while they were in the spool."""
+        return self._writer.dropped_segments
 
     @property
     def failed_writes(self) -> int:

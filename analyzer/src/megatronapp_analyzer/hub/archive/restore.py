@@ -1,15 +1,16 @@
-"""Conversion between what the hub holds in memory and what its spool stores on disk."""
+"""Conversion between what the hub holds in memory and what its spool and archive store on disk."""
 
 import numpy as np
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.archive.stored import Part, StoredTraces
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
-from megatronapp_analyzer.hub.ingest.spool import LOG, SpoolFrame, SpoolReader, read_frames
+from megatronapp_analyzer.hub.ingest.spool import LOG, SpoolFrame
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_common import frames
-from megatronapp_common.frames import Frame
+from megatronapp_common.frames import Frame, FrameType
 
 
 def digest_frame(digest: StepDigest) -> bytes:
@@ -41,21 +42,30 @@ def curve_frame(points: list[CurvePoint]) -> bytes:
     return frames.encode(Frame(SpoolFrame.CURVE, {"points": rows}))
 
 
-def restore(reader: SpoolReader, ingest: TraceIngest, *, newest_segments: int | None) -> list[StoredStep]:
+def restore(
+    reader: StoredTraces,
+    ingest: TraceIngest,
+    *,
+    newest_segments: int | None,
+    steps: tuple[int, int] | None = None,
+) -> list[StoredStep]:
     """Fill `ingest` from disk; returns the steps that are held in full, oldest first.
 
-    Digests and curves are read whole, records only of the `newest_segments` of each attempt (all if None).
+    Digests and curves are read whole, records only of the `newest_segments` of each attempt (all if None), and
+    with `steps` only of files of the archive that may have one of them.
+    Raises ArchiveError for rings that cannot be read.
     """
     finished = []
     for attempt in reader.attempts():
         for frame in reader.rings(attempt):
             ingest.add_ring(attempt, frame.header)
         known = _restore_sums(reader, ingest, attempt)
-        finished += _restore_records(reader, ingest, attempt, newest_segments, known)
+        parts = reader.parts(attempt, steps)[-newest_segments if newest_segments else None :]
+        finished += _restore_records(reader, ingest, parts, known)
     return finished
 
 
-def _restore_sums(reader: SpoolReader, ingest: TraceIngest, attempt: int) -> set[tuple[int, int]]:
+def _restore_sums(reader: StoredTraces, ingest: TraceIngest, attempt: int) -> set[tuple[int, int]]:
     """Restore digests and curves; returns the keys of the digests."""
     known = set()
     for frame in reader.digests(attempt):
@@ -69,15 +79,17 @@ def _restore_sums(reader: SpoolReader, ingest: TraceIngest, attempt: int) -> set
 
 
 def _restore_records(
-    reader: SpoolReader, ingest: TraceIngest, attempt: int, newest_segments: int | None, known: set[tuple[int, int]]
+    reader: StoredTraces, ingest: TraceIngest, parts: list[Part], known: set[tuple[int, int]]
 ) -> list[StoredStep]:
     finished = []
     ingest.begin_replay(known)
-    for path in reader.segments(attempt)[-newest_segments if newest_segments else None :]:
-        for frame in read_frames(path):
+    for part in parts:
+        for frame in reader.frames(part):
+            if frame.type != FrameType.RECORDS:
+                continue
             try:
-                finished += ingest.add_records(attempt, frame.header, frame.body).finished
+                finished += ingest.add_records(part.attempt, frame.header, frame.body).finished
             except ProtocolError as error:
-                LOG.warning("%s: a stored frame is left out: %s", path, error)
+                LOG.warning("%s: a stored frame is left out: %s", part.path, error)
     ingest.end_replay()
     return finished

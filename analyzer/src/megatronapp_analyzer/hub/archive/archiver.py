@@ -1,0 +1,170 @@
+"""Thread that moves closed segments of the spool into the archive, one after the other."""
+
+import logging
+import pathlib
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatronapp_analyzer.hub.archive import names
+from megatronapp_analyzer.hub.archive.catalog import Catalog, open_file
+from megatronapp_analyzer.hub.archive.clocks import StepOffsets, ring_offsets, set_offsets, step_offsets
+from megatronapp_analyzer.hub.archive.ring_rows import ring_rows
+from megatronapp_analyzer.hub.archive.rows import CollectedRows, collect, real_ns
+from megatronapp_analyzer.hub.archive.segments import read_segment
+from megatronapp_analyzer.hub.archive.stored import newest_rings
+from megatronapp_analyzer.hub.ingest.ingest import RingKey
+from megatronapp_analyzer.hub.ingest.spool import SpoolReader, segment_number
+from megatronapp_common.frames import Frame
+
+LOG = logging.getLogger(__name__)
+RETRY_S = 30.0
+"""Seconds after which a segment is tried again that could not be written, as on a full disk."""
+
+
+class Archiver:
+    """Mover of segments in a thread.
+
+    The spool has what is not archived: nothing is lost if the thread ends anywhere.
+    """
+
+    def __init__(self, spool: pathlib.Path, catalog: Catalog, *, retry_s: float = RETRY_S) -> None:
+        self._spool = SpoolReader(spool)
+        self._catalog = catalog
+        self._retry_s = retry_s
+        self._waiting: deque[tuple[int, pathlib.Path]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._rings: dict[tuple[str, int], Mapping[RingKey, Mapping[str, Any]]] = {}
+        """Rings that were written, by hour and attempt."""
+        self._clocks: dict[int, StepOffsets] = {}
+        """Newest clocks of the segments of each attempt."""
+        self.failed_writes = 0
+        """Number of times that a file could not be written."""
+        self.damaged = 0
+        """Number of segments of which not everything could be read; they are in quarantine."""
+        self.records = 0
+        """Number of records moved."""
+        # Must not keep the process alive: a disk may hang for good.
+        self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, with all segments that an earlier hub has left."""
+        for attempt in self._spool.attempts():
+            for path in self._spool.segments(attempt):
+                self.add(attempt, path)
+        self._thread.start()
+
+    def add(self, attempt: int, path: pathlib.Path) -> None:
+        """Queue a segment that is written no more."""
+        with self._changed:
+            self._waiting.append((attempt, path))
+            self._changed.notify_all()
+
+    def close(self, patience_s: float) -> None:
+        """Move what waits, but wait no longer than `patience_s`: the spool has the rest for the next hub."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(max(0.0, patience_s))
+
+    def wait_until_idle(self) -> None:
+        """Block until nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
+    def _run(self) -> None:
+        while (segment := self._next()) is not None:
+            is_moved = self._try(*segment)
+            with self._changed:
+                if is_moved:
+                    self._waiting.popleft()
+                    self._changed.notify_all()
+                elif self._closing or self._changed.wait_for(lambda: self._closing, self._retry_s):
+                    return
+
+    def _next(self) -> tuple[int, pathlib.Path] | None:
+        """Wait for the next segment; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting[0] if self._waiting else None
+
+    def _try(self, attempt: int, path: pathlib.Path) -> bool:
+        """Move a segment; return false if it is to be tried again."""
+        try:
+            self._move(attempt, path)
+        except FileNotFoundError:
+            LOG.warning("%s was deleted before it was archived", path)
+        except OSError as error:
+            if not self.failed_writes:
+                LOG.error("%s cannot be archived: %s; free some space; the spool keeps it meanwhile", path, error)
+            self.failed_writes += 1
+            return False
+        except Exception:
+            LOG.exception("%s cannot be archived", path)
+            self.damaged += 1
+            self._catalog.quarantine(path)
+        return True
+
+    def _move(self, attempt: int, path: pathlib.Path) -> None:
+        number = segment_number(path)
+        if number is None:
+            return
+        is_whole = True
+        if self._catalog.file(attempt, number) is None:  # else a hub was killed before it deleted the segment
+            is_whole = self._archive(attempt, number, path)
+        if is_whole:
+            path.unlink(missing_ok=True)
+        else:
+            self.damaged += 1
+            self._catalog.quarantine(path)
+
+    def _archive(self, attempt: int, number: int, path: pathlib.Path) -> bool:
+        """Write the records of a segment; return false if some of it could not be read. Raises OSError."""
+        content = read_segment(path)
+        collected = collect(content.frames, self._catalog.next_indices(attempt))
+        if content.unreadable or collected.malformed:
+            LOG.error(
+                "%s: %d of %d bytes and %d frames cannot be read and are omitted",
+                path,
+                content.unreadable,
+                content.size,
+                collected.malformed,
+            )
+        if len(collected.rows):
+            rings = newest_rings(self._spool.rings(attempt))
+            self._set_clocks(attempt, collected, content.frames, rings)
+            self._write(attempt, number, collected, rings)
+        return not content.unreadable and not collected.malformed
+
+    def _set_clocks(
+        self, attempt: int, collected: CollectedRows, frames: list[Frame], rings: Mapping[RingKey, Mapping[str, Any]]
+    ) -> None:
+        readings = step_offsets(frames)
+        carried = self._clocks.get(attempt)
+        if carried is not None and not (readings and readings[0][0] <= carried[0]):
+            readings.insert(0, carried)
+        if readings:
+            self._clocks[attempt] = readings[-1]
+        set_offsets(collected.rows, readings, ring_offsets(rings))
+
+    def _write(
+        self, attempt: int, number: int, collected: CollectedRows, rings: Mapping[RingKey, Mapping[str, Any]]
+    ) -> None:
+        from megatronapp_analyzer.hub.archive import parquet_files
+
+        starts = real_ns(collected.rows)
+        middle = len(starts) // 2
+        folder = self._catalog.folder / names.hour_of(int(np.partition(starts, middle)[middle]))
+        if self._rings.get((folder.name, attempt)) != rings:
+            parquet_files.write_rings(folder / names.rings_name(attempt), ring_rows(attempt, rings))
+            self._rings = {key: found for key, found in self._rings.items() if key[1] != attempt}
+            self._rings[folder.name, attempt] = rings
+        target = folder / names.records_name(attempt, number)
+        parquet_files.write_records(target, attempt, collected)
+        self._catalog.add(open_file(target))
+        self.records += len(collected.rows)
+        parquet_files.release_memory()
