@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "detect.hpp"
 #include "device_recorder.hpp"
 #include "fast_record.hpp"
 #include "megatronapp/clock.hpp"
@@ -184,6 +185,7 @@ PYBIND11_MODULE(_native, module) {
     megatronapp::bind_reader(module);
     megatronapp::bind_device_recorder(module);
     megatronapp::bind_transport(module);
+    megatronapp::bind_detect(module);
     megatronapp::bind_step_replay(module);
     megatronapp::bind_rank_records(module);
     megatronapp::bind_stop_meter(module);

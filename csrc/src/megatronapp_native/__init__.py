@@ -1,10 +1,12 @@
-"""Trace ring, recorder of a device, transport between ranks, replay of steps, and merging and sums of their records.
+"""Trace ring, recorder of a device, transport between ranks, replay of steps, merging and sums of their
+records, and tests of the detector.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
 
 from megatronapp_native._native import (
     PROGRESS_WORDS,
+    ColumnTest,
     DeviceRecorder,
     OpenSpan,
     RingInfo,
@@ -15,6 +17,7 @@ from megatronapp_native._native import (
     TransportEndpoint,
     TransportMessage,
     interface_of,
+    median_of_others,
     merge_by_rank,
     monotonic_ns,
     run_queue_ns,
@@ -35,6 +38,7 @@ from megatronapp_native.errors import (
 
 __all__ = [
     "PROGRESS_WORDS",
+    "ColumnTest",
     "DeviceError",
     "DeviceRecorder",
     "DuplicateKeyError",
@@ -54,6 +58,7 @@ __all__ = [
     "TransportMessage",
     "TransportMismatchError",
     "interface_of",
+    "median_of_others",
     "merge_by_rank",
     "monotonic_ns",
     "run_queue_ns",

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from numpy import float64, uint8
+from numpy import bool_, float64, int64, uint8
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
@@ -335,6 +335,52 @@ class RingReader:
     def close(self) -> None:
         """Unmap the file; later calls raise RingError."""
 
+class ColumnTest:
+    """Tests columns (ranks, units, links) against their own levels and against peers that do the same work.
+
+    A step has two halves: `compare`, then `judge`. The plain form is tests/support/traces/plain_references.py; results
+    are equal to the last bit.
+    """
+
+    def __init__(
+        self,
+        peers: NDArray[int64],
+        *,
+        window: int,
+        min_history: int,
+        least_window: int,
+        score: float,
+        prior_errors: NDArray[float64],
+    ) -> None:
+        """Create columns; `peers` numbers those that do the same work, -1 for none.
+
+        `window`: steps of a history of noise; `min_history`: steps from which on a level is used; `least_window`:
+        shortest window that may be evidence; `score`: limit of the score, beyond the largest that is usual;
+        `prior_errors`: errors of the means over the windows before they are measured.
+        """
+    def grow(self, peers: NDArray[int64]) -> None:
+        """Add columns for new peers. ValueError for fewer than before."""
+    def compare(
+        self, values: NDArray[float64], limits: tuple[float, ...]
+    ) -> tuple[NDArray[float64], NDArray[float64], NDArray[float64]]:
+        """Begin a step: return the deviation of each column, its change relative to others, its distance from peers.
+
+        `limits` are the seven of `ReferenceLimits`. ValueError where sizes do not fit.
+        """
+    def judge(
+        self,
+        shift: NDArray[float64],
+        relative: NDArray[float64],
+        shift_doubt: NDArray[float64],
+        relative_doubt: NDArray[float64],
+        usual: NDArray[bool_],
+    ) -> tuple[NDArray[bool_], NDArray[bool_], NDArray[float64], NDArray[float64], NDArray[bool_], NDArray[bool_]]:
+        """Judge the step and learn from it; return `known, over, size, strength, by_history, calm` by column.
+
+        `shift` and `relative` are change and distance without what explains them otherwise, the doubts what these may
+        be too large by; `usual`: columns that may be learned from. ValueError where sizes do not fit.
+        """
+
 class StepReplay:
     """Replays all steps of a job with some durations as recorded and all others as in an ideal step.
 
@@ -377,6 +423,12 @@ class StopMeter:
         """Return begin and end of the stops since the last call, in ns of the monotonic clock; at most 4,096."""
     def close(self) -> None:
         """End the thread, after a period at most."""
+
+def median_of_others(values: NDArray[float64], groups: NDArray[int64]) -> NDArray[float64]:
+    """Return for each finite value the lower median of the other finite ones of its group, NaN for all others.
+
+    Groups are numbered from -1 on. ValueError where sizes do not fit.
+    """
 
 def merge_by_rank(parts: list[tuple[int, NDArray[uint8]]], rows: NDArray[uint8]) -> None:
     """Write the records of `parts` to `rows`, sorted by rank, then start; equal ones stay in order.

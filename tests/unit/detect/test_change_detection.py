@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from plain_references import MeanErrors, RecentValues
 
 from megatronapp_analyzer.detect.compute_channel import LogChannel
 from megatronapp_analyzer.detect.settings import DEVICE, DetectorSettings
-from megatronapp_analyzer.detect.statistics.change_detection import WINDOWS, MeanErrors, RecentValues, error_of_mean
+from megatronapp_analyzer.detect.statistics.change_detection import WINDOWS, error_of_mean
 
 Floats = NDArray[np.float64]
 REPLICAS, STAGES = 4, 2

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_native import median_of_others as native_median_of_others
 
 Mask = NDArray[np.bool_]
 MAD_TO_SIGMA = 1.4826
@@ -55,23 +56,10 @@ def column_medians(values: Floats, count: Ints) -> Floats:
 
 
 def median_of_others(values: Floats) -> Floats:
-    """Return for each finite value the lower median of the other finite ones; NaN without any other. O(n log n)."""
-    out = np.full(len(values), np.nan)
-    finite = np.flatnonzero(np.isfinite(values))
-    others = len(finite) - 1
-    if others < 1:
-        return out
-    order = finite[np.argsort(values[finite], kind="stable")]
-    middle = (others - 1) // 2
-    ordered = values[order]
-    out[order] = np.where(np.arange(len(order)) <= middle, ordered[middle + 1], ordered[middle])
-    return out
+    """Return for each finite value the lower median of the other finite ones; NaN without any other. O(n)."""
+    return median_of_others_by(values, np.zeros(len(values), np.int64))
 
 
 def median_of_others_by(values: Floats, group: Ints) -> Floats:
-    """As `median_of_others`, within each group."""
-    out = np.full(len(values), np.nan)
-    for number in np.unique(group):
-        inside = np.flatnonzero(group == number)
-        out[inside] = median_of_others(values[inside])
-    return out
+    """As `median_of_others`, within each group; groups are numbered from -1 or 0 on."""
+    return native_median_of_others(values, group)
