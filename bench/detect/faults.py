@@ -7,6 +7,12 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
     compute job=0 factor=1.2 from=40                of all ranks: a regression of the whole job
     compute rank=5 slope=0.0005 factor=1.3 from=0   0.05 % more in each step, until the factor is reached
     compute rank=5 factor=1.2 from=30 period=20 on=7  active in the first 7 of every 20 steps
+    compute rank=5 factor=1.3 optimizer=1.3 from=40  its optimizer, too, as where processes take turns on a device
+    memory rank=5 factor=2 from=40                  what waits for its memory takes twice as long: its optimizer, and
+                                                    a third of each pass
+    tokens replica=1 factor=1.4 from=40             a replica gets 1.4 times as many tokens; its work grows with them
+    collective rank=3 tensor=2 from=40              transfers inside the passes of its tensor-parallel unit take twice
+                                                    as long; data=2: those between replicas, of gradients and weights
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
     data rank=3 wait=0.5 from=40                    its loader is late with each batch, by half of a forward pass
     stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
@@ -22,25 +28,50 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from detect.layout import Grid
+from detect.layout import DATA_SLOT, Grid
 from detect.protocol import NamedSubject
 
 Floats = NDArray[np.float64]
 FOREVER = 1 << 30
 NOTICEABLE = 1.03
 """Factor at which a ramp begins to matter: delays are counted from there."""
-CAUSES = {"compute": "compute", "host": "host", "data": "data", "stop": "host", "hang": "hang", "link": "link"}
-"""Right cause of each kind."""
+CAUSES = {
+    "compute": "compute",
+    "memory": "memory",
+    "tokens": "data-imbalance",
+    "host": "host",
+    "data": "data",
+    "stop": "host",
+    "hang": "hang",
+    "link": "link",
+    "collective": "link",
+}
+"""Right cause of each kind; links within a node have another one."""
+MEMORY_PART = 1 / 3
+"""Part of a pass that waits for memory."""
 _SUBJECTS = ("rank", "worker", "node", "stage", "job")
 _OPTIONS = {
-    "compute": {"factor", "slope"},
+    "compute": {"factor", "slope", "optimizer"},
+    "memory": {"factor"},
+    "tokens": {"replica", "factor"},
+    "collective": {"tensor", "data"},
     "host": {"stall"},
     "data": {"wait"},
     "stop": {"duty", "cycle"},
     "hang": {"stopped"},
     "link": {"source", "target", "delay"},
 }
-_REQUIRED = {"compute": "factor", "host": "stall", "data": "wait", "stop": "duty", "hang": "stopped", "link": "delay"}
+_REQUIRED = {
+    "compute": ("factor",),
+    "memory": ("factor",),
+    "tokens": ("factor",),
+    "collective": ("tensor", "data"),
+    "host": ("stall",),
+    "data": ("wait",),
+    "stop": ("duty",),
+    "hang": ("stopped",),
+    "link": ("delay",),
+}
 _COMMON = {"from", "steps", "period", "on"}
 
 
@@ -62,6 +93,13 @@ class SimulatedFault:
     duty: float = 0.0
     cycle_s: float = 0.1
     delay: float = 0.0
+    optimizer: float = 1.0
+    """Factor on the optimizer."""
+    tensor: float = 1.0
+    data: float = 1.0
+    """Factors on the transfers of a tensor-parallel unit, and between replicas."""
+    within_node: bool = False
+    """True for links between ranks of one node."""
     stopped: bool = False
     """True if the process of a rank that hangs is stopped."""
     period: int = 0
@@ -76,7 +114,9 @@ class SimulatedFault:
 
     @property
     def cause(self) -> str:
-        return "regression" if self.is_job else CAUSES[self.kind]
+        if self.is_job:
+            return "regression"
+        return "nvlink-pcie" if self.within_node else CAUSES[self.kind]
 
     @property
     def noticeable_from(self) -> int:
@@ -111,18 +151,23 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     values: dict[str, float] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        known = _COMMON | _OPTIONS[kind] | (set() if kind == "link" else set(_SUBJECTS))
+        known = _COMMON | _OPTIONS[kind] | (set() if kind in {"link", "tokens"} else set(_SUBJECTS))
         if not equals or name not in known:
             raise ValueError(f"'{option}' in '{line}' is no option of {kind}; write {', '.join(sorted(known))}")
         try:
             values[name] = float(value)
         except ValueError:
             raise ValueError(f"'{option}' in '{line}': {value} is not a number") from None
-    if _REQUIRED[kind] not in values:
-        raise ValueError(f"'{line}' has no {_REQUIRED[kind]}=; say how large the fault is")
+    if not any(name in values for name in _REQUIRED[kind]):
+        raise ValueError(f"'{line}' has no {'= or '.join(_REQUIRED[kind])}=; say how large the fault is")
+    ranks = _ranks(line, kind, values, grid)
     return SimulatedFault(
         kind=kind,
-        ranks=_ranks(line, kind, values, grid),
+        ranks=ranks,
+        within_node=kind in {"link", "collective"} and len({int(grid.node_of[rank]) for rank in ranks}) == 1,
+        optimizer=values.get("optimizer", 1.0),
+        tensor=values.get("tensor", 1.0),
+        data=values.get("data", 1.0),
         is_job="job" in values,
         sends=kind == "link" and "target" not in values,
         begin=int(values.get("from", 0)),
@@ -148,13 +193,24 @@ def _ranks(line: str, kind: str, values: dict[str, float], grid: Grid) -> tuple[
         if len(ends) == 2 and not _exchange(grid, *ends):
             raise ValueError(f"'{line}': ranks {ends[0]} and {ends[1]} exchange no messages; write neighbour stages")
         return tuple(ends)
+    if kind == "tokens":
+        return _replica(line, values, grid)
     named = [name for name in _SUBJECTS if name in values]
     if len(named) != 1:
         raise ValueError(f"'{line}' names {len(named)} subjects; write exactly one of {', '.join(_SUBJECTS)}")
     ranks = grid.ranks_of(named[0], int(values[named[0]]))
     if kind == "data" and any(grid.stage_of(rank) for rank in ranks):
         raise ValueError(f"'{line}': only the first stage loads data; write one of the ranks below {grid.stage_size}")
+    if kind == "collective":
+        return grid.unit(ranks[0]) if "tensor" in values else grid.comms[ranks[0]][DATA_SLOT][1]
     return ranks
+
+
+def _replica(line: str, values: dict[str, float], grid: Grid) -> tuple[int, ...]:
+    replica = int(values.get("replica", -1))
+    if not 0 <= replica < grid.dp:
+        raise ValueError(f"'{line}' needs replica=, one of the {grid.dp} replicas of the job, from 0 on")
+    return tuple(grid.rank(stage, replica, tensor) for stage in range(grid.pp) for tensor in range(grid.tp))
 
 
 def _exchange(grid: Grid, source: int, target: int) -> bool:
@@ -168,6 +224,12 @@ class Effects:
     """All faults of a job in a block of steps: arrays [step, rank]; delays in forward passes."""
 
     factor: Floats
+    optimizer: Floats
+    """Factor on the optimizer."""
+    tokens: Floats
+    tensor: Floats
+    data: Floats
+    """Factors on tokens, and on transfers of tensor-parallel units and between replicas."""
     stall: Floats
     wait: Floats
     duty: Floats
@@ -183,13 +245,23 @@ class Effects:
 def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world: int) -> Effects:
     """Add up faults: factors multiply, stalls add, of several duties the largest counts."""
     shape = (len(steps), world)
-    factor, stall, wait, duty = np.ones(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    stall, wait, duty = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    factor, optimizer, tokens, tensor, data = (np.ones(shape) for _ in range(5))
     cycle = np.full(shape, 0.1)
     delays: list[tuple[int | None, int | None, Floats]] = []
     for fault in faults:
         on, where = fault.active(steps)[:, None], list(fault.ranks)
         if fault.kind == "compute":
             factor[:, where] *= fault.size(steps)[:, None]
+            optimizer[:, where] *= np.where(on, fault.optimizer, 1.0)
+        elif fault.kind == "memory":
+            factor[:, where] *= 1.0 + MEMORY_PART * (fault.size(steps)[:, None] - 1.0)
+            optimizer[:, where] *= fault.size(steps)[:, None]
+        elif fault.kind == "tokens":
+            tokens[:, where] *= fault.size(steps)[:, None]
+        elif fault.kind == "collective":
+            tensor[:, where] *= np.where(on, fault.tensor, 1.0)
+            data[:, where] *= np.where(on, fault.data, 1.0)
         elif fault.kind == "host":
             stall[:, where] += np.where(on, fault.stall, 0.0)
         elif fault.kind == "data":
@@ -201,4 +273,15 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
             source = fault.ranks[0] if len(fault.ranks) == 2 or fault.sends else None
             destination = None if fault.sends else fault.ranks[-1]
             delays.append((source, destination, np.where(on[:, 0], fault.delay, 0.0)))
-    return Effects(factor=factor, stall=stall, wait=wait, duty=duty, cycle_s=cycle, delays=tuple(delays))
+    return Effects(
+        factor=factor,
+        optimizer=optimizer,
+        tokens=tokens,
+        tensor=tensor,
+        data=data,
+        stall=stall,
+        wait=wait,
+        duty=duty,
+        cycle_s=cycle,
+        delays=tuple(delays),
+    )

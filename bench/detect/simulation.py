@@ -19,7 +19,7 @@ from detect.faults import Effects, SimulatedFault, effects
 from detect.layout import DATA_SLOT, WORLD_SLOT, Grid
 from detect.protocol import StepTrace
 from detect.spans import Recorder, SpanColumn
-from megatronapp_common.trace import Flag, RecordKind
+from megatronapp_common.trace import Flag, RecordKind, pass_ordinal
 
 Floats = NDArray[np.float64]
 Key = tuple[object, ...]
@@ -70,6 +70,8 @@ class SimulatedJob:
     """True if ranks record when their process was stopped."""
     stops_devices: bool = False
     """True for devices that do nothing while their process is stopped, and whose spans have no leads."""
+    transfer_part: float = 0.0
+    """Part of a pass in which members of a tensor-parallel unit transfer; the first collective is recorded then."""
 
     def microbatches_at(self, step: int) -> int:
         return max([(self.microbatches)] + [count for first, count in self.events.ramp_up if first <= step], default=0)
@@ -246,14 +248,17 @@ class _Tail:
         zero = np.zeros(shape)
         self.norm_end = stops.end(zero, 0.02 * job.forward_s * rng.uniform(0.9, 1.1, shape))
         begin = self.norm_end + job.noise.gap_s * rng.uniform(0.5, 1.5, shape)
-        end = stops.end(begin, 0.3 * job.forward_s * pace * nz.span_factors(job.noise, rng, shape))
+        slower = pace * block.of_stage(block.effects.optimizer, stage)
+        end = stops.end(begin, 0.3 * job.forward_s * slower * nz.span_factors(job.noise, rng, shape))
         self.columns.append(SpanColumn(RecordKind.OPTIMIZER, begin, end))
         self.end = end
         if block.grid.dp > 1:
             begin = end + job.noise.gap_s * rng.uniform(0.5, 1.5, shape)
             last = begin.max(axis=1, keepdims=True)
-            end = stops.end(last + zero, 0.2 * job.forward_s * rng.uniform(0.95, 1.1, shape))
-            self.columns.append(SpanColumn(RecordKind.PARAM_GATHER, begin, end, slot=DATA_SLOT))
+            length = 0.2 * job.forward_s * block.of_stage(block.effects.data, stage)
+            end = stops.end(last + zero, length * rng.uniform(0.95, 1.1, shape))
+            flags = int(Flag.DEVICE_CLOCK) if job.noise.device else 0
+            self.columns.append(SpanColumn(RecordKind.PARAM_GATHER, begin, end, slot=DATA_SLOT, flags=flags))
             self.end = end
         self.step_end = self.end
         if job.stop_records:
@@ -279,6 +284,7 @@ class StageRun:
         self.slots = block.grid.neighbour_slots(stage)
         self.pace = block.of_stage(block.paces, stage)
         self.factor = block.of_stage(block.effects.factor, stage)
+        self.tokens = block.of_stage(block.effects.tokens, stage)
         self.stall = block.of_stage(block.effects.stall, stage)
         self.stops = _Stops(block, stage)
         self.lead = np.zeros(block.shape)
@@ -423,7 +429,7 @@ class StageRun:
     def _compute(self, task: sched.Pass) -> None:
         begin = self.now
         base = self.forward_s * (1.0 if task.is_forward else self.job.backward_ratio)
-        work = base * self.block.work[:, task.microbatch] * self.pace * self.factor
+        work = base * self.block.work[:, task.microbatch] * self.tokens * self.pace * self.factor
         work = work * nz.span_factors(self.noise, self.rng, self.block.shape)
         launch = self.noise.launch * base
         if self.noise.device and not self.job.stops_devices:
@@ -432,7 +438,8 @@ class StageRun:
         else:
             work = self.stops.end(begin, work) - begin
             launched = work
-        self.now = begin + work if self.grid.tp == 1 else _met(begin, work)
+        first_s = self._transfer_s(base) / MEETINGS
+        self.now = begin + work if self.grid.tp == 1 else _met(begin, work) + MEETINGS * first_s
         kind = RecordKind.FORWARD if task.is_forward else RecordKind.BACKWARD
         if self.noise.device:
             self.lead = np.maximum(self.lead + self.now - begin - launched, 0.0)
@@ -441,6 +448,29 @@ class StageRun:
         else:
             aux, flags = self._queue(), int(Flag.AUX_RUN_QUEUE)
         self.columns.append(SpanColumn(kind, begin, self.now, task.microbatch, task.chunk, aux=aux, flags=flags))
+        if self.job.transfer_part:
+            arrive = begin + work / MEETINGS
+            end = arrive.max(axis=2, keepdims=True) + first_s
+            number = pass_ordinal(kind, task.chunk, task.microbatch, 0)
+            self.columns.append(
+                SpanColumn(
+                    RecordKind.TP_REDUCE,
+                    arrive,
+                    end,
+                    task.microbatch,
+                    task.chunk,
+                    ordinal=number,
+                    flags=Flag.DEVICE_CLOCK,
+                )
+            )
+
+    def _transfer_s(self, base: float) -> Floats:
+        """Return how long the members of each unit transfer inside a pass of `base` seconds."""
+        if not self.job.transfer_part:
+            return np.zeros(self.block.shape)
+        longer = self.block.of_stage(self.block.effects.tensor, self.stage)
+        drawn = self.block.extra_rng.lognormal(0.0, 0.1, (*self.block.shape[:2], 1))
+        return self.job.transfer_part * base * longer * drawn
 
     def _reduce(self) -> None:
         if self.grid.dp == 1:
@@ -448,9 +478,10 @@ class StageRun:
         self._gap()
         begin, shape = self.now, self.block.shape
         last = begin.max(axis=1, keepdims=True) + np.zeros(shape)
-        self.now = self.stops.end(last, 0.2 * self.job.forward_s * self.rng.uniform(0.9, 1.3, shape))
+        length = 0.2 * self.job.forward_s * self.block.of_stage(self.block.effects.data, self.stage)
+        self.now = self.stops.end(last, length * self.rng.uniform(0.9, 1.3, shape))
         seen = self._queue()
-        flags = int(Flag.AUX_RUN_QUEUE)
+        flags = int(Flag.DEVICE_CLOCK if self.noise.device else Flag.AUX_RUN_QUEUE)
         self.columns.append(SpanColumn(RecordKind.GRAD_REDUCE, begin, self.now, slot=DATA_SLOT, aux=seen, flags=flags))
 
 

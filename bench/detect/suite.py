@@ -24,6 +24,9 @@ LAYOUTS = {
     "dp4-pp2-tp2": Grid(dp=4, pp=2, tp=2, ranks_per_worker=8, ranks_per_node=8),
     "dp8-pp8": Grid(dp=8, pp=8, ranks_per_worker=8, ranks_per_node=8),
     "dp4-pp4-vpp2": Grid(dp=4, pp=4, vpp=2, ranks_per_worker=4, ranks_per_node=4),
+    "node: dp2-pp4": Grid(dp=2, pp=4),
+    "node: dp2-pp2-tp2": Grid(dp=2, pp=2, tp=2),
+    "nodes: dp4-tp4": Grid(dp=4, tp=4),
     "dp4": Grid(dp=4, ranks_per_worker=2, ranks_per_node=2),
     "dp2-pp2": Grid(dp=2, pp=2, ranks_per_worker=2, ranks_per_node=2),
     "1k": Grid(dp=16, pp=8, tp=8),
@@ -56,6 +59,7 @@ class Row:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     stops_devices: bool = False
+    transfer_part: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
         clock_offset_s=row.clock_offset_s,
         clock_drift_ppm=row.clock_drift_ppm,
         stops_devices=row.stops_devices,
+        transfer_part=row.transfer_part,
     )
     return DetectionCase(row=row.name, layout=layout, job=job, seed=seed, steps=row.steps, faults=faults)
 
@@ -171,6 +176,28 @@ def network(grid: Grid, rng: np.random.Generator) -> str:
     return f"link {rng.choice(['source', 'target'])}={rank} delay={rng.uniform(0.3, 1.5):.3f} from={_begin(rng)}"
 
 
+def memory(grid: Grid, rng: np.random.Generator) -> str:
+    return f"memory {_subject('rank', grid, rng)} factor={rng.uniform(1.2, 3.0):.3f} from={_begin(rng)}"
+
+
+def shared_device(grid: Grid, rng: np.random.Generator) -> str:
+    factor = f"{rng.uniform(1.1, 2.0):.3f}"
+    return f"compute {_subject('rank', grid, rng)} factor={factor} optimizer={factor} from={_begin(rng)}"
+
+
+def tokens(grid: Grid, rng: np.random.Generator) -> str:
+    return f"tokens replica={rng.integers(grid.dp)} factor={rng.uniform(1.05, 1.6):.3f} from={_begin(rng)}"
+
+
+def collective(option: str, low: float, high: float) -> Draw:
+    """Return a draw of slow transfers of a tensor-parallel unit (`tensor`), or between replicas (`data`)."""
+
+    def text(grid: Grid, rng: np.random.Generator) -> str:
+        return f"collective {_subject('rank', grid, rng)} {option}={rng.uniform(low, high):.3f} from={_begin(rng)}"
+
+    return text
+
+
 def several(grid: Grid, rng: np.random.Generator) -> str:
     """Two to five faults of different ranks, each begun at its own step."""
     count = int(rng.integers(2, 6))
@@ -212,6 +239,8 @@ def stream(name: str, events: Callable[[np.random.Generator], Events]) -> Row:
 
 PIPELINES = tuple(name for name in SMALL if LAYOUTS[name].pp > 1)
 DEEP = tuple(name for name in PIPELINES if LAYOUTS[name].pp > 2 and LAYOUTS[name].vpp == 1)
+TENSOR = ("node: dp2-pp2-tp2", "dp4-pp2-tp2", "nodes: dp4-tp4")
+REPLICAS = ("dp8", "node: dp2-pp4", "node: dp2-pp2-tp2")
 CPU_LAYOUTS = ("dp4-pp2", "dp2-pp4")
 ROWS = {
     row.name: row
@@ -235,6 +264,11 @@ ROWS = {
         Row(name="hang", faults=hang),
         Row(name="slow link", faults=link, layouts=PIPELINES),
         Row(name="slow network of a rank", faults=network, layouts=DEEP),
+        Row(name="link in a node", faults=link, layouts=("node: dp2-pp4",)),
+        Row(name="tensor-parallel links", faults=collective("tensor", 1.5, 4), layouts=TENSOR, transfer_part=0.2),
+        Row(name="links between replicas", faults=collective("data", 5, 15), layouts=REPLICAS),
+        Row(name="busy memory", faults=memory),
+        Row(name="shared device", faults=shared_device),
         Row(name="2 to 5 faults", faults=several),
         Row(name="20 % lost records", faults=compute(1.05, 3.0), lost=0.2),
         Row(name="clocks 5 ms and 20 ppm", faults=compute(1.05, 3.0), clock_offset_s=5e-3, clock_drift_ppm=20),
@@ -246,6 +280,7 @@ ROWS = {
         Row(name="healthy: uneven stages", spread=0.25, layouts=PIPELINES),
         Row(name="healthy: eventful", events=eventful),
         Row(name="healthy: uneven work", events=uneven),
+        Row(name="healthy: transfers", layouts=TENSOR, transfer_part=0.2),
         Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
         Row(name="healthy: 20 % lost records", lost=0.2),
         Row(name="healthy: cpu", noise="cpu", layouts=CPU_LAYOUTS),

@@ -189,6 +189,8 @@ class SubjectType(enum.StrEnum):
 
     RANK = "rank"
     LINK = "link"
+    GROUP = "group"
+    """Ranks whose collectives the links between them slow down."""
     WORKER = "worker"
     NODE = "node"
     STAGE = "stage"
@@ -200,13 +202,22 @@ class Cause(enum.StrEnum):
 
     COMPUTE = "compute"
     HOST = "host"
+    MEMORY = "memory"
+    """Slow compute because other work uses the bandwidth of the device's memory."""
     LINK = "link"
+    """The network between nodes, or the way between processes without devices."""
+    NODE_LINK = "nvlink-pcie"
+    """NVLink or PCIe between devices of one node."""
     DATA = "data"
     """Waits for its data loader."""
     REGRESSION = "regression"
     """All ranks are slower than before."""
     HANG = "hang"
     UNDETERMINED = "undetermined"
+
+
+LINK_CAUSES = frozenset({Cause.LINK, Cause.NODE_LINK})
+"""Causes that lie between ranks, and not in any of them."""
 
 
 class VerdictState(enum.StrEnum):
@@ -220,7 +231,7 @@ class VerdictState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictSubject:
-    """Subject of a verdict. A link has ranks (source, destination)."""
+    """Subject of a verdict. A link has ranks (source, destination), a group those of a communicator."""
 
     type: SubjectType
     ranks: tuple[int, ...]

@@ -217,10 +217,14 @@ class Counter(enum.IntEnum):
     """Memory errors that ECC could not correct, since the driver was loaded."""
     GPU_PCIE_REPLAYS = 26
     """Transfers over PCIe that were repeated, since the device was reset."""
+    GPU_MEMORY_UTILISATION = 27
+    """Share of the time in which the device's memory was read or written, in percent."""
 
 
 _PASS_NUMBERS = {RecordKind.FORWARD: 0, RecordKind.BACKWARD: 1, RecordKind.WEIGHT: 2}
 _COLLECTIVE_BITS, _CHUNK_BITS, _MICROBATCH_BITS = 12, 6, 12
+FIRST_COLLECTIVE_MASK = (1 << _COLLECTIVE_BITS) - 1
+"""Bits of `pass_ordinal` that are 0 for the first collective of a kind in a pass."""
 
 
 def pass_ordinal(kind: RecordKind, chunk: int, microbatch: int, number: int) -> int:

@@ -3608,7 +3608,7 @@ export interface components {
         };
         /**
          * Subject
-         * @description Whom a verdict names. A link has ranks [source, destination].
+         * @description Whom a verdict names. A link has ranks [source, destination], a group all ranks whose collectives are slow.
          */
         Subject: {
             /** Node */
@@ -3619,7 +3619,7 @@ export interface components {
              * Type
              * @enum {string}
              */
-            type: "rank" | "link" | "worker" | "node" | "stage" | "job";
+            type: "rank" | "link" | "group" | "worker" | "node" | "stage" | "job";
             /** Worker */
             worker: number | null;
         };
@@ -4200,7 +4200,7 @@ export interface components {
              * Cause
              * @enum {string}
              */
-            cause: "compute" | "host" | "link" | "data" | "regression" | "hang" | "undetermined";
+            cause: "compute" | "memory" | "host" | "link" | "nvlink-pcie" | "data" | "regression" | "hang" | "undetermined";
             /** Confidence */
             confidence: number;
             effect: components["schemas"]["Effect"];

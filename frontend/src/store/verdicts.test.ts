@@ -1,6 +1,14 @@
 import { describe, expect, it } from "vitest";
 import type { Verdict } from "../api/types";
-import { activeVerdicts, costFigures, costOf, stateName, subjectName, suspectRanks } from "./verdicts";
+import {
+  activeVerdicts,
+  causeName,
+  costFigures,
+  costOf,
+  stateName,
+  subjectName,
+  suspectRanks,
+} from "./verdicts";
 
 const verdict = (change: Partial<Verdict>): Verdict => ({
   id: "a",
@@ -41,6 +49,11 @@ describe("verdicts", () => {
       ]),
     ]).toEqual([1, 3]);
     expect(subjectName(link)).toBe("Link 1 → 3");
+    const group = verdict({
+      subject: { type: "group", ranks: [0, 1], worker: 0, node: "a" },
+      cause: "nvlink-pcie",
+    });
+    expect(`${subjectName(group)}: ${causeName(group)}`).toBe("Links of ranks 0 and 1: slow NVLink or PCIe");
   });
 
   it("mark no rank while it is unknown whether they hold", () => {

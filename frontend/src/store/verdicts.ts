@@ -36,6 +36,8 @@ export function subjectName({ subject }: Verdict): string {
   switch (subject.type) {
     case "link":
       return `Link ${source} → ${destination}`;
+    case "group":
+      return `Links of ${rankList(subject.ranks)}`;
     case "worker":
       return `Worker ${subject.worker ?? "?"}`;
     case "node":
@@ -51,8 +53,10 @@ export function subjectName({ subject }: Verdict): string {
 
 const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
   compute: "slow compute",
+  memory: "busy memory",
   host: "host stalls",
   link: "slow link",
+  "nvlink-pcie": "slow NVLink or PCIe",
   data: "slow data loading",
   regression: "slower than before",
   hang: "hung",

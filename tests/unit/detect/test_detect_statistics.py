@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.detect.baseline import ColumnHistory, median_of_others, median_of_others_by
 from megatronapp_analyzer.detect.effect import level
 from megatronapp_analyzer.detect.features import segment_medians
-from megatronapp_analyzer.detect.findings.persistence import VoteWindow, confidence
+from megatronapp_analyzer.detect.statistics.persistence import VoteWindow, confidence
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), max_size=12)
 

@@ -27,7 +27,7 @@ def step(tracker: FindingTracker, number: int, *candidates: SuspectCandidate) ->
     now = JobMoment(attempt=0, step=number, time=float(number))
     tracker.propose(candidates, lambda votes: now, lambda suspect: False, hits=lambda suspect: 3)
     changed = tracker.advance(now, lambda track: (True, 5))
-    return changed + tracker.confirm(now, lambda track: True)
+    return changed + tracker.confirm(now, lambda track: True, lambda track: track.cause)
 
 
 def test_a_node_ends_the_finding_of_its_rank() -> None:

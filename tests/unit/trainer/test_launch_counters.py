@@ -47,7 +47,7 @@ def driver(count: int = 2, broken: tuple[str, ...] = ()) -> types.SimpleNamespac
         "nvmlDeviceGetTemperature": 60,
         "nvmlDeviceGetPowerUsage": 350_500,
         "nvmlDeviceGetCurrentClocksThrottleReasons": 0x28,
-        "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=97),
+        "nvmlDeviceGetUtilizationRates": types.SimpleNamespace(gpu=97, memory=61),
         "nvmlDeviceGetEnforcedPowerLimit": 700_000,
         "nvmlDeviceGetTotalEccErrors": lambda _handle, kind, counter: 10 * kind + counter,
         "nvmlDeviceGetPcieReplayCounter": 3,
@@ -89,6 +89,7 @@ def test_devices_are_read_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [value for counter, _, value in samples if counter is Counter.GPU_SM_CLOCK_MHZ] == [1001.0, 1000.0]
     assert (Counter.GPU_POWER_W, 1, 350.5) in samples
     assert (Counter.GPU_THROTTLE_REASONS, 0, 40.0) in samples
+    assert (Counter.GPU_MEMORY_UTILISATION, 1, 61.0) in samples
     assert (Counter.GPU_MEMORY_USED_MIB, 0, 5120.0) in samples
     assert (Counter.GPU_ECC_CORRECTED, 0, 4.0) in samples
     assert (Counter.GPU_ECC_UNCORRECTED, 1, 14.0) in samples

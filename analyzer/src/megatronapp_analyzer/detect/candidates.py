@@ -91,6 +91,15 @@ class SubjectResolver:
         """Return the subject of a directed pair."""
         return VerdictSubject(type=SubjectType.LINK, ranks=(source, destination))
 
+    def group(self, ranks: tuple[int, ...]) -> VerdictSubject:
+        """Return the subject of ranks between which links are slow."""
+        return self._subject(SubjectType.GROUP, ranks)
+
+    def link_cause(self, ranks: Iterable[int], *, on_device: bool) -> Cause:
+        """Return the cause of slow links between ranks: devices of one node have no network between them."""
+        within = len({self.layout.nodes[rank] for rank in ranks}) == 1
+        return Cause.NODE_LINK if on_device and within else Cause.LINK
+
     def stage(self, stage: int) -> VerdictSubject:
         """Return the subject of all ranks of a pipeline stage."""
         ranks = [rank for rank, own in enumerate(self.layout.stages) if own == stage]
@@ -177,7 +186,9 @@ def of_host(
     return found + [_candidate(evidence, (rank,), places.rank(rank)) for rank in sorted(left)]
 
 
-def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
+def of_links(
+    evidence: CauseEvidence, active: Ints, pairs: Ints, places: SubjectResolver, *, on_device: bool
+) -> list[SuspectCandidate]:
     """Return late links; where every message to a rank, or from it, is late, that rank."""
     left = {int(pair) for pair in active}
     found = []
@@ -191,7 +202,24 @@ def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: Subject
             left -= set(columns)
     for pair in sorted(left):
         found.append(_candidate(evidence, (pair,), places.link(int(pairs[pair, 0]), int(pairs[pair, 1]))))
-    return found
+    return [
+        dataclasses.replace(
+            candidate, cause=places.link_cause(pairs[list(candidate.columns)].ravel().tolist(), on_device=on_device)
+        )
+        for candidate in found
+    ]
+
+
+def of_groups(
+    evidence: CauseEvidence, active: Ints, groups: tuple[tuple[int, ...], ...], places: SubjectResolver
+) -> list[SuspectCandidate]:
+    """Return groups of devices whose transfers take longer."""
+    return [
+        _candidate(
+            evidence, (int(group),), places.group(groups[group]), places.link_cause(groups[group], on_device=True)
+        )
+        for group in active
+    ]
 
 
 def of_job(evidence: CauseEvidence, active: Ints, places: SubjectResolver) -> list[SuspectCandidate]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatronapp_analyzer.detect.causes.collective_transfers import REPLICA_KINDS
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
 from megatronapp_analyzer.graph.records import is_kind, run_queue_s
 from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
-from megatronapp_analyzer.model import Cause, StepRecords, VerdictSubject
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, StepRecords, SubjectType, VerdictSubject
 from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
 
 HIDDEN_SHARE = 0.05
@@ -124,7 +125,12 @@ def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy
     weight = recorded.copy()
     own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
     passes = own & is_kind(kind, PASS_KINDS)
-    if remedy.cause is Cause.LINK:
+    if subject.type is SubjectType.GROUP:
+        transfers = (edges.kind == EdgeKind.TRANSFER) & is_kind(kind, REPLICA_KINDS)
+        for member in subject.ranks:
+            of_member = transfers & (rank == member)
+            weight[of_member] = np.minimum(weight[of_member], level(weight[of_member], remedy.excess_s))
+    elif remedy.cause in LINK_CAUSES:
         chosen = (kind == RecordKind.RECV_WAIT) & _received(graph, remedy.pairs)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:

@@ -1,6 +1,7 @@
 """The detector: takes finished steps, returns verdicts."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
 from megatronapp_analyzer.detect import candidates as cand
 from megatronapp_analyzer.detect.baseline import ColumnHistory
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
+from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers, transfers_of
+from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_cause, typical_parts
 from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
@@ -22,7 +25,16 @@ from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
-from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness, StepRecords, SubjectType, Verdict
+from megatronapp_analyzer.model import (
+    LINK_CAUSES,
+    Cause,
+    JobLayout,
+    JobMoment,
+    RankLiveness,
+    StepRecords,
+    SubjectType,
+    Verdict,
+)
 from megatronapp_common.trace import RecordKind
 
 UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
@@ -70,11 +82,12 @@ class Detector:
         if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
         features = _without_doubtful_links(extract(aligned, self._layout), clocks)
+        transfers = transfers_of(aligned, self._units.of_rank)
         self._steps_seen += 1
         self._recent.append(view.step)
         if self._steps_seen <= self._settings.warmup_steps or not np.isfinite(features.step_s).any():
             return ended
-        return ended + self._judge(aligned, features, clocks)
+        return ended + self._judge(aligned, features, transfers, clocks)
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
         """Judge which ranks make no progress; return the verdicts that are new or changed.
@@ -123,12 +136,14 @@ class Detector:
         self._reset()
         return ended
 
-    def _judge(self, view: StepRecords, features: StepFeatures, clocks: ClockModel) -> list[Verdict]:
+    def _judge(
+        self, view: StepRecords, features: StepFeatures, transfers: CollectiveTransfers, clocks: ClockModel
+    ) -> list[Verdict]:
         step_s = float(np.nanmedian(features.step_s))
         self._microbatches = max(int(features.forwards.max(initial=0)), 1)  # more as the batch grows
         usual = float(self._microbatch_s.median()[0]) * self._microbatches
         budget = min(usual, step_s) if np.isfinite(usual) else step_s
-        evidence = self._channels.read(features, budget, whole=view.lost == 0)
+        evidence = self._channels.read(features, transfers, budget, whole=view.lost == 0)
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.data, evidence.link)):
             self._microbatch_s.add(np.array([step_s / self._microbatches]), np.array([True]))
         found = self._candidates(evidence, view, budget)
@@ -141,7 +156,11 @@ class Detector:
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         doubt_s = clocks.worst_ns() * 1e-9
         self._cost(view, evidence, doubt_s)
-        told += self._tracks.confirm(_when(view), lambda track: self._costly(track, budget, doubt_s))
+        told += self._tracks.confirm(
+            _when(view),
+            lambda track: self._costly(track, budget, doubt_s),
+            lambda track: cause_of(track, self._places),
+        )
         return [self._verdict(track) for track in told]
 
     def _costly(self, track: FindingTrack, step_s: float, doubt_s: float) -> bool:
@@ -150,7 +169,7 @@ class Detector:
         A delay may be large and cost nothing: without it the step is as long where another rank is waited for.
         """
         least_s = self._settings.cost_share * step_s
-        if track.candidate.cause is Cause.LINK:
+        if track.candidate.cause in LINK_CAUSES:
             least_s += doubt_s
         return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
@@ -158,12 +177,17 @@ class Detector:
         """Return the subjects that the last steps are evidence against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         data = cand.of_host(evidence.data, self._active(evidence.data), self._places, self._settings)
-        link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
+        on_device = evidence.on_device
+        link = cand.of_links(
+            evidence.link, self._active(evidence.link), evidence.pairs, self._places, on_device=on_device
+        )
         compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
+        groups = cand.of_groups(evidence.collective, self._active(evidence.collective), evidence.groups, self._places)
+        link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link
         compute = cand.without_explained(compute, others, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
-        found = self._worth_telling(compute + others, step_s, on_device=evidence.on_device)
+        found = self._worth_telling(compute + others, step_s, on_device=on_device)
         found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
@@ -177,7 +201,7 @@ class Detector:
         return [
             candidate
             for candidate in found
-            if candidate.excess_s >= (LINK_WEAKER if candidate.cause is Cause.LINK else noise.weaker) * strongest_s
+            if candidate.excess_s >= (LINK_WEAKER if candidate.cause in LINK_CAUSES else noise.weaker) * strongest_s
         ]
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
@@ -207,7 +231,7 @@ class Detector:
             own = {rank for unit in candidate.columns for rank in self._units.ranks(unit)}
         for ranks in self._places.crowds():
             if own < ranks:
-                rising = sum(by_rank[rank] >= 2 for rank in ranks)
+                rising = sum(by_rank[rank] >= RISING_VOTES for rank in ranks)
                 if rising > len(own) and rising >= self._settings.group_share * len(ranks):
                     return True
         return False
@@ -220,6 +244,8 @@ class Detector:
         if hit:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))
+            if track.candidate.cause is Cause.COMPUTE:
+                track.parts.append(evidence.growth.of(track.candidate.subject.ranks, track.candidate.columns))
             if track.candidate.cause is Cause.HOST:
                 parts = evidence.host_parts
                 track.gaps.append(float(parts.gaps_s[where].max()))
@@ -265,9 +291,27 @@ class Detector:
         return verdict_of(track, self._layout, self._channels.columns)
 
 
+def has_other_reason(group: SuspectCandidate, evidence: StepEvidence, units: Units) -> bool:
+    """Return true if a member is about to be a suspect: what slows its device or host slows its transfers, too."""
+    ranks = list(group.subject.ranks)
+    slow = evidence.compute.votes[units.of_rank[ranks]]
+    return bool((np.maximum(slow, evidence.host.votes[ranks]) >= RISING_VOTES).any())
+
+
+def cause_of(track: FindingTrack, places: SubjectResolver) -> Cause:
+    """Return the cause of a finding by all its evidence: what passes contain shows why they are longer."""
+    candidate = track.candidate
+    if candidate.cause is not Cause.COMPUTE:
+        return candidate.cause
+    parts = typical_parts(track.parts)
+    if len(candidate.subject.ranks) == 1 or candidate.subject.type is not SubjectType.RANK:
+        parts = dataclasses.replace(parts, transfers=UNKNOWN)  # the slow member is known
+    return compute_cause(track.ratio, parts, link=places.link_cause(candidate.subject.ranks, on_device=True))
+
+
 def _pairs(candidate: SuspectCandidate, evidence: StepEvidence) -> tuple[tuple[int, int], ...]:
     """Return source and destination of the links that a candidate is about."""
-    if candidate.cause is not Cause.LINK:
+    if candidate.cause not in LINK_CAUSES or candidate.subject.type is SubjectType.GROUP:
         return ()
     return tuple((int(a), int(b)) for a, b in evidence.pairs[list(candidate.columns)])
 
@@ -284,6 +328,8 @@ def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepF
     return features.with_delivery(delivery)
 
 
+RISING_VOTES = 2
+"""Votes from which on a column is about to be a suspect."""
 LINK_WEAKER = 0.35
 """Part of the strongest subject's excess that the delays of a link must reach to be named, too."""
 HOLES_PART = 0.1

@@ -6,6 +6,9 @@ import numpy as np
 
 from megatronapp_analyzer.detect.baseline import median_of_others_by
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
+from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers
+from megatronapp_analyzer.detect.causes.group_links import GroupLinks
+from megatronapp_analyzer.detect.causes.growth import PartBaselines, PartGrowth
 from megatronapp_analyzer.detect.compute_channel import LogChannel
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
 from megatronapp_analyzer.detect.evidence_channels import (
@@ -15,12 +18,12 @@ from megatronapp_analyzer.detect.evidence_channels import (
     DelayChannel,
 )
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
-from megatronapp_analyzer.detect.findings.persistence import VoteWindow
 from megatronapp_analyzer.detect.job_regression import UNKNOWN, JobBaseline
 from megatronapp_analyzer.detect.kernel_launch_delays import LaunchBaseline, LaunchReading
 from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.detect.statistics.persistence import VoteWindow
 from megatronapp_analyzer.detect.units import Units
-from megatronapp_analyzer.model import Cause, JobLayout
+from megatronapp_analyzer.model import Cause, JobLayout, SubjectType
 
 IDLE_WEIGHT = 2.0
 """Factor on the cost that idle time must reach to be named: a whole step has more disturbances than stalls have."""
@@ -49,21 +52,28 @@ class StepEvidence:
     host: CauseEvidence
     data: CauseEvidence
     link: CauseEvidence
+    collective: CauseEvidence
+    """Evidence against the links of groups, in a column for each of `groups`."""
     imbalance: CauseEvidence
     regression: CauseEvidence
     """Evidence against the whole job, in one column."""
     launches: LaunchReading
     host_parts: HostParts
     pairs: Ints
+    groups: tuple[tuple[int, ...], ...]
+    growth: PartGrowth
     on_device: bool
 
     def part(self, candidate: SuspectCandidate) -> CauseEvidence:
         """Return the evidence that a candidate's columns belong to."""
+        if candidate.subject.type is SubjectType.GROUP:
+            return self.collective
         parts = {
             Cause.COMPUTE: self.compute,
             Cause.HOST: self.host,
             Cause.DATA: self.data,
             Cause.LINK: self.link,
+            Cause.NODE_LINK: self.link,
             Cause.REGRESSION: self.regression,
         }
         if candidate.cause in parts:
@@ -102,18 +112,22 @@ class ChannelSet:
         self._votes_job = VoteWindow(1, settings.votes)
         self._votes_data = VoteWindow(layout.world, settings.votes)
         self._votes_link = VoteWindow(0, settings.votes)
+        self._groups = GroupLinks(layout, settings)
+        self._parts = PartBaselines(layout, units, settings)
 
     @property
     def columns(self) -> int:
         """Columns of all causes."""
-        return len(self._units) + 2 * len(self._stage_of) + len(self._pairs)
+        return len(self._units) + 2 * len(self._stage_of) + len(self._pairs) + len(self._groups.groups)
 
     @property
     def pairs(self) -> Ints:
         """Source and destination of each link column."""
         return np.array(list(self._pairs), np.int64).reshape(-1, 2)
 
-    def read(self, features: StepFeatures, step_s: float, *, whole: bool) -> StepEvidence:
+    def read(
+        self, features: StepFeatures, transfers: CollectiveTransfers, step_s: float, *, whole: bool
+    ) -> StepEvidence:
         """Judge one step. `step_s` is the usual length of a step; `whole` is true if no record was lost."""
         crowded_s = self._crowding.growth_s(features.queue_s)
         stalling = self._votes_host.count >= self._settings.suspect_votes
@@ -127,6 +141,9 @@ class ChannelSet:
             host_parts=parts,
             data=self._read_data(features, step_s, crowded_s, whole=whole),
             link=self._read_link(features, step_s, crowded_s),
+            collective=self._groups.read(transfers, step_s),
+            groups=self._groups.groups,
+            growth=self._parts.read(features, transfers, compute.votes == 0),
             imbalance=self._read_imbalance(features),
             regression=self._read_regression(features),
             launches=launches,

@@ -10,6 +10,7 @@ idle      seconds per microbatch of the whole step outside any span, posts inclu
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
 crowded   run-queue delay of the whole step per microbatch
+optimizer seconds of OPTIMIZER on a device's clock, which multiplies no matrices and waits for memory
 stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others.
           On a device's clock, by which its stops lengthened the passes: a device continues while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
@@ -56,6 +57,7 @@ class StepFeatures:
     data_s: Floats
     crowded_s: Floats
     stopped_s: Floats
+    optimizer_s: Floats
     step_s: Floats
     forwards: Ints
     """FORWARD spans of each rank, all chunks; of a rank that runs none, BACKWARD spans."""
@@ -118,6 +120,7 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         stopped_s=_over(_sums(spans["rank"], lengthened, step_s), forwards)
         if on_device
         else _stopped(stops, view.records, origin_ns, forwards),
+        optimizer_s=_optimizer(spans, ~late & calm & on_device, layout.world),
         step_s=step_s,
         forwards=forwards,
         on_device=on_device,
@@ -300,6 +303,15 @@ def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
     total = np.bincount(laid.spans["rank"][chosen], weights=laid.clean[chosen], minlength=world)
     out: Floats = total / np.where(forwards > 0, forwards, np.nan)
     return out
+
+
+def _optimizer(spans: RankRecords, counted: Mask, world: int) -> Floats:
+    """Return the seconds of the optimizer's arithmetic of each rank; NaN where its device's own time is not known."""
+    own = spans["kind"] == RecordKind.OPTIMIZER
+    doubtful = np.bincount(spans["rank"][own & ~counted], minlength=world) > 0
+    total = np.zeros(world)
+    np.add.at(total, spans["rank"][own], rec.durations_s(spans[own]))
+    return np.where(doubtful, np.nan, _positive(total))
 
 
 def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
+from megatronapp_analyzer.detect.causes.compute_cause import PassParts
 from megatronapp_analyzer.detect.settings import DetectorSettings
-from megatronapp_analyzer.model import JobMoment, VerdictState
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectType, VerdictState, VerdictSubject
 
 Key = tuple[str, tuple[int, ...], str]
 MAX_EVIDENCE = 16
@@ -43,6 +44,12 @@ class FindingTrack:
     """For a host, the part of `occurrences` in which it did not run, and that as a part of all such time."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
+    parts: collections.deque[PassParts] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
+    )
+    """For slow compute, how much parts of the work have grown."""
+    confirmed_cause: Cause | None = None
+    """Cause by all evidence, once it is confirmed; the candidate has that of its channel."""
     lost_s: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     replayed_s: float = 0.0
     """Sum of all costs, of which `lost_s` has the newest."""
@@ -51,9 +58,20 @@ class FindingTrack:
 
     @property
     def id(self) -> str:
+        ranks = "-".join(str(rank) for rank in self.subject.ranks[:4])
+        return f"a{self.since.attempt}-s{self.since.step}-{self.subject.type}-{ranks}-{self.cause}"
+
+    @property
+    def cause(self) -> Cause:
+        """Cause by all evidence; before it is confirmed, by its channel."""
+        return self.confirmed_cause or self.candidate.cause
+
+    @property
+    def subject(self) -> VerdictSubject:
+        """Subject; of members of a unit between which links are slow, the group that they are."""
         subject = self.candidate.subject
-        ranks = "-".join(str(rank) for rank in subject.ranks[:4])
-        return f"a{self.since.attempt}-s{self.since.step}-{subject.type}-{ranks}-{self.candidate.cause}"
+        between = self.cause in LINK_CAUSES and self.candidate.cause is Cause.COMPUTE
+        return dataclasses.replace(subject, type=SubjectType.GROUP) if between else subject
 
     @property
     def ratio(self) -> float:
@@ -185,8 +203,10 @@ class FindingTracker:
                 told.append(track)
         return told
 
-    def confirm(self, now: JobMoment, costly: Callable[[FindingTrack], bool]) -> list[FindingTrack]:
-        """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`.
+    def confirm(
+        self, now: JobMoment, costly: Callable[[FindingTrack], bool], cause: Callable[[FindingTrack], Cause]
+    ) -> list[FindingTrack]:
+        """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`, with their `cause`.
 
         Returns them, and the findings that end because one of these includes them, as a node does its ranks.
         """
@@ -196,7 +216,7 @@ class FindingTracker:
             if track.state is VerdictState.SUSPECT and track.certain and not track.clean and costly(track)
         ]
         for track in confirmed:
-            track.state = VerdictState.CONFIRMED
+            track.state, track.confirmed_cause = VerdictState.CONFIRMED, cause(track)
         return confirmed + [ended for track in confirmed for ended in self._end_parts(track, now)]
 
     def _end_parts(self, whole: FindingTrack, now: JobMoment) -> list[FindingTrack]:

@@ -1,11 +1,14 @@
 """Findings as verdicts: confidence, evidence as text, sentence."""
 
+import math
+
+from megatronapp_analyzer.detect.causes.compute_cause import PassParts, typical_parts
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack
-from megatronapp_analyzer.detect.findings.persistence import confidence
 from megatronapp_analyzer.detect.findings.sentences import sentence
 from megatronapp_analyzer.detect.kernel_launch_delays import LEAST_RATIO
+from megatronapp_analyzer.detect.statistics.persistence import confidence
 from megatronapp_analyzer.graph.waits import Waits
-from megatronapp_analyzer.model import Cause, JobLayout, Verdict
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobLayout, SubjectType, Verdict
 
 PEERS_ONLY_CAP = 0.95
 """Confidence of a finding that rests on peers alone."""
@@ -22,8 +25,12 @@ _WHAT = {
     Cause.DATA: "wait for data per microbatch, without run-queue delay",
     Cause.REGRESSION: "compute of all ranks per microbatch, without run-queue delay",
     Cause.LINK: "delivery per message, after both sides were ready and without run-queue delay",
+    Cause.NODE_LINK: "delivery per message, after both sides were ready and without run-queue delay",
     Cause.UNDETERMINED: "compute per microbatch, without run-queue delay",
 }
+_GROUP = "gradient reduction and parameter gathering per step, after the last rank had begun"
+LEAST_GROWTH = 0.05
+"""Least growth of a part, in logarithms, that the evidence mentions."""
 
 
 def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
@@ -34,6 +41,8 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
         basis = "the other stages"
     late = track.late_ratio > LEAST_RATIO
     what = _LAUNCHES if late else _OFF_CPU if track.not_running else _WHAT[candidate.cause]
+    if candidate.subject.type is SubjectType.GROUP:
+        what, basis = _GROUP, basis if candidate.by_history else "groups that do the same work"
     lines = [
         f"{what}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
         f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
@@ -41,13 +50,27 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
     if late:
         grown = f"its device spans were {track.late_ratio:.1f} times as long"
         lines.append(f"{grown}: kernels were launched late; the cost includes it")
-    if candidate.cause is Cause.LINK:
+    lines += _part_lines(typical_parts(track.parts), track.ratio)
+    if candidate.cause in LINK_CAUSES:
         return tuple(lines)
     imposed = list(waits.imposed_by(candidate.subject.ranks).items())[:SHOWN_WAITERS]
     if imposed:
         told = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in imposed)
         lines.append(f"in the last of these steps others waited for it: {told}")
     return tuple(lines)
+
+
+def _part_lines(parts: PassParts, ratio: float) -> list[str]:
+    """Describe which parts of the work have grown with slow passes, or have not."""
+    passes = f"its passes {ratio:.2f} times"
+    lines = []
+    if not math.isnan(parts.optimizer):
+        times = math.exp(parts.optimizer)
+        lines.append(f"its optimizer, which waits for memory alone, took {times:.2f} times as long as usual, {passes}")
+    if parts.transfers > LEAST_GROWTH:
+        times = math.exp(parts.transfers)
+        lines.append(f"collectives inside its passes took {times:.2f} times as long to transfer as usual, {passes}")
+    return lines
 
 
 def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
@@ -60,8 +83,8 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
         sure = min(sure, PEERS_ONLY_CAP)
     return Verdict(
         id=track.id,
-        subject=candidate.subject,
-        cause=candidate.cause,
+        subject=track.subject,
+        cause=track.cause,
         state=track.state,
         seconds_per_step=track.seconds_per_step,
         seconds_lost=track.seconds_lost,
@@ -72,8 +95,8 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
         since=track.since,
         until=track.until,
         sentence=sentence(
-            candidate.subject,
-            candidate.cause,
+            track.subject,
+            track.cause,
             track.state,
             layout,
             launches_late=track.launches_late,

@@ -1,9 +1,10 @@
 """Sentences that describe verdicts to users."""
 
-from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictState, VerdictSubject
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobLayout, SubjectType, VerdictState, VerdictSubject
 
 _DOES = {
     Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
+    Cause.MEMORY: "computes {ratio:.2f} times as long as expected, its memory-bound work most: its memory is busy",
     Cause.DATA: "waits for its data loader for {excess_ms:.1f} ms per microbatch",
     Cause.REGRESSION: "takes {ratio:.2f} times as long as before in every pass",
     Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
@@ -16,6 +17,9 @@ def name(subject: VerdictSubject, layout: JobLayout) -> str:
     if subject.type is SubjectType.LINK:
         source, destination = (f"{_role(rank, layout)}rank {rank}" for rank in subject.ranks)
         return f"The link from {source} to {destination}"
+    if subject.type is SubjectType.GROUP:
+        way = "The network" if subject.node is None else f"NVLink or PCIe of node {subject.node}"
+        return f"{way} between {_role(subject.ranks[0], layout)}{_ranks(subject.ranks)}"
     titles = {
         SubjectType.NODE: f"Node {subject.node}",
         SubjectType.WORKER: f"Worker {subject.worker} on node {subject.node}",
@@ -51,9 +55,12 @@ def sentence(
     Of a host's fault, `launches_late` is true if late launches are most of it, `not_running` if the process is stopped
     or waits for a processor. Of a rank whose messages are late, `sends` and `receives` say which.
     """
-    if cause is Cause.LINK and subject.type is SubjectType.LINK:
-        does = f"delivers {excess_s * 1e3:.1f} ms late"
-    elif cause is Cause.LINK:
+    if subject.type is SubjectType.GROUP:
+        does = "makes steps longer: collectives transfer slowly"
+    elif cause in LINK_CAUSES and subject.type is SubjectType.LINK:
+        way = " (NVLink or PCIe)" if cause is Cause.NODE_LINK else ""
+        does = f"delivers {excess_s * 1e3:.1f} ms late{way}"
+    elif cause in LINK_CAUSES:
         ways = ["sends"] * sends + ["receives"] * (receives or not sends)
         does = f"{' and '.join(ways)} everything {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.HOST and launches_late:

@@ -10,7 +10,7 @@ from megatronapp_operator.plan.spec import SlowNodeAction
 CONFIRMED = "confirmed"
 NODE_SUBJECTS = frozenset({"rank", "worker", "node"})
 """Subjects with one node; a link has two, and which of them is the cause is not known."""
-NODE_CAUSES = frozenset({"compute", "host"})
+NODE_CAUSES = frozenset({"compute", "memory", "host"})
 """Causes that stay with a node."""
 
 

@@ -90,6 +90,7 @@ READERS: dict[Counter, Callable[[Any, Any], float]] = {
     Counter.GPU_POWER_W: lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / MILLIWATT_PER_WATT,
     Counter.GPU_THROTTLE_REASONS: lambda nvml, handle: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
     Counter.GPU_UTILISATION: lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+    Counter.GPU_MEMORY_UTILISATION: lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).memory,
     Counter.GPU_MEMORY_USED_MIB: lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / BYTES_PER_MIB,
     Counter.GPU_MEMORY_CLOCK_MHZ: lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
     Counter.GPU_POWER_LIMIT_W: lambda nvml, handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / MILLIWATT_PER_WATT,

@@ -1,0 +1,1 @@
+"""Evidence that separates causes which look alike in the lengths of passes."""

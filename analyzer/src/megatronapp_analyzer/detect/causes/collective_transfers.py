@@ -1,0 +1,68 @@
+"""Transfer times of collectives on devices: the shortest record of an instance, which is that of its last member.
+
+The kernel of a collective waits on each device for those that begin later, and its transfer begins with the last.
+So its length there holds no wait, and needs no common clock.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megatronapp_analyzer.detect.features import Floats, Ints, segment_medians
+from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.graph.matching import collectives_of
+from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_common.trace import FIRST_COLLECTIVE_MASK, Flag, RecordKind
+
+TENSOR_KINDS = frozenset({RecordKind.TP_REDUCE, RecordKind.TP_GATHER})
+REPLICA_KINDS = frozenset({RecordKind.GRAD_REDUCE, RecordKind.PARAM_GATHER})
+"""Collectives between replicas, once a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveTransfers:
+    """Transfer times of one step; all unknown without device clocks."""
+
+    units_s: Floats
+    """Median over the first collective of each kind in each pass of a unit; NaN where unknown."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each group that reduces gradients or gathers parameters."""
+    groups_s: Floats
+    """Seconds of these in the step, by group."""
+
+
+def transfers_of(view: StepRecords, unit_of_rank: Ints) -> CollectiveTransfers:
+    """Measure the transfers of a step. An instance that lacks a member's record counts for nothing."""
+    groups, groups_s = _group_transfers(view)
+    return CollectiveTransfers(units_s=_unit_transfers_s(view.records, unit_of_rank), groups=groups, groups_s=groups_s)
+
+
+def _unit_transfers_s(records: RankRecords, unit_of_rank: Ints) -> Floats:
+    size = np.bincount(unit_of_rank)
+    first = (records["ordinal"] & FIRST_COLLECTIVE_MASK) == 0
+    on_device = (records["flags"] & Flag.DEVICE_CLOCK) != 0
+    rows = np.flatnonzero(rec.is_kind(records["kind"], TENSOR_KINDS) & first & on_device)
+    unit = unit_of_rank[records["rank"][rows]]
+    key = (unit << 40) | (records["kind"][rows].astype(np.int64) << 32) | records["ordinal"][rows].astype(np.int64)
+    keys, row, count = np.unique(key, return_inverse=True, return_counts=True)
+    shortest = np.full(len(keys), np.inf)
+    np.minimum.at(shortest, row, rec.durations_s(records[rows]))
+    whole = count == size[keys >> 40]
+    return segment_medians((keys >> 40)[whole], shortest[whole], len(size))
+
+
+def _group_transfers(view: StepRecords) -> tuple[tuple[tuple[int, ...], ...], Floats]:
+    spans = rec.stream(view.records)
+    spans = spans[rec.is_kind(spans["kind"], REPLICA_KINDS) & ((spans["flags"] & Flag.DEVICE_CLOCK) != 0)]
+    index = rec.comm_index(view.comms)
+    found = collectives_of(spans, index)
+    if not len(found):
+        return (), np.empty(0)
+    shortest = np.minimum.reduceat(rec.durations_s(spans)[found.record], found.begin[:-1])
+    incomplete = set(found.comm[~found.complete].tolist())
+    totals: dict[tuple[int, ...], float] = {}
+    for comm, seconds in zip(found.comm.tolist(), shortest.tolist(), strict=True):
+        members = index.members[comm].members
+        if comm not in incomplete and len(members) > 1:
+            totals[members] = totals.get(members, 0.0) + seconds
+    return tuple(totals), np.array(list(totals.values()))
