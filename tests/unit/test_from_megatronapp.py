@@ -108,6 +108,8 @@ TOGETHER = {
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--sequence-parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
     "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
+    "--num-experts": "--num-experts 4 --disable-bias-linear",
+    "--expert-model-parallel-size": "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
     "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2 "
     "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
     "--recompute-granularity": "--recompute-granularity selective",
@@ -198,11 +200,11 @@ def test_an_old_subcommand_is_answered_with_its_options(
     "refused",
     [
         "--workload 1048576",
-        "--num-experts 4",
-        "--num-experts=4",
+        "--mtp-num-layers 4",
+        "--mtp-num-layers=4",
         "--fp8-format hybrid",
         "--context-parallel-size 2",
-        "--moe-router-topk 2",
+        "--moe-extended-tp",
     ],
 )
 def test_a_flag_that_the_trainer_refuses_is_named_and_not_in_the_command(

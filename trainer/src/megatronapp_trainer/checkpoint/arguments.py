@@ -22,6 +22,28 @@ def _vocab_size(data: DataConfig) -> int:
 DECOUPLED = "--decoupled-lr"
 """Flag that a manifest records as a boolean; manifests of the first releases lack it."""
 
+
+def _of_experts(get: Callable[[ModelConfig], Any]) -> Getter:
+    """Return a getter of a property of the experts; None for a model without any."""
+    return lambda config: None if config.model.num_experts is None else get(config.model)
+
+
+_EXPERTS: dict[str, Getter] = {
+    "--num-experts": lambda c: c.model.num_experts,
+    "--moe-layer-freq": _of_experts(lambda model: str([int(has) for has in model.expert_layers(model.num_layers)])),
+    "--moe-ffn-hidden-size": _of_experts(lambda model: model.expert_width),
+    "--moe-shared-expert-intermediate-size": _of_experts(lambda model: model.moe_shared_expert_intermediate_size),
+    "--moe-shared-expert-gate": _of_experts(lambda model: model.moe_shared_expert_gate),
+    "--moe-router-topk": _of_experts(lambda model: model.moe_router_topk),
+    "--moe-router-score-function": _of_experts(lambda model: model.moe_router_score_function),
+    "--moe-router-pre-softmax": _of_experts(lambda model: model.moe_router_pre_softmax),
+    "--moe-router-topk-scaling-factor": _of_experts(lambda model: model.moe_router_topk_scaling_factor),
+    "--moe-router-num-groups": _of_experts(lambda model: model.moe_router_num_groups),
+    "--moe-router-group-topk": _of_experts(lambda model: model.moe_router_group_topk),
+    "--moe-router-enable-expert-bias": _of_experts(lambda model: model.moe_router_enable_expert_bias),
+}
+"""Arguments that define a model's mixtures of experts."""
+
 _MODEL: dict[str, Getter] = {
     "--model-type": lambda c: c.model.type,
     "--num-layers": lambda c: c.model.num_layers,
@@ -46,6 +68,7 @@ _MODEL: dict[str, Getter] = {
     "--add-qkv-bias": lambda c: c.model.add_qkv_bias,
     "--untie-embeddings-and-output-weights": lambda c: c.model.untie_embeddings_and_output_weights,
     "--vocab-size": lambda c: _vocab_size(c.data),
+    **_EXPERTS,
 }
 """Arguments that define the model."""
 
@@ -83,7 +106,7 @@ _MASKING: dict[str, Getter] = {
 }
 """Arguments that the contents of samples depend on, but not their order."""
 
-_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False}
+_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False, "--num-experts": None}
 """Values of arguments that manifests lack from before there was a choice."""
 
 TOKENIZER_FILE = "--tokenizer-file"

@@ -11,6 +11,7 @@ from megatronapp_trainer.config.precision import PrecisionConfig
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.bert import bert_problems
 from megatronapp_trainer.config.rules.control import control_problems
+from megatronapp_trainer.config.rules.experts import experts_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.config.rules.tokenizer import tokenizer_problems
@@ -93,7 +94,12 @@ def _world(config: TrainerConfig, data_size: int) -> Iterator[str]:
             f"--rampup-batch-size: start {start} and increment {increment} must be multiples of {stride} "
             f"(--micro-batch-size x replicas)",
         )
-    pipeline = config.parallel.pipeline_model_parallel_size
+    pipeline, experts = config.parallel.pipeline_model_parallel_size, config.parallel.expert_model_parallel_size
+    yield from require(
+        data_size % experts == 0,
+        f"{data_size} replicas cannot share experts in groups of --expert-model-parallel-size {experts}; take a "
+        "divisor of the number of replicas",
+    )
     yield from world_problems(config.dpp, config.world_size(data_size))
     sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
     if config.virtual_size > 1 and not config.is_vee:
@@ -247,11 +253,8 @@ def _tensor_parallel(config: TrainerConfig) -> Iterator[str]:
         f"--ffn-hidden-size {model.mlp_width}{'' if model.ffn_hidden_size else ', which follows from --hidden-size,'} "
         f"must be a multiple of --tensor-model-parallel-size {tensor}",
     )
-    for flag, size in (
-        ("--context-parallel-size", parallel.context_parallel_size),
-        ("--expert-model-parallel-size", parallel.expert_model_parallel_size),
-    ):
-        yield from require(size == 1, f"{flag} {size} is not supported yet; only 1 is")
+    context = parallel.context_parallel_size
+    yield from require(context == 1, f"--context-parallel-size {context} is not supported yet; only 1 is")
     yield from require(
         parallel.ranks_per_gpu == 1 or parallel.distributed_backend == "gloo",
         f"--ranks-per-gpu {parallel.ranks_per_gpu} needs --distributed-backend gloo: NCCL has one rank on a GPU",
@@ -482,6 +485,7 @@ _RULES: tuple[Rule, ...] = (
     _data,
     tokenizer_problems,
     bert_problems,
+    experts_problems,
     _intervals,
     control_problems,
 )

@@ -23,7 +23,14 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = option(False, "the loss counts as a layer of the last stage")
     sequence_parallel: bool = option(False, "norms and dropout work on slices of the sequence within a tensor group")
     context_parallel_size: int = option(1, "only 1 is supported")
-    expert_model_parallel_size: int = option(1, "only 1 is supported")
+    expert_model_parallel_size: int = option(
+        1,
+        "replicas that share the experts, each with a part of them; divides the number of replicas",
+        bounds="[1, inf)",
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that share an expert; only --tensor-model-parallel-size, the default"
+    )
     use_distributed_optimizer: bool = option(False, "shard optimizer state over the replicas")
     overlap_grad_reduce: bool = option(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = option(False, "gather parameters during the forward pass")

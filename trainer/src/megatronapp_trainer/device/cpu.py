@@ -59,6 +59,7 @@ def install() -> None:
         _treat_cpu_as_cuda_in(importlib.import_module(module), path)
     _rebind_clip()
     _use_cpu_generator()
+    _give_counts_as_arrays()
 
 
 def _installed() -> bool:
@@ -96,6 +97,23 @@ class _ModuleProxy(types.ModuleType):
         return getattr(self.__dict__["_target"], name)
 
 
+class _CpuStream:
+    """The only stream of a CPU, on which all work is done when it is launched; also its events."""
+
+    def wait_stream(self, _stream: "_CpuStream") -> None:
+        """Return immediately: nothing is pending."""
+
+    def record_event(self) -> "_CpuStream":
+        """Return an event that has happened already."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return immediately, because everything is done."""
+
+
+_CPU_STREAM = _CpuStream()
+
+
 def _bind_facade() -> None:
     """Let the name ``torch`` in every loaded megatron-core module refer to the facade."""
     facade = _torch_facade()
@@ -115,6 +133,9 @@ def _torch_facade() -> types.ModuleType:
             "manual_seed": torch.manual_seed,
             "get_rng_state": lambda *_args, **_kwargs: torch.get_rng_state(),
             "set_rng_state": lambda state, *_args, **_kwargs: torch.set_rng_state(state),
+            "Stream": lambda *_args, **_kwargs: _CPU_STREAM,
+            "current_stream": lambda *_args, **_kwargs: _CPU_STREAM,
+            "stream": lambda _stream: contextlib.nullcontext(),
         },
     )
     return _ModuleProxy(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
@@ -174,6 +195,19 @@ def _rebind_clip() -> None:
     clip = importlib.import_module("megatron.core.optimizer.clip_grads")
     optimizer: Any = importlib.import_module("megatron.core.optimizer.optimizer")
     optimizer.clip_grad_by_total_norm_fp32 = clip.clip_grad_by_total_norm_fp32
+
+
+def _give_counts_as_arrays() -> None:
+    """Convert the counts of tokens per expert to arrays, which collectives take.
+
+    megatron-core turns them into arrays where it copies them from a GPU alone.
+    """
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def on_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ANN401
+        return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+    dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 def _get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - device and graph flags of CUDA

@@ -15,6 +15,8 @@ def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: A
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values = _shape(config) | _numerics(config, device) | _parallelism(config) | _recomputation(config)
+    if config.model.num_experts is not None:
+        values |= _experts(config)
     try:
         return TransformerConfig(**values)
     except (AssertionError, ValueError) as error:
@@ -48,6 +50,39 @@ def _shape(config: TrainerConfig) -> dict[str, Any]:
         "init_method": leave_empty,
         "output_layer_init_method": leave_empty,
         "embedding_init_method": leave_empty,
+    }
+
+
+def _experts(config: TrainerConfig) -> dict[str, Any]:
+    """Return the fields of mixtures of experts. Their grouped products are ours, so that megatron-core's stay off."""
+    model, parallel = config.model, config.parallel
+    types, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    several = len(types) > 1
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": [int(has_experts) for has_experts in model.expert_layers(model.num_layers)],
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_load_balancing_type": list(types) if several else types[0],
+        "moe_aux_loss_coeff": list(coefficients) if several else coefficients[0],
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_input_jitter_eps": model.moe_input_jitter_eps,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": model.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": model.moe_token_drop_policy,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
     }
 
 

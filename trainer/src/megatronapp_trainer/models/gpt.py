@@ -110,7 +110,7 @@ def _build_chunk(
     implementation = resolve_implementation(model, on_any_device=config.fbd.fbd_forward_on_cpu)
     gpt = GPTModel(
         core_config,
-        block_spec(implementation, core_config, vp_stage, place),
+        block_spec(implementation, core_config, vp_stage, place, grouped=model.moe_grouped_gemm),
         vocab_size,
         model.positions,
         pre_process=place == 0 and chunk == 0,

@@ -17,6 +17,8 @@ from megatronapp_trainer.utils.keyed_generator import generator_of
 
 _LAYER = re.compile(r"(?<=\.layers\.)(\d+)(?=\.)")
 _ONES = re.compile(r"(layernorm|layer_norm)(\.|_)weight$")
+_EXPERTS = ".mlp.experts."
+"""Part of the names of weights of experts, which have an axis of experts before those of a matrix."""
 _OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 """Projections back into the residual stream: their deviation shrinks with depth."""
 
@@ -45,6 +47,8 @@ def initial_shard(
     """Return this rank's part of the initial value of the parameter with this global name, in fp32 on the CPU."""
     if name.endswith("bias"):
         return torch.zeros(parameter.shape)
+    if _EXPERTS in name:
+        return _initial_experts(name, parameter, config, seed=seed, layout=layout)
     if _ONES.search(name):
         return torch.ones(parameter.shape)
     axis = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
@@ -55,6 +59,23 @@ def initial_shard(
     if axis is None or layout.tensor_size == 1:
         return whole
     return _shard(whole, axis, layout, halves=config.swiglu and "linear_fc1" in name)
+
+
+def _initial_experts(
+    name: str, parameter: torch.nn.Parameter, config: ModelConfig, *, seed: int, layout: Layout
+) -> torch.Tensor:
+    """Return the initial weights of this rank's experts, each drawn by its number among all experts."""
+    experts, *shape = parameter.shape
+    axis = parameter.partition_dim - 1  # type: ignore[attr-defined]
+    shape[axis] *= layout.tensor_size
+    first = layout.expert_rank * experts
+    deviation = _deviation(name, config)
+    shards = []
+    for expert in range(first, first + experts):
+        generator = generator_of(f"{seed}:{name}:{expert}")
+        whole = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+        shards.append(_shard(whole, axis, layout, halves=config.swiglu and "linear_fc1" in name))
+    return torch.stack(shards)
 
 
 def _shard(whole: torch.Tensor, axis: int, layout: Layout, *, halves: bool) -> torch.Tensor:

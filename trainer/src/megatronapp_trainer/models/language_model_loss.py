@@ -43,19 +43,25 @@ class StepLoss:
     """True if any rank was asked to stop."""
     time_is_up: bool = False
     """True if any rank has reached its limit of training time."""
+    further: tuple[float, ...] = ()
+    """Sums over all ranks of the further figures that were given to the reduction."""
 
 
 class PendingLossReduction:
     """A reduction whose result is being copied to the host."""
 
-    def __init__(self, copy: HostCopy, reports: torch.Tensor | None, names: Sequence[str]) -> None:
+    def __init__(self, copy: HostCopy, reports: torch.Tensor | None, names: Sequence[str], further: int = 0) -> None:
+        """Take the copy, in which `further` more figures follow the losses and requests."""
         self._copy = copy
         self._reports = reports
         self._names = names
+        self._further = further
 
     def read(self) -> StepLoss:
         """Wait for the result, which is equal on all ranks."""
-        *sums, stops, time_outs = self._copy.read().tolist()
+        values = self._copy.read().tolist()
+        end = len(values) - self._further
+        *sums, stops, time_outs = values[:end]
         totals, counts = sums[::2], sums[1::2]
         means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
         counted = zip(self._names, means, counts, strict=True)
@@ -65,6 +71,7 @@ class PendingLossReduction:
             tokens=int(counts[0]),
             stop=stops > 0,
             time_is_up=time_outs > 0,
+            further=tuple(values[end:]),
         )
 
     def bad_microbatches(self) -> list[int]:
@@ -85,10 +92,12 @@ def reduce_loss(
     names: Sequence[str],
     stop: bool = False,
     time_is_up: bool = False,
+    further: torch.Tensor | None = None,
 ) -> PendingLossReduction:
     """Sum losses, their counts and requests to stop over the world; starts the copy to the host and returns.
 
-    `names`: those of the family's losses; a report has the sum and the count of each.
+    `names`: those of the family's losses; a report has the sum and the count of each. `further`: more figures of this
+    rank, fp64 of one axis, to sum with them.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
     them agree on stopping at the same step boundary, whichever of them got the signal.
@@ -99,8 +108,10 @@ def reduce_loss(
         vector[:-2] = stacked.double().sum(0)
     if stop or time_is_up:
         vector[-2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
+    if further is not None:
+        vector = torch.cat((vector, further))
     dist.all_reduce(vector)
-    return PendingLossReduction(device.to_host(vector), stacked, names)
+    return PendingLossReduction(device.to_host(vector), stacked, names, 0 if further is None else further.numel())
 
 
 def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:

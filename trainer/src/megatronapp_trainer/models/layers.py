@@ -18,18 +18,29 @@ def resolve_implementation(model: ModelConfig, *, on_any_device: bool = False) -
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "install it or take --transformer-impl torch"
         )
-    return model.transformer_impl or ("transformer_engine" if has_engine and not on_any_device else "torch")
+    takes_engine = has_engine and not on_any_device and model.num_experts is None
+    return model.transformer_impl or ("transformer_engine" if takes_engine else "torch")
 
 
-def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library
-    """Return the spec of one model chunk's transformer block, of chunk `vp_stage` on pipeline rank `pp_rank`."""
+def block_spec(
+    implementation: str,
+    transformer_config: Any,  # noqa: ANN401 - untyped library
+    vp_stage: int | None,
+    pp_rank: int,
+    *,
+    grouped: bool = False,
+) -> Any:  # noqa: ANN401 - untyped library
+    """Return the spec of one model chunk's transformer block, of chunk `vp_stage` on pipeline rank `pp_rank`.
+
+    `grouped`: the products of a rank's experts in one kernel, where torch has it.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if implementation == "transformer_engine":
         return get_gpt_decoder_block_spec(
             transformer_config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    return _torch_block(implementation, transformer_config, vp_stage, pp_rank)
+    return _torch_block(implementation, transformer_config, vp_stage, pp_rank, grouped=grouped)
 
 
 def encoder_spec(model: ModelConfig, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library
@@ -44,11 +55,28 @@ def _torch_block(
     pp_rank: int,
     *,
     is_causal: bool = True,
+    grouped: bool = False,
 ) -> Any:  # noqa: ANN401
     """Return layers of megatron-core's linear modules and torch's norms, with either core attention."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatronapp_trainer.models.norm import TorchNorm
+
+    dense = _torch_layer(implementation, transformer_config)
+    if not is_causal:
+        dense.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
+    layers = [dense] * get_num_layers_to_build(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
+    if transformer_config.num_moe_experts is not None:
+        first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
+        layers = _with_experts(layers, implementation, transformer_config, first, grouped=grouped)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+
+
+def _torch_layer(implementation: str, transformer_config: Any) -> Any:  # noqa: ANN401 - ModuleSpec
+    """Return a layer with a dense MLP."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatronapp_trainer.models.norm import TorchNorm
 
@@ -56,10 +84,24 @@ def _torch_block(
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
     layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
-    if not is_causal:
-        layer.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
-    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)
+    return layer
+
+
+def _with_experts(
+    layers: list[Any],
+    implementation: str,
+    transformer_config: Any,  # noqa: ANN401
+    first: int,
+    *,
+    grouped: bool,
+) -> list[Any]:
+    """Return a chunk's layers from number `first` on, with experts where the configuration's pattern has them."""
+    from megatronapp_trainer.models.experts.spec import experts_spec
+
+    layer = _torch_layer(implementation, transformer_config)
+    layer.submodules.mlp = experts_spec(grouped=grouped)
+    pattern = transformer_config.moe_layer_freq[first : first + len(layers)]
+    return [layer if has_experts else dense for dense, has_experts in zip(layers, pattern, strict=True)]
 
 
 def _core_attention(implementation: str) -> type:

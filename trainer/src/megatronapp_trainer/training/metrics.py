@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 
 
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
@@ -30,10 +31,19 @@ def _flops_per_token(model: ModelConfig, padded_vocab_size: int, *, attended_tok
     keys = model.heads_of_keys * model.head_width
     projections = model.hidden_size * (attended + 2 * keys) + attended * model.hidden_size
     attention = 2 * attended_tokens * attended
-    mlp = (3 if model.swiglu else 2) * model.hidden_size * model.mlp_width
+    expert_layers = model.layers_with_experts
+    dense_layers = model.num_layers - expert_layers
+    mlp_widths = dense_layers * model.mlp_width + expert_layers * _width_of_experts(model)
+    mlps = (3 if model.swiglu else 2) * model.hidden_size * mlp_widths
+    routers = expert_layers * model.hidden_size * (model.num_experts or 0)
     logits = model.hidden_size * padded_vocab_size
     head = model.hidden_size**2 if model.type == "bert" else 0  # the dense layer before the logits
-    return 3.0 * 2.0 * (model.num_layers * (projections + attention + mlp) + head + logits)
+    return 3.0 * 2.0 * (model.num_layers * (projections + attention) + mlps + routers + head + logits)
+
+
+def _width_of_experts(model: ModelConfig) -> int:
+    """Return the channels inside the experts that a token passes, as if none were dropped."""
+    return model.moe_router_topk * model.expert_width + (model.moe_shared_expert_intermediate_size or 0)
 
 
 PEAKS = (
@@ -114,6 +124,31 @@ def log_line(
         f"time left: {datetime.timedelta(seconds=round(seconds_left))}",
     ]
     return " " + " | ".join(parts) + " |"
+
+
+def experts_line(experts: ExpertStatistics) -> str:
+    """Format the fullest and the emptiest expert of the step, each over the mean load in its layer, and drops."""
+    loads = [
+        (count * len(counts) / max(sum(counts), 1), layer, expert)
+        for layer, counts in zip(experts.layers, experts.load, strict=True)
+        for expert, count in enumerate(counts)
+    ]
+    extremes = {"fullest": max(loads), "emptiest": min(loads)}
+    parts = [
+        f"{name} expert: {load:.2f} x mean load (layer {layer}, expert {expert})"
+        for name, (load, layer, expert) in extremes.items()
+    ]
+    return " | ".join([*parts, f"dropped: {100 * experts.dropped:.1f} %"]) + " |"
+
+
+def expert_events(experts: ExpertStatistics) -> dict[str, float]:
+    """Return scalars for an event file: the fraction of its layer's tokens that each expert has taken, and drops."""
+    fractions = {
+        f"moe/layer {layer}/expert {expert}": count / max(sum(counts), 1)
+        for layer, counts in zip(experts.layers, experts.load, strict=True)
+        for expert, count in enumerate(counts)
+    }
+    return {**fractions, "moe/load imbalance": experts.imbalance, "moe/dropped": experts.dropped}
 
 
 def validation_line(iteration: int, losses: Mapping[str, float], split: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics, StepObserver
+from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.models.language_model_loss import StepLoss
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.learning_rate import learning_rate
@@ -27,6 +28,8 @@ class StepOutcome:
     """True if statistics of its layers were captured."""
     perturbation: str | None = None
     """Digest of the recipe that was in force in it."""
+    experts: ExpertStatistics | None = None
+    """Losses and load of the experts; None in a model without any."""
 
 
 class TrainingMonitor:
@@ -82,6 +85,7 @@ class TrainingMonitor:
                 elapsed_s=outcome.elapsed_s,
                 batch_size=outcome.batch_size,
                 skipped_steps=self._state.skipped_iterations,
+                experts=outcome.experts,
             )
 
     def evaluated(self, split: str, loss: StepLoss) -> None:
@@ -97,7 +101,7 @@ class TrainingMonitor:
         return StepMetrics(
             iteration=self._state.iteration,
             loss=outcome.loss.mean,
-            losses=outcome.loss.by_name,
+            losses={**outcome.loss.by_name, **({} if outcome.experts is None else outcome.experts.losses)},
             learning_rate=learning_rate(self._state.optimizer),
             grad_norm=outcome.grad_norm,
             tokens_per_second=tokens_per_second,

@@ -16,10 +16,17 @@ from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import LM_LOSS, StepMetrics
+from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport
-from megatronapp_trainer.training.metrics import log_line, perplexity, validation_line
+from megatronapp_trainer.training.metrics import (
+    expert_events,
+    experts_line,
+    log_line,
+    perplexity,
+    validation_line,
+)
 
 if TYPE_CHECKING:  # imported only where a training obeys orders
     from megatronapp_trainer.control.report import ControlReport
@@ -174,7 +181,15 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(iteration=iteration, consumedSamples=consumed_samples, totalIterations=total)
 
-    def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
+    def step(
+        self,
+        metrics: StepMetrics,
+        *,
+        elapsed_s: float,
+        batch_size: int,
+        skipped_steps: int,
+        experts: ExpertStatistics | None = None,
+    ) -> None:
         """Report the end of a step: document, event file, and the log line if one is due."""
         self._elapsed_s.append(elapsed_s)
         self._losses.append(metrics.loss)
@@ -183,8 +198,12 @@ class Reporter:
         self._publish(metrics, seconds_left)
         if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
             self._add_events(metrics, elapsed_s=elapsed_s, batch_size=batch_size)
+            if experts is not None:
+                self._write_events(expert_events(experts), metrics.iteration)
         if metrics.iteration % self._config.logging.log_interval == 0:
             self._interval(metrics, batch_size=batch_size, skipped=skipped_steps, seconds_left=seconds_left)
+            if experts is not None:
+                self.line(f" {experts_line(experts)}")
 
     def _seconds_left(self, iteration: int) -> float:
         """Estimate the rest by the median step since the last log line; a mean would trust the first step."""

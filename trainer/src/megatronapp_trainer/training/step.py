@@ -10,8 +10,10 @@ from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
 from megatronapp_trainer.errors import NotFiniteError
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
+from megatronapp_trainer.models.experts.statistics import ExpertStatistics, expert_counter
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
+    StepLoss,
     reduce_loss,
     refuse_infinite_gradients,
     refuse_not_finite,
@@ -51,6 +53,7 @@ class TrainingStep:
             self._again = SecondComputation(context, batches, capture, perturbation)
             self._batches = self._again.batches
         self._pending: PendingLossReduction | None = None
+        self._experts = expert_counter(self._config, self._run.layout, self._state.chunks)
         optimizer = self._state.optimizer
         optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
         self._began_s = time.monotonic()
@@ -76,9 +79,16 @@ class TrainingStep:
             elapsed_s=time.perf_counter() - began_s,
             is_captured=self._is_captured,
             perturbation=self._perturbed_by,
+            experts=self._expert_statistics(loss, microbatches, batch_size),
         )
         self._monitor.step_end(outcome)
         return outcome
+
+    def _expert_statistics(self, loss: StepLoss, microbatches: int, batch_size: int) -> ExpertStatistics | None:
+        if self._experts is None:
+            return None
+        tokens = batch_size * self._config.model.seq_length
+        return self._experts.read(loss.further, microbatches=microbatches, tokens=tokens)
 
     def _update(self, microbatches: int) -> tuple[bool, Any]:
         """Update the weights; returns whether they changed, and the norm of the gradients."""
@@ -130,6 +140,7 @@ class TrainingStep:
                 names=self._run.loss_names,
                 stop=self._context.stop_request.requested,
                 time_is_up=self._time_is_up(),
+                further=None if self._experts is None else self._experts.take(self._run.device.torch_device),
             )
 
     def _begin_perturbed(self, perturbation: TrainingPerturbation) -> None:

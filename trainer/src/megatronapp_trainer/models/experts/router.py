@@ -1,0 +1,47 @@
+"""megatron-core's router, which also counts the tokens of each expert."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class CountingRouter(TopKRouter):  # type: ignore[misc] # megatron-core carries no types
+    """TopKRouter with the load of its experts, summed over the passes that train."""
+
+    load: torch.Tensor
+    """Tokens that each expert has taken since `take_load`, int64 [experts]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of megatron-core
+        super().__init__(*args, **kwargs)
+        self.register_buffer("load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of tokens [..., H] -> [..., experts], in the precision of --moe-router-dtype.
+
+        In place of megatron-core's function, which fails where Transformer Engine is not installed (0.16).
+        """
+        names = {"fp32": torch.float32, "fp64": torch.float64}
+        dtype = names.get(self.config.moe_router_dtype, input.dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype))
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the experts of each token: scores and bool [tokens, experts].
+
+        Counts passes with gradients alone: neither evaluations, nor the first of two passes where layers are
+        recomputed.
+        """
+        scores, chosen = super().routing(logits, padding_mask=padding_mask)
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                taken = chosen & (scores > 0) if self.config.moe_pad_expert_input_to_capacity else chosen
+                self.load += taken.sum(0)
+        return scores, chosen
+
+    def take_load(self) -> torch.Tensor:
+        """Return the load and set it to 0."""
+        load = self.load.clone()
+        self.load.zero_()
+        return load
