@@ -19,13 +19,16 @@ from detect.faults import Effects, SimulatedFault, effects
 from detect.layout import DATA_SLOT, WORLD_SLOT, Grid
 from detect.protocol import StepTrace
 from detect.spans import Recorder, SpanColumn
-from megatronapp_common.trace import Flag, RecordKind, pass_ordinal
+from detect.stops import Stops
+from megatronapp_common.trace import DURATION_UNIT_NS, Flag, RecordKind, pass_ordinal
 
 Floats = NDArray[np.float64]
 Key = tuple[object, ...]
 Program = Generator[Key, Floats, None]
 BLOCK_VALUES = 6_000_000
 """Most span times in memory at once."""
+USUAL_TOKENS = 4096
+"""Tokens of a usual microbatch."""
 MEETINGS = 8
 """How often the members of a tensor-parallel unit meet inside a pass."""
 
@@ -70,6 +73,10 @@ class SimulatedJob:
     """True if ranks record when their process was stopped."""
     stops_devices: bool = False
     """True for devices that do nothing while their process is stopped, and whose spans have no leads."""
+    reports_work: bool = False
+    """True if ranks that read data record the tokens of each microbatch."""
+    work_part: float = 1.0
+    """Part of a pass that grows with its tokens."""
     transfer_part: float = 0.0
     """Part of a pass in which members of a tensor-parallel unit transfer; the first collective is recorded then."""
 
@@ -172,6 +179,11 @@ class _Block:
         first = stage * self.grid.stage_size
         return values[:, first : first + self.grid.stage_size].reshape(len(values), self.grid.dp, self.grid.tp)
 
+    def stops(self, stage: int) -> Stops:
+        """Draw when the processes of a stage are stopped."""
+        duty, cycle_s = self.of_stage(self.effects.duty, stage), self.of_stage(self.effects.cycle_s, stage)
+        return Stops(duty, cycle_s, self.extra_rng)
+
     def run(self, now_s: float) -> None:
         """Run all stages; `now_s` is when the ranks synchronised before the first step."""
         stages = [StageRun(self, stage) for stage in range(self.grid.pp)]
@@ -200,43 +212,6 @@ def _drive(programs: list[Program], published: dict[Key, Floats]) -> None:
             continue
 
 
-class _Stops:
-    """Stopped and continued processes of a stage: maps work to wall time."""
-
-    def __init__(self, block: _Block, stage: int) -> None:
-        self.running = 1.0 - block.of_stage(block.effects.duty, stage)
-        self.cycle = block.of_stage(block.effects.cycle_s, stage)
-        self.phase = block.extra_rng.random(block.shape) * self.cycle
-        self.affected = bool((self.running < 1.0).any())
-
-    def records(self, begin: Floats, end: Floats) -> list[SpanColumn]:
-        """Return the stops between `begin` and `end`; those of ranks that are not stopped have no length."""
-        if not self.affected:
-            return []
-        on = self.running * self.cycle
-        columns = []
-        first = np.floor((begin + self.phase) / self.cycle)
-        last = np.floor((end + self.phase) / self.cycle)
-        count = int(np.where(self.running < 1.0, last - first, 0.0).max()) + 1
-        for number in range(count):
-            cycle = (first + number) * self.cycle - self.phase
-            start = np.clip(cycle + on, begin, end)
-            stop = np.where(self.running < 1.0, np.clip(cycle + self.cycle, begin, end), start)
-            columns.append(SpanColumn(RecordKind.STOPPED, start, stop))
-        return columns
-
-    def end(self, start: Floats, seconds: Floats) -> Floats:
-        """Return when work that begins at `start` ends; what waits ends when the process runs."""
-        if not self.affected:
-            return start + seconds
-        on = self.running * self.cycle
-        cycles, rest = np.divmod(start + self.phase, self.cycle)
-        done = cycles * on + np.minimum(rest, on) + seconds
-        cycles, rest = np.divmod(done, on)
-        wall = cycles * self.cycle + rest - self.phase
-        return np.where(self.running < 1.0, np.maximum(wall, start), start + seconds)
-
-
 class _Tail:
     """Spans of a stage after the synchronisation of a step, with times from there."""
 
@@ -244,7 +219,7 @@ class _Tail:
         job, rng, shape = block.job, block.rng, block.shape
         self.columns: list[SpanColumn] = []
         pace = block.of_stage(block.paces, stage)
-        stops = _Stops(block, stage)
+        stops = block.stops(stage)
         zero = np.zeros(shape)
         self.norm_end = stops.end(zero, 0.02 * job.forward_s * rng.uniform(0.9, 1.1, shape))
         begin = self.norm_end + job.noise.gap_s * rng.uniform(0.5, 1.5, shape)
@@ -286,7 +261,7 @@ class StageRun:
         self.factor = block.of_stage(block.effects.factor, stage)
         self.tokens = block.of_stage(block.effects.tokens, stage)
         self.stall = block.of_stage(block.effects.stall, stage)
-        self.stops = _Stops(block, stage)
+        self.stops = block.stops(stage)
         self.lead = np.zeros(block.shape)
         self.queued = np.zeros(block.shape)
         self.sent: list[tuple[Key, int, int, int]] = []
@@ -313,6 +288,7 @@ class StageRun:
             elif task.is_forward:
                 late = self.block.of_stage(self.block.effects.wait, self.stage) * self.forward_s * grid.vpp
                 self._span(RecordKind.DATA, 1e-4 + late, task.microbatch)
+                self._report_work(task.microbatch)
             if task.is_forward:
                 self._stall(forwards)
                 forwards += 1
@@ -429,7 +405,9 @@ class StageRun:
     def _compute(self, task: sched.Pass) -> None:
         begin = self.now
         base = self.forward_s * (1.0 if task.is_forward else self.job.backward_ratio)
-        work = base * self.block.work[:, task.microbatch] * self.tokens * self.pace * self.factor
+        tokens = self.block.work[:, task.microbatch] * self.tokens
+        grown = tokens if self.job.work_part == 1.0 else 1.0 + self.job.work_part * (tokens - 1.0)
+        work = base * grown * self.pace * self.factor
         work = work * nz.span_factors(self.noise, self.rng, self.block.shape)
         launch = self.noise.launch * base
         if self.noise.device and not self.job.stops_devices:
@@ -463,6 +441,13 @@ class StageRun:
                     flags=Flag.DEVICE_CLOCK,
                 )
             )
+
+    def _report_work(self, microbatch: int) -> None:
+        if not self.job.reports_work:
+            return
+        tokens = np.rint(USUAL_TOKENS * self.block.work[:, microbatch] * self.tokens) + np.zeros(self.block.shape)
+        aux, flags = tokens * DURATION_UNIT_NS * 1e-9, int(Flag.AUX_WORK)
+        self.columns.append(SpanColumn(RecordKind.WORK, self.now, self.now, microbatch, aux=aux, flags=flags))
 
     def _transfer_s(self, base: float) -> Floats:
         """Return how long the members of each unit transfer inside a pass of `base` seconds."""

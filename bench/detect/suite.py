@@ -59,6 +59,8 @@ class Row:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     stops_devices: bool = False
+    reports_work: bool = False
+    work_part: float = 1.0
     transfer_part: float = 0.0
 
 
@@ -93,6 +95,8 @@ def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
         clock_offset_s=row.clock_offset_s,
         clock_drift_ppm=row.clock_drift_ppm,
         stops_devices=row.stops_devices,
+        reports_work=row.reports_work,
+        work_part=row.work_part,
         transfer_part=row.transfer_part,
     )
     return DetectionCase(row=row.name, layout=layout, job=job, seed=seed, steps=row.steps, faults=faults)
@@ -267,6 +271,11 @@ ROWS = {
         Row(name="link in a node", faults=link, layouts=("node: dp2-pp4",)),
         Row(name="tensor-parallel links", faults=collective("tensor", 1.5, 4), layouts=TENSOR, transfer_part=0.2),
         Row(name="links between replicas", faults=collective("data", 5, 15), layouts=REPLICAS),
+        Row(name="more tokens", faults=tokens, reports_work=True, work_part=0.8),
+        Row(name="more tokens and uneven work", faults=tokens, events=uneven, reports_work=True, work_part=0.8),
+        Row(
+            name="compute and reported work", faults=compute(1.05, 3.0), events=uneven, reports_work=True, work_part=0.8
+        ),
         Row(name="busy memory", faults=memory),
         Row(name="shared device", faults=shared_device),
         Row(name="2 to 5 faults", faults=several),
@@ -281,6 +290,7 @@ ROWS = {
         Row(name="healthy: eventful", events=eventful),
         Row(name="healthy: uneven work", events=uneven),
         Row(name="healthy: transfers", layouts=TENSOR, transfer_part=0.2),
+        Row(name="healthy: reported work", events=uneven, reports_work=True, work_part=0.8),
         Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
         Row(name="healthy: 20 % lost records", lost=0.2),
         Row(name="healthy: cpu", noise="cpu", layouts=CPU_LAYOUTS),

@@ -189,6 +189,8 @@ class SubjectType(enum.StrEnum):
 
     RANK = "rank"
     LINK = "link"
+    REPLICA = "replica"
+    """All ranks of a data-parallel replica."""
     GROUP = "group"
     """Ranks whose collectives the links between them slow down."""
     WORKER = "worker"
@@ -210,6 +212,8 @@ class Cause(enum.StrEnum):
     """NVLink or PCIe between devices of one node."""
     DATA = "data"
     """Waits for its data loader."""
+    DATA_IMBALANCE = "data-imbalance"
+    """Gets more tokens, or longer sequences, than the other replicas."""
     REGRESSION = "regression"
     """All ranks are slower than before."""
     HANG = "hang"

@@ -13,6 +13,8 @@ RECORD_BYTES = 32
 DURATION_UNIT_NS = 8
 """Unit of durations, 8 ns: 32 bits reach 34 s."""
 MAX_DURATION_UNITS = 0xFFFF_FFFF
+PAIRS_UNIT = 1024
+"""Unit of the pairs of tokens of a WORK record: 32 bits reach sequences of 2 million tokens."""
 BYTES_UNIT = 16
 """Unit of a transfer's `aux`, 16 bytes: 32 bits reach 64 GiB."""
 NO_COMM = 0xFFFF
@@ -102,6 +104,10 @@ class RecordKind(enum.IntEnum):
     """Time in which the process of the rank neither ran nor waited for a processor: it was stopped by a signal or a
     debugger, or with its control group or machine. It lies anywhere in the step, also across other spans.
     """
+    WORK = 29
+    """Note of the work of a microbatch, without a length: aux is its tokens (AUX_WORK), `ordinal` the pairs of tokens
+    that attend to each other, in 1,024s. Written by the ranks that read data, where microbatches differ in shape.
+    """
     NCCL = 30
     """A transfer of NCCL, from the begin of its kernel on this rank to its end; aux is its size, `layer` its
     NcclOperation. The kernel waits for the other ranks, so the transfer itself begins with the last one.
@@ -120,7 +126,7 @@ class Flag(enum.IntFlag):
     AUX_BYTES = 2
     """aux is the size of the transfer in 16 bytes."""
     AUX_WORK = 4
-    """aux is the work of a compute span, in tokens."""
+    """aux is the work of a microbatch, in tokens."""
     AUX_RUN_QUEUE = 8
     """aux is the run-queue delay of the recording thread within the span, in 8 ns."""
     DEVICE_CLOCK = 16

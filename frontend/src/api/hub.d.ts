@@ -3619,7 +3619,7 @@ export interface components {
              * Type
              * @enum {string}
              */
-            type: "rank" | "link" | "group" | "worker" | "node" | "stage" | "job";
+            type: "rank" | "link" | "group" | "replica" | "worker" | "node" | "stage" | "job";
             /** Worker */
             worker: number | null;
         };
@@ -4200,7 +4200,7 @@ export interface components {
              * Cause
              * @enum {string}
              */
-            cause: "compute" | "memory" | "host" | "link" | "nvlink-pcie" | "data" | "regression" | "hang" | "undetermined";
+            cause: "compute" | "memory" | "host" | "link" | "nvlink-pcie" | "data" | "data-imbalance" | "regression" | "hang" | "undetermined";
             /** Confidence */
             confidence: number;
             effect: components["schemas"]["Effect"];

@@ -36,6 +36,8 @@ export function subjectName({ subject }: Verdict): string {
   switch (subject.type) {
     case "link":
       return `Link ${source} → ${destination}`;
+    case "replica":
+      return `Replica of ${rankList(subject.ranks)}`;
     case "group":
       return `Links of ${rankList(subject.ranks)}`;
     case "worker":
@@ -58,6 +60,7 @@ const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
   link: "slow link",
   "nvlink-pcie": "slow NVLink or PCIe",
   data: "slow data loading",
+  "data-imbalance": "more tokens than others",
   regression: "slower than before",
   hang: "hung",
   undetermined: "cause undetermined",

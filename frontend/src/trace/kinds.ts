@@ -30,6 +30,7 @@ export const Kind = {
   CAPTURE: 26,
   PERTURB: 27,
   STOPPED: 28,
+  WORK: 29,
   NCCL: 30,
   METRIC: 32,
   COUNTER: 33,

@@ -81,6 +81,7 @@ KINDS = {
     "WEIGHT": 23,
     "COPY": 24,
     "STOPPED": 28,
+    "WORK": 29,
     "NCCL": 30,
     "METRIC": 32,
     "COUNTER": 33,

@@ -11,7 +11,7 @@ from detect.suite import LAYOUTS, DetectionCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.detect.job_regression import NEWEST, JobBaseline
+from megatronapp_analyzer.detect.causes.job_regression import NEWEST, JobBaseline
 
 
 def steps_over(shifts: np.ndarray) -> list[int]:

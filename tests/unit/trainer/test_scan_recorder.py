@@ -272,3 +272,14 @@ def test_a_failure_of_the_driver_is_logged_once(device: SimulatedDevice, caplog:
 def test_a_library_that_does_not_exist_is_refused() -> None:
     with pytest.raises(native.RingError, match="cannot be loaded"):
         native.DeviceRecorder(None, 0, "libno-such-driver.so")
+
+
+def test_the_work_of_a_microbatch_is_a_note(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
+    recorder = host_recorder(ring_path, clock, [])
+    recorder.begin_step(7)
+    recorder.work(3, tokens=5000, pairs=5000 * 5000)
+    recorder.work(4, tokens=2**40, pairs=1)
+    first, second = records(ring_path)
+    assert (first["kind"], first["flags"], first["duration"]) == (RecordKind.WORK, Flag.AUX_WORK, 0)
+    assert (first["step"], first["microbatch"], first["aux"], first["ordinal"]) == (7, 3, 5000, 24415)
+    assert (second["aux"], second["ordinal"]) == (2**32 - 1, 1)

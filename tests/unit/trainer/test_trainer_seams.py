@@ -230,6 +230,11 @@ class DictionarySource:
     def __init__(self, source: Any) -> None:
         self._source = source
 
+    def work(self, batch: Any) -> Any:
+        from megatronapp_trainer.data.microbatches import MicrobatchWork
+
+        return MicrobatchWork(tokens=batch["tokens"].numel())
+
     def read(self, iterator: Any, count: int) -> list[Any]:
         return [
             {name: getattr(batch, name) for name in batch.__slots__} for batch in self._source.read(iterator, count)
@@ -256,6 +261,9 @@ def train_with(schedule: str, family: str) -> tuple[list[tuple[str, str, int]], 
     schedule_of_run = build_schedule(run, observer)
     trainer = Trainer(run, iterators, schedule_of_run, stop_request=StopRequest(), observer=observer)
     outcomes = [trainer.step() for _ in range(3)]
+    tokens = run.config.training.micro_batch_size * run.config.model.seq_length
+    reported = [(microbatch, tokens) for _ in outcomes for microbatch in range(4)]
+    assert observer.tokens == (reported if family == "dictionary" else [])
     return (
         observer.passes,
         [outcome.loss.mean for outcome in outcomes],
@@ -264,10 +272,15 @@ def train_with(schedule: str, family: str) -> tuple[list[tuple[str, str, int]], 
 
 
 class PassObserver:
-    """Observer that keeps the passes."""
+    """Observer that keeps the passes, and the reported work."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, str, int]] = []
+        self.tokens: list[tuple[int, int]] = []
+
+    def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
+        assert pairs == 0
+        self.tokens.append((microbatch, tokens))
 
     def begin(self, kind: RecordKind, _chunk: int, microbatch: int, *, early: bool = False) -> None:
         if kind in {RecordKind.FORWARD, RecordKind.BACKWARD}:

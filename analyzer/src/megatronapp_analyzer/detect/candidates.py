@@ -9,6 +9,7 @@ from megatronapp_analyzer.detect.baseline import Mask
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.detect.work import StepWork, work_details
 from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSubject
 
 ALIKE_PART = 0.5
@@ -58,6 +59,8 @@ class SuspectCandidate:
     """True if all that a rank sends is late."""
     receives: bool = False
     """True if all that it receives is late."""
+    details: tuple[str, ...] = ()
+    """Further evidence, as text."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -90,6 +93,11 @@ class SubjectResolver:
     def link(self, source: int, destination: int) -> VerdictSubject:
         """Return the subject of a directed pair."""
         return VerdictSubject(type=SubjectType.LINK, ranks=(source, destination))
+
+    def replica(self, replica: int) -> VerdictSubject:
+        """Return the subject of a data-parallel replica: all its ranks, or its only rank."""
+        ranks = tuple(rank for rank, at in enumerate(self.layout.coordinates) if at.dp == replica)
+        return self._subject(SubjectType.REPLICA if len(ranks) > 1 else SubjectType.RANK, ranks)
 
     def group(self, ranks: tuple[int, ...]) -> VerdictSubject:
         """Return the subject of ranks between which links are slow."""
@@ -219,6 +227,19 @@ def of_groups(
             evidence, (int(group),), places.group(groups[group]), places.link_cause(groups[group], on_device=True)
         )
         for group in active
+    ]
+
+
+def of_replicas(
+    evidence: CauseEvidence, active: Ints, work: StepWork | None, places: SubjectResolver
+) -> list[SuspectCandidate]:
+    """Return replicas that get more work."""
+    found = [_candidate(evidence, (int(replica),), places.replica(int(replica))) for replica in active]
+    if work is None:
+        return found
+    return [
+        dataclasses.replace(candidate, details=work_details(work, candidate.columns[0], candidate.ratio))
+        for candidate in found
     ]
 
 

@@ -21,6 +21,7 @@ from megatronapp_analyzer.detect.hang_tracker import HangTracker
 from megatronapp_analyzer.detect.localize import MemberLocalizer
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.detect.work import WorkModel
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
 from megatronapp_analyzer.graph.replay import Replayer, replay
@@ -81,7 +82,7 @@ class Detector:
         kinds = np.bincount(view.records["kind"], minlength=256)
         if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
-        features = _without_doubtful_links(extract(aligned, self._layout), clocks)
+        features = _without_doubtful_links(extract(aligned, self._layout, self._work), clocks)
         transfers = transfers_of(aligned, self._units.of_rank)
         self._steps_seen += 1
         self._recent.append(view.step)
@@ -105,6 +106,7 @@ class Detector:
     def _reset(self) -> None:
         self._channels = ChannelSet(self._layout, self._units, self._settings)
         self._aligner = ClockAligner(self._layout)
+        self._work = WorkModel(self._layout, self._settings)
         self._narrowing = MemberLocalizer(self._units)
         self._microbatch_s = ColumnHistory(1, self._settings.window)
         self._microbatches = 1
@@ -146,7 +148,7 @@ class Detector:
         evidence = self._channels.read(features, transfers, budget, whole=view.lost == 0)
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.data, evidence.link)):
             self._microbatch_s.add(np.array([step_s / self._microbatches]), np.array([True]))
-        found = self._candidates(evidence, view, budget)
+        found = self._candidates(evidence, view, features, budget)
         self._tracks.propose(
             found,
             lambda votes: self._since(view, votes),
@@ -173,7 +175,9 @@ class Detector:
             least_s += doubt_s
         return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
-    def _candidates(self, evidence: StepEvidence, view: StepRecords, step_s: float) -> list[SuspectCandidate]:
+    def _candidates(
+        self, evidence: StepEvidence, view: StepRecords, features: StepFeatures, step_s: float
+    ) -> list[SuspectCandidate]:
         """Return the subjects that the last steps are evidence against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         data = cand.of_host(evidence.data, self._active(evidence.data), self._places, self._settings)
@@ -187,6 +191,7 @@ class Detector:
         others = host + data + link
         compute = cand.without_explained(compute, others, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
+        others += cand.of_replicas(evidence.work, self._active(evidence.work), features.work, self._places)
         found = self._worth_telling(compute + others, step_s, on_device=on_device)
         found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)

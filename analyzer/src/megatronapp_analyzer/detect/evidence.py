@@ -9,6 +9,8 @@ from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandida
 from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers
 from megatronapp_analyzer.detect.causes.group_links import GroupLinks
 from megatronapp_analyzer.detect.causes.growth import PartBaselines, PartGrowth
+from megatronapp_analyzer.detect.causes.job_regression import UNKNOWN, JobBaseline
+from megatronapp_analyzer.detect.causes.work_balance import WorkBalance
 from megatronapp_analyzer.detect.compute_channel import LogChannel
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
 from megatronapp_analyzer.detect.evidence_channels import (
@@ -18,7 +20,6 @@ from megatronapp_analyzer.detect.evidence_channels import (
     DelayChannel,
 )
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
-from megatronapp_analyzer.detect.job_regression import UNKNOWN, JobBaseline
 from megatronapp_analyzer.detect.kernel_launch_delays import LaunchBaseline, LaunchReading
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.statistics.persistence import VoteWindow
@@ -51,6 +52,8 @@ class StepEvidence:
     compute: CauseEvidence
     host: CauseEvidence
     data: CauseEvidence
+    work: CauseEvidence
+    """Evidence that replicas get more work, in a column for each."""
     link: CauseEvidence
     collective: CauseEvidence
     """Evidence against the links of groups, in a column for each of `groups`."""
@@ -72,6 +75,7 @@ class StepEvidence:
             Cause.COMPUTE: self.compute,
             Cause.HOST: self.host,
             Cause.DATA: self.data,
+            Cause.DATA_IMBALANCE: self.work,
             Cause.LINK: self.link,
             Cause.NODE_LINK: self.link,
             Cause.REGRESSION: self.regression,
@@ -111,6 +115,7 @@ class ChannelSet:
         self._job = JobBaseline()
         self._votes_job = VoteWindow(1, settings.votes)
         self._votes_data = VoteWindow(layout.world, settings.votes)
+        self._work = WorkBalance(layout, settings)
         self._votes_link = VoteWindow(0, settings.votes)
         self._groups = GroupLinks(layout, settings)
         self._parts = PartBaselines(layout, units, settings)
@@ -140,6 +145,7 @@ class ChannelSet:
             host=host,
             host_parts=parts,
             data=self._read_data(features, step_s, crowded_s, whole=whole),
+            work=self._work.read(features, step_s),
             link=self._read_link(features, step_s, crowded_s),
             collective=self._groups.read(transfers, step_s),
             groups=self._groups.groups,

@@ -10,6 +10,7 @@ idle      seconds per microbatch of the whole step outside any span, posts inclu
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
 crowded   run-queue delay of the whole step per microbatch
+work      reported work of the microbatches; where there is any, the lengths of passes are those of usual work
 optimizer seconds of OPTIMIZER on a device's clock, which multiplies no matrices and waits for memory
 stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others.
           On a device's clock, by which its stops lengthened the passes: a device continues while its host is stopped
@@ -23,6 +24,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
@@ -58,6 +60,7 @@ class StepFeatures:
     crowded_s: Floats
     stopped_s: Floats
     optimizer_s: Floats
+    work: StepWork | None
     step_s: Floats
     forwards: Ints
     """FORWARD spans of each rank, all chunks; of a rank that runs none, BACKWARD spans."""
@@ -82,8 +85,11 @@ class _StepSpans:
     stops: Stops
 
 
-def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
-    """Compute the features of one step on aligned clocks."""
+def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None) -> StepFeatures:
+    """Compute the features of one step on aligned clocks.
+
+    `model`: how passes of the job grow with their work, if it is reported; it learns from the step.
+    """
     spans = rec.stream(view.records)
     spans = spans[spans["rank"] < layout.world]
     origin_ns = view.start_ns if len(view.records) else 0
@@ -97,6 +103,7 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     if layout.tp * layout.cp * layout.ep > 1:
         clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
         clean[_incomplete_spans(spans, layout)] = np.nan
+    clean, work = (clean, None) if model is None else model.normalise(view.records, spans, clean)
     laid = _StepSpans(spans=spans, start=start, end=end, clean=clean, stops=worked)
     messages = messages_of(spans, rec.comm_index(view.comms))
     forwards = _passes(spans, layout.world)
@@ -120,6 +127,7 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         stopped_s=_over(_sums(spans["rank"], lengthened, step_s), forwards)
         if on_device
         else _stopped(stops, view.records, origin_ns, forwards),
+        work=work,
         optimizer_s=_optimizer(spans, ~late & calm & on_device, layout.world),
         step_s=step_s,
         forwards=forwards,

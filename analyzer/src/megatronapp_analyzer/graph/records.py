@@ -19,6 +19,7 @@ NOT_WORK_KINDS = frozenset(
         RecordKind.NCCL,
         RecordKind.FAULT,
         RecordKind.STOPPED,
+        RecordKind.WORK,
         RecordKind.METRIC,
         RecordKind.COUNTER,
     }

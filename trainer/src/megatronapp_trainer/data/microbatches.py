@@ -6,7 +6,7 @@ G microbatches that are sent together, P planes, B samples of a microbatch, S se
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,14 @@ class Microbatch:
     """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
 
 
+class MicrobatchWork(NamedTuple):
+    """Work of a microbatch, as its passes compute it: padding counts where it is computed."""
+
+    tokens: int
+    pairs: int = 0
+    """Pairs of tokens that attend to each other; 0 where they grow like the tokens."""
+
+
 class MicrobatchSource(Protocol):
     """Reads the microbatches of a model family; what they hold is between it and the family's `forward` and `loss`."""
 
@@ -102,6 +110,9 @@ class MicrobatchSource(Protocol):
 
     def read(self, iterator: Iterator[Any], count: int) -> list[Any]:
         """Return the next `count` microbatches of this iterator; collective over the tensor group."""
+
+    def work(self, batch: Any) -> MicrobatchWork | None:  # noqa: ANN401 - the family's microbatch
+        """Return the work of a microbatch, for traces; None where all have the same shape."""
 
 
 class BatchSource:
@@ -135,6 +146,9 @@ class BatchSource:
             self._masks(batches, count),
         )
         return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
+
+    def work(self, batch: Microbatch) -> None:
+        """Return None: all microbatches have the same shape, and padding is computed like text."""
 
     def _packed(self, batches: list[HostMicrobatch]) -> torch.Tensor | None:
         """Pack the planes to send, int64 [G, P, B, S]; a loss mask has only 0 and 1."""
@@ -219,9 +233,14 @@ class StepFeed:
             count = min(self._source.together, self._num_microbatches - self._read)
             for batch in self._source.read(self.iterator, count):
                 self._pending[self._read] = (batch, len(self._source.reading_chunks))
+                self._report_work(batch)
                 self._read += 1
         if self._observer is not None:
             self._observer.end(RecordKind.DATA)
+
+    def _report_work(self, batch: Any) -> None:  # noqa: ANN401 - the family's microbatch
+        if self._observer is not None and (work := self._source.work(batch)) is not None:
+            self._observer.work(self._read, tokens=work.tokens, pairs=work.pairs)
 
     def _release(self, microbatch: int) -> Any:  # noqa: ANN401 - the family's microbatch
         batch, users = self._pending.pop(microbatch)

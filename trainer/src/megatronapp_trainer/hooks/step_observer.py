@@ -79,6 +79,9 @@ class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
     def end(self, kind: RecordKind) -> None:
         """The span of this kind has ended."""
 
+    def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
+        """The work of a microbatch of this step is known, where microbatches differ in shape; called within DATA."""
+
     def validation(self, loss: float) -> None:
         """An evaluation has ended; called on every rank."""
 

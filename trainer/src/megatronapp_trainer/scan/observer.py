@@ -156,6 +156,11 @@ class ScanObserver:
             flags = self._stretch(kind)
         self._spans.end(kind, flags)
 
+    def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
+        """Write the work of a microbatch, once for each replica."""
+        if self._layout.is_first_stage and self._layout.tensor_rank == 0:
+            self._recorder.work(microbatch, tokens=tokens, pairs=pairs)
+
     def validation(self, loss: float) -> None:
         """Write a sample of the validation loss."""
         if self._layout.is_reporter:

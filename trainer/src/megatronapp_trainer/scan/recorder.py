@@ -11,6 +11,7 @@ from megatronapp_common.trace import (
     MAX_DURATION_UNITS,
     NO_COMM,
     NO_MICROBATCH,
+    PAIRS_UNIT,
     TIMED_KINDS,
     Flag,
     Metric,
@@ -192,6 +193,13 @@ class Recorder:
     def interval(self, fields: RecordKey, start_ns: int, length_ns: int) -> None:
         """Record a span whose times are known already."""
         self._write(self.step, fields, start_ns, length_ns, 0, 0)
+
+    def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
+        """Record the work of a microbatch."""
+        tokens, pairs = min(tokens, MAX_DURATION_UNITS), min(-(-pairs // PAIRS_UNIT), MAX_DURATION_UNITS)
+        self.ring.record(
+            self._now_ns(), 0, self.step, pairs, tokens, NO_COMM, microbatch, RecordKind.WORK, 0, 0, Flag.AUX_WORK
+        )
 
     def metric(self, metric: Metric, value: float) -> None:
         """Record a sample of this moment."""

@@ -23,6 +23,7 @@ _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
     Cause.DATA: "wait for data per microbatch, without run-queue delay",
+    Cause.DATA_IMBALANCE: "compute per microbatch for its tokens",
     Cause.REGRESSION: "compute of all ranks per microbatch, without run-queue delay",
     Cause.LINK: "delivery per message, after both sides were ready and without run-queue delay",
     Cause.NODE_LINK: "delivery per message, after both sides were ready and without run-queue delay",
@@ -50,6 +51,7 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
     if late:
         grown = f"its device spans were {track.late_ratio:.1f} times as long"
         lines.append(f"{grown}: kernels were launched late; the cost includes it")
+    lines += candidate.details
     lines += _part_lines(typical_parts(track.parts), track.ratio)
     if candidate.cause in LINK_CAUSES:
         return tuple(lines)

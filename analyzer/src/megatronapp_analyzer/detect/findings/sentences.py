@@ -6,6 +6,7 @@ _DOES = {
     Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
     Cause.MEMORY: "computes {ratio:.2f} times as long as expected, its memory-bound work most: its memory is busy",
     Cause.DATA: "waits for its data loader for {excess_ms:.1f} ms per microbatch",
+    Cause.DATA_IMBALANCE: "gets more work than the others: its passes take {ratio:.2f} times as long for their tokens",
     Cause.REGRESSION: "takes {ratio:.2f} times as long as before in every pass",
     Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
     Cause.UNDETERMINED: "takes {ratio:.1f} times as long as the others: stage imbalance or slow rank, undetermined",
@@ -27,12 +28,13 @@ def name(subject: VerdictSubject, layout: JobLayout) -> str:
     }
     if subject.type in titles:
         return f"{titles[subject.type]} ({_ranks(subject.ranks)})"
-    at = layout.coordinates[subject.ranks[0]]
-    if subject.type is SubjectType.STAGE:
-        return f"Stage {at.pp} ({_role(subject.ranks[0], layout)}{_ranks(subject.ranks)})"
+    at, role = layout.coordinates[subject.ranks[0]], _role(subject.ranks[0], layout)
+    if subject.type in {SubjectType.STAGE, SubjectType.REPLICA}:
+        part = f"Replica {at.dp} (" if subject.type is SubjectType.REPLICA else f"Stage {at.pp} ({role}"
+        return f"{part}{_ranks(subject.ranks)})"
     if len(subject.ranks) == 1:
         return f"{_rank(subject.ranks[0], layout)} (stage {at.pp}, replica {at.dp}, node {subject.node})"
-    return f"One of {_ranks(subject.ranks)} ({_role(subject.ranks[0], layout)}stage {at.pp}, replica {at.dp})"
+    return f"One of {_ranks(subject.ranks)} ({role}stage {at.pp}, replica {at.dp})"
 
 
 def sentence(

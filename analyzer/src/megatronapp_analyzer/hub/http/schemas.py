@@ -116,7 +116,7 @@ class JobView(ApiModel):
 class Subject(ApiModel):
     """Whom a verdict names. A link has ranks [source, destination], a group all ranks whose collectives are slow."""
 
-    type: Literal["rank", "link", "group", "worker", "node", "stage", "job"]
+    type: Literal["rank", "link", "group", "replica", "worker", "node", "stage", "job"]
     ranks: list[int]
     worker: int | None
     node: str | None
@@ -152,7 +152,18 @@ class VerdictView(ApiModel):
 
     id: str
     subject: Subject
-    cause: Literal["compute", "memory", "host", "link", "nvlink-pcie", "data", "regression", "hang", "undetermined"]
+    cause: Literal[
+        "compute",
+        "memory",
+        "host",
+        "link",
+        "nvlink-pcie",
+        "data",
+        "data-imbalance",
+        "regression",
+        "hang",
+        "undetermined",
+    ]
     state: Literal["suspect", "confirmed", "recovering", "cleared"]
     effect: Effect
     confidence: float

@@ -19,7 +19,7 @@ from megatronapp_common.trace import P2P_KINDS, RecordKind
 CACHED_STEPS = 3
 CACHED_BYTES = 256 << 20
 """Memory of the figures that are cached with their records, besides those of the newest request."""
-SAMPLE_KINDS = frozenset({RecordKind.METRIC, RecordKind.COUNTER})
+SAMPLE_KINDS = frozenset({RecordKind.WORK, RecordKind.METRIC, RecordKind.COUNTER})
 """Records that are no spans."""
 Ints = NDArray[np.int64]
 Places = NDArray[np.int32]

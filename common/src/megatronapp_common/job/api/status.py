@@ -161,7 +161,7 @@ class SlowRank(StatusType):
 
     id: Annotated[str, EMPTY_IS_ABSENT]
     subject: Annotated[str, Field(validation_alias=AliasPath("subject", "type"))] = ""
-    """Kind of the subject: rank, link, group, worker, node, stage or job."""
+    """Kind of the subject: rank, link, group, replica, worker, node, stage or job."""
     ranks: Annotated[tuple[int, ...], Field(validation_alias=AliasPath("subject", "ranks"))] = ()
     cause: str = ""
     state: str = ""

@@ -114,6 +114,9 @@ class BertBatchSource:
             for planes_PBT in packed_GPBT
         ]
 
+    def work(self, batch: BertMicrobatch) -> None:
+        """Return None: all microbatches have the same shape, and padding is computed like text."""
+
     def _packed(self, batches: list[HostBertMicrobatch]) -> torch.Tensor | None:
         if not batches:
             return None
