@@ -71,6 +71,8 @@ class Disturbance(Generic[AnyDisturber]):
     cause: str
     subjects: Sequence[Sequence[int]] = ((1,),)
     """Ranks of each subject that should be named."""
+    also: str = ""
+    """Another cause that is right."""
     begin: int = 0
     end: int = 0
     """First step, and first step after it: the planned ones, then the real ones."""
@@ -172,7 +174,8 @@ def _row(
     right: dict[tuple[int, ...], Named] = {}
     parts, others = [], []
     for found in own:
-        ranks, is_cause = set(found.verdict["subject"]["ranks"]), found.verdict["cause"] == disturbance.cause
+        ranks = set(found.verdict["subject"]["ranks"])
+        is_cause = found.verdict["cause"] in {disturbance.cause, disturbance.also}
         whole = next((tuple(subject) for subject in disturbance.subjects if set(subject) == ranks), None)
         if is_cause and whole is not None and whole not in right:
             right[whole] = found

@@ -87,7 +87,12 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
             name="products, all of the time", start=lambda d: d.compete("cuda:1", "products", 1.0), cause="compute"
         ),
         Disturbance(name="products, 15 %", start=lambda d: d.compete("cuda:1", "products", 0.15), cause="compute"),
-        Disturbance(name="memory copies, half", start=lambda d: d.compete("cuda:1", "memory", 0.5), cause="compute"),
+        Disturbance(
+            name="memory copies, half",
+            start=lambda d: d.compete("cuda:1", "memory", 0.5),
+            cause="memory",
+            also="compute",  # processes that take turns on a device slow all of its work
+        ),
         Disturbance(name="kernels after passes, 1.10", start=lambda d: d.inject("compute", 1.10), cause="compute"),
         Disturbance(name="kernels after passes, 1.05", start=lambda d: d.inject("compute", 1.05), cause="compute"),
         Disturbance(name="host stalls, 0.5 of a pass", start=lambda d: d.inject("host", 1.5), cause="host"),
@@ -95,7 +100,7 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
         Disturbance(
             name="copies from GPU 0 to 1",
             start=lambda d: d.compete("cuda:0", "peer", 1.0),
-            cause="link",
+            cause="nvlink-pcie",
             subjects=[[0, 1]],
         ),
     ]

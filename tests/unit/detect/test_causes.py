@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.causes.collective_transfers import transfers_of
 from megatronapp_analyzer.detect.causes.compute_cause import PassParts, compute_cause
-from megatronapp_analyzer.model import RANK_RECORD, Cause, Communicator, StepRecords
-from megatronapp_common.trace import Flag, RecordKind, pass_ordinal
+from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
+from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.model import RANK_RECORD, Cause, Communicator, JobLayout, StepRecords
+from megatronapp_common.trace import Flag, LayerSite, RecordKind, pass_ordinal
 
 NAN = float("nan")
 ratios = st.floats(1.0, 4.0)
@@ -77,6 +79,36 @@ def test_a_transfer_lasts_as_long_as_on_its_last_member() -> None:
     np.testing.assert_allclose(found.units_s, [40 * 8e-9, NAN])  # the third pass lacks rank 1, the fourth is not first
     assert found.groups == ((0, 1),)
     np.testing.assert_allclose(found.groups_s, [100 * 8e-9])
+
+
+def layers(step: int, norms: dict[int, int], products: dict[int, int]) -> StepRecords:
+    """Return a step with details: a norm and an MLP of each rank, with their lengths."""
+    rows = [record(rank, RecordKind.LAYER_FORWARD, length, LayerSite.MLP_NORM) for rank, length in norms.items()]
+    rows += [record(rank, RecordKind.LAYER_BACKWARD, length, LayerSite.MLP) for rank, length in products.items()]
+    return StepRecords(attempt=0, step=step, records=np.array(rows, RANK_RECORD), comms={})
+
+
+def test_norms_that_grew_more_than_products_are_a_sign_of_memory() -> None:
+    parts, healthy = LayerParts(JobLayout.grid(dp=3), DetectorSettings()), np.array([True, False, True])
+    parts.read(layers(4, {0: 100, 1: 200, 2: 100}, {0: 1000, 1: 1100, 2: 1000}), healthy)
+    assert parts.excess((1,), since=3) == pytest.approx(math.log(2 / 1.1))
+    assert parts.excess((0,), since=3) == pytest.approx(0.0)
+    assert math.isnan(parts.excess((1,), since=5))
+    grown = PassParts(optimizer=NAN, transfers=NAN, layers=parts.excess((1,), since=3))
+    assert compute_cause(1.2, grown, link=Cause.LINK) is Cause.MEMORY
+    alike = PassParts(optimizer=NAN, transfers=NAN, layers=0.02)
+    assert compute_cause(1.2, alike, link=Cause.LINK) is Cause.COMPUTE
+    parts.read(layers(9, {}, {}), healthy)  # a step without details is none
+    assert parts.excess((1,), since=3) == pytest.approx(math.log(2 / 1.1))
+
+
+def test_a_rank_without_peers_is_compared_with_its_earlier_windows() -> None:
+    parts, healthy = LayerParts(JobLayout.grid(pp=2), DetectorSettings(min_history=2)), np.array([True, True])
+    for step in range(3):
+        parts.read(layers(step, {0: 100, 1: 300}, {0: 1000, 1: 900}), healthy)
+    parts.read(layers(8, {0: 150, 1: 300}, {0: 1000, 1: 900}), healthy)
+    assert parts.excess((0,), since=8) == pytest.approx(math.log(1.5))
+    assert parts.excess((1,), since=8) == pytest.approx(0.0)
 
 
 PAIRS = Grid(dp=2, pp=2, ranks_per_worker=4, ranks_per_node=4)

@@ -12,6 +12,7 @@ from megatronapp_analyzer.detect.baseline import ColumnHistory
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers, transfers_of
 from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_cause, typical_parts
+from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
 from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
@@ -79,6 +80,8 @@ class Detector:
             return ended
         clocks = self._aligner.observe(view)
         aligned = clocks.apply(view)
+        if self._steps_seen > self._settings.warmup_steps:
+            self._layers.read(view, self._channels.healthy_ranks)
         kinds = np.bincount(view.records["kind"], minlength=256)
         if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
@@ -106,6 +109,7 @@ class Detector:
     def _reset(self) -> None:
         self._channels = ChannelSet(self._layout, self._units, self._settings)
         self._aligner = ClockAligner(self._layout)
+        self._layers = LayerParts(self._layout, self._settings)
         self._work = WorkModel(self._layout, self._settings)
         self._narrowing = MemberLocalizer(self._units)
         self._microbatch_s = ColumnHistory(1, self._settings.window)
@@ -250,7 +254,9 @@ class Detector:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))
             if track.candidate.cause is Cause.COMPUTE:
-                track.parts.append(evidence.growth.of(track.candidate.subject.ranks, track.candidate.columns))
+                ranks = track.candidate.subject.ranks
+                growth = evidence.growth.of(ranks, track.candidate.columns)
+                track.parts.append(dataclasses.replace(growth, layers=self._layers.excess(ranks, track.since.step)))
             if track.candidate.cause is Cause.HOST:
                 parts = evidence.host_parts
                 track.gaps.append(float(parts.gaps_s[where].max()))

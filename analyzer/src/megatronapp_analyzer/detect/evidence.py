@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import median_of_others_by
+from megatronapp_analyzer.detect.baseline import Mask, median_of_others_by
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
 from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers
 from megatronapp_analyzer.detect.causes.group_links import GroupLinks
@@ -124,6 +124,12 @@ class ChannelSet:
     def columns(self) -> int:
         """Columns of all causes."""
         return len(self._units) + 2 * len(self._stage_of) + len(self._pairs) + len(self._groups.groups)
+
+    @property
+    def healthy_ranks(self) -> Mask:
+        """Ranks against whose compute no recent step is evidence."""
+        mask: Mask = (self._votes_compute.count == 0)[self._units.of_rank]
+        return mask
 
     @property
     def pairs(self) -> Ints:

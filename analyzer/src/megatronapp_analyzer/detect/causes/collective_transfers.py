@@ -52,8 +52,8 @@ def _unit_transfers_s(records: RankRecords, unit_of_rank: Ints) -> Floats:
 
 
 def _group_transfers(view: StepRecords) -> tuple[tuple[tuple[int, ...], ...], Floats]:
-    spans = rec.stream(view.records)
-    spans = spans[rec.is_kind(spans["kind"], REPLICA_KINDS) & ((spans["flags"] & Flag.DEVICE_CLOCK) != 0)]
+    on_device = (view.records["flags"] & Flag.DEVICE_CLOCK) != 0
+    spans = view.records[rec.is_kind(view.records["kind"], REPLICA_KINDS) & on_device]
     index = rec.comm_index(view.comms)
     found = collectives_of(spans, index)
     if not len(found):

@@ -28,15 +28,16 @@ class PassParts:
 
     optimizer: float
     transfers: float
-
-
-NO_PARTS = PassParts(optimizer=UNKNOWN, transfers=UNKNOWN)
+    layers: float = UNKNOWN
+    """Growth of norms beyond that of attention and MLP, in a step that was recorded in detail."""
 
 
 def typical_parts(parts: Sequence[PassParts]) -> PassParts:
     """Return the median growth over steps."""
     return PassParts(
-        optimizer=_median([each.optimizer for each in parts]), transfers=_median([each.transfers for each in parts])
+        optimizer=_median([each.optimizer for each in parts]),
+        transfers=_median([each.transfers for each in parts]),
+        layers=_median([each.layers for each in parts]),
     )
 
 
@@ -56,4 +57,6 @@ def compute_cause(ratio: float, parts: PassParts, *, link: Cause) -> Cause:
         )
         if growth > max(least, smallest)
     ]
-    return max(found)[1] if found else Cause.COMPUTE
+    if found:
+        return max(found)[1]
+    return Cause.MEMORY if parts.layers > LEAST_OPTIMIZER else Cause.COMPUTE

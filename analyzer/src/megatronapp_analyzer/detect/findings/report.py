@@ -69,6 +69,9 @@ def _part_lines(parts: PassParts, ratio: float) -> list[str]:
     if not math.isnan(parts.optimizer):
         times = math.exp(parts.optimizer)
         lines.append(f"its optimizer, which waits for memory alone, took {times:.2f} times as long as usual, {passes}")
+    if not math.isnan(parts.layers):
+        times = math.exp(parts.layers)
+        lines.append(f"in steps with details its norms, which wait for memory, grew {times:.2f} times as much as MLPs")
     if parts.transfers > LEAST_GROWTH:
         times = math.exp(parts.transfers)
         lines.append(f"collectives inside its passes took {times:.2f} times as long to transfer as usual, {passes}")
