@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -18,6 +18,8 @@ from megatronapp_analyzer.offline.stored import hub_traces, stored_traces
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
+OMITTED_HEADER = "Megatronapp-Omitted"
+"""Header of a hub's answer that says what is missing in it."""
 NEWEST_STEPS = 50
 NEWEST_SEGMENTS = 64
 """Segments that are read for the newest steps: a gigabyte of records."""
@@ -64,11 +66,18 @@ def trace(folder: pathlib.Path, request: TraceRequest) -> tuple[bytes, str]:
     """Return the trace file and a description of its source. Raises ExportError or HubError."""
     content = from_hub(folder, request)
     if content is not None:
-        return content, "from the running hub"
+        return content.content, "from the running hub" + (f" ({content.omitted})" if content.omitted else "")
     return from_disk(folder, request), "from the stored traces"
 
 
-def from_hub(folder: pathlib.Path, request: TraceRequest) -> bytes | None:
+class HubAnswer(NamedTuple):
+    """A trace from a hub; `omitted` says what is missing in it."""
+
+    content: bytes
+    omitted: str | None
+
+
+def from_hub(folder: pathlib.Path, request: TraceRequest) -> HubAnswer | None:
     """Fetch the trace from the hub; None if it does not answer. Raises HubError if it refuses."""
     try:
         url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
@@ -88,7 +97,7 @@ def from_hub(folder: pathlib.Path, request: TraceRequest) -> bytes | None:
         return None  # the running hub holds only the newest steps; the disk may have those asked for
     if answer.is_error:
         raise HubError(f"hub {url}: {answer.status_code}: {answer.text[:200]}")
-    return answer.content
+    return HubAnswer(answer.content, answer.headers.get(OMITTED_HEADER))
 
 
 def from_disk(folder: pathlib.Path, request: TraceRequest) -> bytes:

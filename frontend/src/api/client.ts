@@ -10,6 +10,7 @@ import type {
   Fault,
   FaultRequest,
   Heatmap,
+  HistoryView,
   JobEntry,
   JobView,
   LeaseGrant,
@@ -126,6 +127,9 @@ export class ApiClient {
   /** All spans of a step, or with `bounds` (`pixels`, ...) those that a picture shows. */
   timeline = (step: number, signal?: AbortSignal, bounds: Query = {}): Promise<Timeline> =>
     this.get("timeline", { step, ...bounds }, signal);
+
+  /** Hours and steps whose spans are stored. */
+  history = (signal?: AbortSignal): Promise<HistoryView> => this.get("history", {}, signal);
 
   forwardBackward = (signal?: AbortSignal): Promise<ForwardBackwardView> =>
     this.get("forward-backward", {}, signal);

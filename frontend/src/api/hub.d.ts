@@ -128,6 +128,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/history": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * History
+         * @description Hours and steps whose spans are stored, how much space they take and have, and what was deleted.
+         */
+        get: operations["getHistory"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/job": {
         parameters: {
             query?: never;
@@ -696,7 +716,7 @@ export interface paths {
         };
         /**
          * Timeline
-         * @description Spans of one step, of the newest finished one if none is given: all of them, or with `pixels` a part.
+         * @description Spans of one step, in memory or stored, of the newest one if none is given: all, or with `pixels` a part.
          */
         get: operations["getTimeline"];
         put?: never;
@@ -716,7 +736,7 @@ export interface paths {
         };
         /**
          * Trace
-         * @description Trace of the steps that are held in full, with arrows from sends to receives.
+         * @description Trace of steps in memory, with `from` also of stored ones, with arrows from sends to receives.
          */
         get: operations["getTrace"];
         put?: never;
@@ -1638,6 +1658,23 @@ export interface components {
             step: number;
         };
         /**
+         * DroppedTraces
+         * @description Files that were deleted from the archive for space since the job began.
+         */
+        DroppedTraces: {
+            /** Bytes */
+            bytes: number;
+            /** Files */
+            files: number;
+            /** Records */
+            records: number;
+            /**
+             * Until
+             * @description Newest hour of which files were deleted.
+             */
+            until: string | null;
+        };
+        /**
          * Effect
          * @description Cost of a fault.
          */
@@ -1981,6 +2018,63 @@ export interface components {
             state: "ready" | "restarting" | "gone";
         };
         /**
+         * HistoryHour
+         * @description Records of one hour and attempt in the archive.
+         */
+        HistoryHour: {
+            /** Attempt */
+            attempt: number;
+            /** Bytes */
+            bytes: number;
+            /**
+             * Firststep
+             * @description First step that ended in it; null without any.
+             */
+            firstStep: number | null;
+            /**
+             * Hour
+             * @description In UTC, such as 2026-11-28T23.
+             */
+            hour: string;
+            /** Laststep */
+            lastStep: number | null;
+            /** Records */
+            records: number;
+        };
+        /**
+         * HistoryView
+         * @description Stored traces of a job, and the space that they have.
+         */
+        HistoryView: {
+            /**
+             * Bytes
+             * @description Bytes of all files of the archive.
+             */
+            bytes: number;
+            /**
+             * Damagedfiles
+             * @description Files and segments of which not everything could be read.
+             */
+            damagedFiles: number;
+            dropped: components["schemas"]["DroppedTraces"];
+            /**
+             * Hours
+             * @description Oldest first.
+             */
+            hours: components["schemas"]["HistoryHour"][];
+            /**
+             * Limitbytes
+             * @description Bytes that they may have; 0 of a hub that stores nothing.
+             */
+            limitBytes: number;
+            memory: components["schemas"]["MemorySteps"];
+            /**
+             * Waitingsegments
+             * @description Segments of the spool that are not archived yet.
+             */
+            waitingSegments: number;
+        };
+        /**
          * JobEntry
          * @description One line of the list of jobs.
          */
@@ -2208,6 +2302,18 @@ export interface components {
             tokenRank?: (number | null)[][] | null;
             /** Tokens */
             tokens: number[];
+        };
+        /**
+         * MemorySteps
+         * @description Steps that are in memory with all their spans.
+         */
+        MemorySteps: {
+            /** Firststep */
+            firstStep: number | null;
+            /** Laststep */
+            lastStep: number | null;
+            /** Steps */
+            steps: number;
         };
         /**
          * Moment
@@ -3844,6 +3950,11 @@ export interface components {
              */
             microbatch: (number | null)[];
             /**
+             * Omitted
+             * @description Why ranks are missing of a stored step: it is too large, or was read too slowly.
+             */
+            omitted?: string | null;
+            /**
              * Originns
              * @description Real time that start_ns counts from, nanoseconds since 1970.
              */
@@ -4644,6 +4755,35 @@ export interface operations {
             };
             /** @description Unprocessable Entity */
             422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getHistory: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HistoryView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -7235,6 +7375,15 @@ export interface operations {
             };
             /** @description Unprocessable Entity */
             422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -18,6 +18,7 @@ export type GatewayJob = GatewayComponents["schemas"]["GatewayJob"];
 export type Fault = Schemas["Fault"];
 export type FaultRequest = Schemas["FaultRequest"];
 export type Heatmap = Schemas["Heatmap"];
+export type HistoryView = Schemas["HistoryView"];
 export type JobEntry = Schemas["JobEntry"];
 export type JobView = Schemas["JobView"];
 export type Layout = Schemas["Layout"];

@@ -24,6 +24,7 @@ from shared_tls import SHARED_TLS
 
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.judge.links import LocalJudge
 from megatronapp_analyzer.hub.service import Hub
@@ -294,12 +295,14 @@ def serve_hub(
     limits: StoreLimits | None = None,
     control: ControlSettings | None = None,
     gpu_hour_price: float | None = None,
+    spool: SpoolLimits | None = None,
 ) -> Iterator[RunningHub]:
     script = Script()
     settings = HubSettings(
         job=JobIdentity(name="demo", uid=uid, control=control, gpu_hour_price=gpu_hour_price),
         state_dir=state_dir,
         store=limits or StoreLimits(),
+        spool=spool,
         tick_s=0.05,
     )
     with socket.socket() as sock:

@@ -190,8 +190,9 @@ async def test_memory_is_bounded_and_sums_stay(tmp_path: Path, serve: Any, fake_
 
             await until(has_all)
         async with hub.client() as client:
-            assert (await client.get("/api/v1/timeline?step=6")).status_code == 404
-            assert (await client.get("/api/v1/timeline?step=7")).status_code == 200
+            assert [step.view.step for step in hub.hub.ingest.store.newest(12)] == list(range(7, 12))
+            assert (await client.get("/api/v1/timeline?step=6")).status_code == 200, "it is on the disk"
+            assert (await client.get("/api/v1/timeline?step=12")).status_code == 404
         assert len((await hub.get("/api/v1/heatmap"))["steps"]) == 12
 
 

@@ -19,7 +19,7 @@ from spooled_job import SpooledJob
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, RecordKind
 
 SPANS = 5
-STEPS = 400
+STEPS = 60
 """Steps after which a child ends by itself."""
 
 

@@ -67,12 +67,17 @@ def test_a_file_s_name_is_made_of_plain_letters(path: str, query: str) -> None:
             assert name is None or re.fullmatch(r"[A-Za-z0-9._~-]+", name)
 
 
-@given(st.dictionaries(st.sampled_from(["ETag", "X-Tile-Shape", "Retry-After", "Set-Cookie", "Location"]), st.text()))
+HEADERS = ["ETag", "X-Tile-Shape", "Retry-After", "Megatronapp-Omitted", "Set-Cookie", "Location"]
+
+
+@given(st.dictionaries(st.sampled_from(HEADERS), st.text()))
 def test_headers_of_a_hub_pass_only_as_what_they_should_be(hub: dict[str, str]) -> None:
     for kind in (PLAIN, TILE, response_rule_for(f"{RUN}/session")):
         found = kind.headers(JSON, hub)
         assert found.pop("content-type") == JSON
-        assert set(found) <= {"retry-after"} | ({"etag", "x-tile-shape", "cache-control"} if kind.tagged else set())
+        assert set(found) <= {"retry-after", "megatronapp-omitted"} | (
+            {"etag", "x-tile-shape", "cache-control"} if kind.tagged else set()
+        )
         assert all(value.isascii() and value.isprintable() for value in found.values())
 
 

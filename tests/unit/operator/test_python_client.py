@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp.client import Hub, HubError, OperatorError
-from megatronapp.client.frames import rows_frame, series_frame, timeline_frame
+from megatronapp.client.frames import history_frame, rows_frame, series_frame, timeline_frame
 from megatronapp_common import cli
 from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.wait import WaitCondition
@@ -64,6 +64,17 @@ def test_a_frame_has_each_span_exactly(spans: list[dict[str, Any]]) -> None:
         ):
             value = getattr(row, name)
             assert (value is not None and value == span[key]) if span[key] is not None else str(value) == "<NA>"
+
+
+def test_hours_that_are_stored_are_times_and_integers() -> None:
+    hour = {"hour": "2026-11-28T23", "attempt": 1, "firstStep": None, "lastStep": None, "records": 2**40, "bytes": 5}
+    frame = history_frame({"hours": [hour, hour | {"firstStep": 3, "lastStep": 7}]})
+    assert [str(value) for value in frame.first_step] == ["<NA>", "3"]
+    assert frame.records.tolist() == [2**40, 2**40]
+    assert frame.hour[0].isoformat() == "2026-11-28T23:00:00+00:00"
+    assert list(history_frame({"hours": []})) == ["hour", "attempt", "first_step", "last_step", "records", "bytes"]
+    with pytest.raises(HubError, match="history cannot be read"):
+        history_frame({"hours": [{"hour": "x"}]})
 
 
 def test_frames_without_rows_have_the_same_types() -> None:

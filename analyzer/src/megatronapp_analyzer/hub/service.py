@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatronapp_analyzer.hub.archive.history import StepHistory
 from megatronapp_analyzer.hub.archive.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
@@ -89,6 +90,7 @@ class Hub:
         self.roles = RolesCache()
         self.graphs = StepGraphs()
         self.timelines = ColumnsCache()
+        self.history = StepHistory(self.ingest, self.spooled)
         self.answers = AnswerCache()
         self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}
@@ -128,6 +130,7 @@ class Hub:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.answers.close()
+            self.history.close()
             await storing
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

@@ -21,6 +21,13 @@ TIMELINE_COLUMNS = {
     "peer": "peer",
 }
 """Columns of the hub's timeline, and their names in the frame."""
+HOUR_COLUMNS = {
+    "attempt": "attempt",
+    "firstStep": "first_step",
+    "lastStep": "last_step",
+    "records": "records",
+    "bytes": "bytes",
+}
 COUNTS = ("rank", "chunk", "start_ns", "duration_ns", "flags")
 SPARSE = ("microbatch", "run_queue_ns", "bytes", "peer")
 INTEGER = "Int64"
@@ -59,6 +66,19 @@ def series_frame(document: Mapping[str, Any]) -> "pd.DataFrame":
         ).astype({"value": "float64"})
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable("curve", error) from error
+
+
+def history_frame(document: Mapping[str, Any]) -> "pd.DataFrame":
+    """Return one row per hour and attempt of stored spans. Raises HubError as above."""
+    pandas = _pandas()
+    try:
+        hours = document["hours"]
+        columns = {"hour": pandas.to_datetime([entry["hour"] for entry in hours], format="%Y-%m-%dT%H", utc=True)}
+        for key, name in HOUR_COLUMNS.items():
+            columns[name] = pandas.array([entry[key] for entry in hours], dtype=INTEGER)
+        return pandas.DataFrame(columns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable("history", error) from error
 
 
 def rows_frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> "pd.DataFrame":

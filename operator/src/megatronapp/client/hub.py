@@ -65,6 +65,13 @@ class Hub:
         """Return finished steps, oldest first. Columns: attempt, step, start_ns, duration_ns, complete."""
         return frames.rows_frame(self.get("steps", from_=first, to=last), STEP_COLUMNS)
 
+    def history(self) -> "pd.DataFrame":
+        """Return the hours whose spans are stored, oldest first, of which `timeline` reads any step.
+
+        Columns: hour (UTC), attempt, first_step, last_step (<NA> where no step ended), records, bytes.
+        """
+        return frames.history_frame(self.get("history"))
+
     def series(self, name: str, first: int | None = None, last: int | None = None) -> "pd.DataFrame":
         """Return a curve, such as `loss` or `tokensPerSecond`. Columns: attempt, step, value."""
         return frames.series_frame(self.get("metrics/series", name=name, from_=first, to=last))

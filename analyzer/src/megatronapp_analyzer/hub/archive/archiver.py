@@ -71,6 +71,11 @@ class Archiver:
             self._changed.notify_all()
         self._thread.join(max(0.0, patience_s))
 
+    @property
+    def waiting(self) -> int:
+        """Return the number of closed segments that are not archived yet."""
+        return len(self._waiting)
+
     def wait_until_idle(self) -> None:
         """Block until nothing waits."""
         with self._changed:

@@ -18,6 +18,7 @@ from megatronapp_analyzer.hub.http import (
     routes_login,
     routes_read,
 )
+from megatronapp_analyzer.hub.http.history import routes as routes_history
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.http.megascan import routes as routes_megascan
 from megatronapp_analyzer.hub.http.timeline import routes as routes_timeline
@@ -52,6 +53,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         routes_login,
         routes_read,
         routes_timeline,
+        routes_history,
         routes_megascan,
         routes_faults,
         window_routes,

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from megatronapp_analyzer.errors import ExportError
+from megatronapp_analyzer.hub.archive.history import StepsRead
 from megatronapp_analyzer.hub.export.around import steps_around
 from megatronapp_analyzer.hub.export.formats import SUFFIXES, TraceFormat, spans_of_a_slice, trace_file
 from megatronapp_analyzer.hub.export.tracks import source_of
 from megatronapp_analyzer.hub.http import pipeline_view, role_view, schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
-from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.hub.reader import HubReader
+from megatronapp_analyzer.hub.http.history.views import OMITTED_HEADER, select_steps
+from megatronapp_analyzer.hub.service import Hub
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
@@ -111,27 +112,32 @@ async def trace(
     format_: Annotated[TraceFormat, Query(alias="format")] = TraceFormat.CHROME,
     verdict: Annotated[str | None, Query(description="Only about 1 MB around the evidence of this verdict.")] = None,
 ) -> Response:
-    """Trace of the steps that are held in full, with arrows from sends to receives."""
-    chosen = _steps_of_a_trace(hub, (first, to), format_, verdict)
+    """Trace of steps in memory, with `from` also of stored ones, with arrows from sends to receives."""
+    chosen, omitted = await _steps_of_a_trace(hub, (first, to), format_, verdict)
     name = f"{hub.identity.name}{'' if verdict is None else '-verdict'}{SUFFIXES[format_]}"
     try:
         written = await asyncio.to_thread(trace_file, source_of(hub.ingest, hub.identity.name, chosen), format_)
     except ExportError as error:
         raise HttpError(422, "too-many-spans", str(error), "Take fewer steps with from and to.") from error
-    headers = {"Cache-Control": "no-store"}
+    headers = {"Cache-Control": "no-store"} | ({} if omitted is None else {OMITTED_HEADER: omitted})
     if format_ is TraceFormat.PERFETTO:
         headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return Response(written, media_type=BYTES if format_ is TraceFormat.PERFETTO else JSON, headers=headers)
 
 
-def _steps_of_a_trace(
-    hub: HubReader, steps: tuple[int | None, int | None], format_: TraceFormat, verdict: str | None
-) -> list[StoredStep]:
-    """Return the steps that a trace shows. Raises HttpError where none are held, or the verdict is not known."""
+async def _steps_of_a_trace(
+    hub: Hub, steps: tuple[int | None, int | None], format_: TraceFormat, verdict: str | None
+) -> StepsRead:
+    """Return the steps that a trace shows. Raises HttpError where none are stored, or the verdict is not known."""
     if verdict is None:
-        chosen = hub.ingest.store.select(*steps, newest=TRACE_STEPS)
-        if not chosen:
-            raise HttpError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
+        first, last = steps
+        if first is None:
+            chosen = StepsRead(hub.ingest.store.select(None, last, newest=TRACE_STEPS), None)
+        else:
+            chosen = await select_steps(hub, first, last)
+        if not chosen.steps:
+            hint = "GET /api/v1/history says which are; or leave out from and to."
+            raise HttpError(404, "step-not-held", "no step of that range is stored", hint)
         return chosen
     if steps != (None, None):
         text = "a trace around a verdict has steps of its own"
@@ -140,6 +146,6 @@ def _steps_of_a_trace(
     if found is None:
         raise HttpError(404, "no-verdict", f"verdict {verdict[:80]!r} is not known", "GET /api/v1/verdicts lists all.")
     try:
-        return steps_around(hub.ingest.store, found, spans_of_a_slice(format_))
+        return StepsRead(steps_around(hub.ingest.store, found, spans_of_a_slice(format_)), None)
     except ExportError as error:
         raise HttpError(404, "step-not-held", str(error), "Take newer steps with from and to.") from error

@@ -117,7 +117,7 @@ class AttemptState:
         if self.missing:
             self._lay_out_partly()
         assert self._digester is not None
-        comms, boot_ids = self._tables_of_rings()
+        comms, boot_ids = self.tables()
         view = StepRecords(
             attempt=step.attempt,
             step=step.step,
@@ -139,7 +139,7 @@ class AttemptState:
         )
         return StoredStep(view=view, digest=digest, offsets_ns=offsets, aligned=aligned)
 
-    def _tables_of_rings(self) -> tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]]:
+    def tables(self) -> tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]]:
         """Return communicators and clocks of all ranks: the same objects for all steps between two reports of rings."""
         if self._tables is None:
             known = self.rings[min(self.rings)]
@@ -164,14 +164,14 @@ class AttemptState:
             return None
         self._reading = reading
         self.clock_uncertainty_s = dict(enumerate(reading.uncertainty_s.tolist()))
-        return reading.real_offsets_ns(self._own_offsets())
+        return reading.real_offsets_ns(self.own_offsets())
 
     def forget_reading(self) -> None:
         """Forget the clocks, because their source is lost: they are unknown until the next reading."""
         self._reading = None
         self.clock_uncertainty_s = {}
 
-    def _own_offsets(self) -> NDArray[np.int64]:
+    def own_offsets(self) -> NDArray[np.int64]:
         """Return real time minus each rank's clock, by the real clock of its node."""
         known = self.rings[min(self.rings)]
         return np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
@@ -180,13 +180,13 @@ class AttemptState:
         """Return real time minus each rank's clock, and whether these are the clocks at this very step."""
         if self._clocks is not None and (reading := self._clocks.observe(view)) is not None:
             offsets = self.take_reading(reading)
-            return (self._own_offsets(), True) if offsets is None else (offsets, True)
+            return (self.own_offsets(), True) if offsets is None else (offsets, True)
         if self._aligns or not has_nodes(view):
-            return self._own_offsets(), True
+            return self.own_offsets(), True
         newest = self._reading
         if newest is None or abs(view.step - newest.step) > VALID_STEPS:
-            return self._own_offsets(), False
-        return newest.real_offsets_ns(self._own_offsets()), False
+            return self.own_offsets(), False
+        return newest.real_offsets_ns(self.own_offsets()), False
 
 
 def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ TOTAL_S, SESSION_S = 120.0, 3600.0
 """So long may an answer take in all. None waits for more than half a minute for its next bytes."""
 ETAG = re.compile(r'(?:W/)?"[!#-~]{0,128}"')
 SHAPE = re.compile(r"[0-9]{1,4},[0-9]{1,4}")
+NOTE = re.compile(r"[ -~]{1,200}")
 SECONDS = re.compile(r"[0-9]{1,6}")
 _RUN = r"scope/runs/(?P<run>[^/]+)"
 _SESSION = re.compile(rf"{_RUN}/session")
@@ -52,7 +53,7 @@ class ResponseRule:
 
     def bare(self, hub: Mapping[str, str]) -> dict[str, str]:
         """Headers of a response without content."""
-        headers = _passed(hub, "Retry-After", SECONDS)
+        headers = _passed(hub, "Retry-After", SECONDS) | _passed(hub, "Megatronapp-Omitted", NOTE)
         if self.tagged:
             headers |= _passed(hub, "X-Tile-Shape", SHAPE)
             tag = _passed(hub, "ETag", ETAG)

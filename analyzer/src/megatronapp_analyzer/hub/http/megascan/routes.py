@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query
 
 from megatronapp_analyzer.graph.usual import PeerSet
 from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.history.views import find_step
 from megatronapp_analyzer.hub.http.megascan import schemas, views
 from megatronapp_analyzer.hub.http.pipeline_view import choose_steps
 from megatronapp_analyzer.hub.ingest.store import StoredStep
@@ -57,15 +58,11 @@ async def blame(
     peers: Peers = None,
 ) -> schemas.BlameView:
     """Time that one step lost: the culprit, the ranks that waited because of it, and the spans that show it."""
-    found = hub.ingest.store.find(_newest(hub) if step is None else step, attempt)
-    layout = None if found is None else hub.ingest.attempts[found.view.attempt].layout
-    if found is None or layout is None:
-        raise HttpError(
-            404,
-            "step-not-held",
-            f"step {step} is not held in full" if step is not None else "no whole step is held in full",
-            "Only the newest steps are; older ones are kept as sums for the heat map.",
-        )
+    [found], omitted = await find_step(hub, _newest(hub) if step is None else step, attempt)
+    layout = hub.ingest.attempts[found.view.attempt].layout
+    if layout is None or omitted is not None:
+        text = "its ranks have no places yet" if omitted is None else omitted
+        raise HttpError(404, "no-graph", f"step {found.view.step}: {text}", "Ask for another step.")
     before = _steps_before(hub, found)
     by = peers or views.default_peers(layout)
     view = await hub.answers.answer(

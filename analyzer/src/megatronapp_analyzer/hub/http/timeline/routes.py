@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.history.views import find_step
 from megatronapp_analyzer.hub.http.timeline import schemas, views
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.timeline.columns import ColumnsCache
@@ -14,7 +15,7 @@ from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEM: dict[str, Any] = {"model": Problem}
-PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 404: PROBLEM, 422: PROBLEM}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 404: PROBLEM, 422: PROBLEM, 503: PROBLEM}
 BOUNDS = ("first_track", "tracks", "rank", "from_ns", "to_ns", "span", "whole_up_to")
 
 router = APIRouter(prefix="/api/v1", responses=PROBLEMS)
@@ -22,19 +23,12 @@ router = APIRouter(prefix="/api/v1", responses=PROBLEMS)
 
 @router.get("/timeline", operation_id="getTimeline", response_model=schemas.Timeline)
 async def timeline(hub: HubOf, query: Annotated[schemas.TimelineQuery, Query()]) -> Response:
-    """Spans of one step, of the newest finished one if none is given: all of them, or with `pixels` a part."""
+    """Spans of one step, in memory or stored, of the newest one if none is given: all, or with `pixels` a part."""
     _check(query)
-    found = hub.ingest.store.find(query.step, query.attempt)
-    if found is None:
-        raise HttpError(
-            404,
-            "step-not-held",
-            f"step {query.step} is not held in full",
-            "Only the newest steps are; older ones are kept as sums for the heat map.",
-        )
+    [found], omitted = await find_step(hub, query.step, query.attempt)
     state = hub.ingest.attempts.get(found.view.attempt)
     layout = None if state is None else state.layout
-    written = await asyncio.to_thread(_write, found, layout, query, hub.timelines)
+    written = await asyncio.to_thread(_write, found, layout, query, hub.timelines, omitted)
     return Response(written, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
@@ -57,7 +51,9 @@ def _check(query: schemas.TimelineQuery) -> None:
         raise HttpError(422, "empty-window", text, "Give a toNs above fromNs.")
 
 
-def _write(step: StoredStep, layout: JobLayout | None, query: schemas.TimelineQuery, cache: ColumnsCache) -> bytes:
+def _write(
+    step: StoredStep, layout: JobLayout | None, query: schemas.TimelineQuery, cache: ColumnsCache, omitted: str | None
+) -> bytes:
     """Return the answer as JSON: a large step would occupy the event loop."""
     is_whole = query.pixels is None
     if query.whole_up_to is not None:
@@ -66,4 +62,5 @@ def _write(step: StoredStep, layout: JobLayout | None, query: schemas.TimelineQu
         view = views.timeline(step, layout)
     else:
         view = views.timeline_part(step, layout, cache.of(step, layout), query, query.pixels)
+    view.omitted = omitted
     return view.model_dump_json(by_alias=True).encode()

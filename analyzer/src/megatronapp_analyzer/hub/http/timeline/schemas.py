@@ -101,4 +101,8 @@ class Timeline(ApiModel):
         list[tuple[int, int]],
         Field(description="Pairs [index of the send, index of the matched receive] in these columns."),
     ]
+    omitted: Annotated[
+        str | None,
+        Field(description="Why ranks are missing of a stored step: it is too large, or was read too slowly."),
+    ] = None
     window: Annotated[TimelineWindow | None, Field(description="null if the answer has all spans of the step.")] = None

@@ -1,0 +1,1 @@
+"""How far back the stored traces of a job reach."""
