@@ -1,5 +1,6 @@
 """Causes that look alike in the lengths of passes: memory traffic, links inside a node, slow compute."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_a_transfer_lasts_as_long_as_on_its_last_member() -> None:
     np.testing.assert_allclose(found.units_s, [40 * 8e-9, NAN])  # the third pass lacks rank 1, the fourth is not first
     assert found.groups == ((0, 1),)
     np.testing.assert_allclose(found.groups_s, [100 * 8e-9])
+
+
+def test_transfers_of_nccl_are_taken_where_they_are_recorded() -> None:
+    table = {0: Communicator("tp", (0, 1)), 1: Communicator("dp", (0, 1))}
+    rows = [record(rank, RecordKind.GRAD_REDUCE, 900, comm=1) for rank in (0, 1)]
+    rows += [
+        record(rank, RecordKind.NCCL, 10 * (number + 1) + 500 * (rank == number), number, comm)
+        for comm in (0, 1)
+        for rank in (0, 1)
+        for number in (0, 1)
+    ]
+    view = StepRecords(attempt=0, step=0, records=np.array(rows, RANK_RECORD), comms={0: table, 1: table})
+    found = transfers_of(view, np.array([0, 0]))
+    np.testing.assert_allclose(found.units_s, [15 * 8e-9])
+    np.testing.assert_allclose(found.groups_s, [30 * 8e-9])
+    late = dataclasses.replace(view, records=view.records[:-1])  # the last is written in the next step
+    np.testing.assert_allclose(transfers_of(late, np.array([0, 0])).groups_s, [900 * 8e-9])
 
 
 def layers(step: int, norms: dict[int, int], products: dict[int, int]) -> StepRecords:
