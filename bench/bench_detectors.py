@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
-import detect
 import numpy as np
 from detect.noise import Floats
 from detect.progress import OutcomeFile, key_of, version_of
@@ -30,6 +29,7 @@ from detect.score import quantile, score
 from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
 from exact_bounds import with_bounds
 
+import detect
 import megatronapp_analyzer
 
 AHEAD = 2
@@ -130,6 +130,7 @@ def run_some(
     """Continue a run for some time; return the outcomes of all cases that have been run."""
     analyzer = pathlib.Path(next(iter(megatronapp_analyzer.__path__)))
     folders = [pathlib.Path(next(iter(detect.__path__))), *(analyzer / name for name in ("detect", "graph", "align"))]
+    folders.append(pathlib.Path(__file__).parents[1] / "csrc" / "src" / "detect")
     try:
         stored = OutcomeFile(options.resume, version_of(folders, f"{names} {options.pace}"))
     except ValueError as error:

@@ -56,10 +56,10 @@ def key_of(case: DetectionCase) -> Key:
 
 
 def version_of(folders: Iterable[pathlib.Path], options: str) -> str:
-    """Return a digest of the Python files in folders, and of the options that outcomes depend on."""
+    """Return a digest of the Python and C++ files in folders, and of the options that outcomes depend on."""
     digest = hashlib.sha256(options.encode())
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in {".py", ".cpp", ".hpp"}):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -50,9 +50,15 @@ class Recorder:
 
         `columns` are those of each stage; `numbers` and `origins_s` are of the steps.
         """
-        stages = [self._stage(stage, own, numbers, origins_s) for stage, own in enumerate(columns)]
+        stages = [(own, self._stage(stage, own, numbers, origins_s)) for stage, own in enumerate(columns)]
+        some = {stage for stage, own in enumerate(columns) if any(column.steps is not None for column in own)}
+        stopped = any(column.kind == RecordKind.STOPPED for own in columns for column in own)
         for place in range(len(numbers)):
-            yield np.concatenate([_of_step(own, records, place) for own, records in zip(columns, stages, strict=True)])
+            parts = [
+                _of_step(own, records, place) if stopped or stage in some else records[place].ravel()
+                for stage, (own, records) in enumerate(stages)
+            ]
+            yield np.concatenate(parts)
 
     def _stage(self, stage: int, columns: list[SpanColumn], numbers: Ints, origins_s: Floats) -> NDArray[np.void]:
         """Return the records of a stage, [step, rank, column]."""

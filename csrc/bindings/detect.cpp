@@ -1,7 +1,9 @@
 #include "detect.hpp"
 
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -10,9 +12,12 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "megatronapp/detect/column_test.hpp"
+#include "megatronapp/detect/levels.hpp"
 #include "megatronapp/detect/medians.hpp"
+#include "megatronapp/detect/messages.hpp"
 
 namespace py = pybind11;
 
@@ -130,6 +135,81 @@ py::array_t<double> median_of_others(const Array<double>& values, const Array<st
     return found;
 }
 
+py::array_t<double> segment_medians(const Array<std::int64_t>& groups, const Array<double>& values, py::ssize_t count) {
+    py::array_t<double> found(std::max<py::ssize_t>(count, 0));
+    const auto source = span_of(values);
+    const auto of_group = span_of(groups);
+    const auto out = writable(found);
+    const py::gil_scoped_release release;
+    detect::segment_medians(source, of_group, out);
+    return found;
+}
+
+py::array_t<double> row_medians(const Array<double>& table) {
+    if (table.ndim() != 2) {
+        throw std::invalid_argument("row_medians: a table has two axes, and this one " + std::to_string(table.ndim()));
+    }
+    py::array_t<double> found(table.shape(0));
+    const auto source = span_of(table);
+    const auto out = writable(found);
+    const py::gil_scoped_release release;
+    detect::row_medians(source, out);
+    return found;
+}
+
+py::tuple sort_by_level(const Array<std::int64_t>& source, const Array<std::int64_t>& target, std::size_t events) {
+    const auto sources = span_of(source);
+    const auto targets = span_of(target);
+    detect::LevelOrder found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::sort_by_level(sources, targets, events);
+    }
+    const auto size = [](const std::vector<std::int64_t>& numbers) { return static_cast<py::ssize_t>(numbers.size()); };
+    return py::make_tuple(py::array_t<std::int64_t>(size(found.order), found.order.data()),
+                          py::array_t<std::int64_t>(size(found.level_begin), found.level_begin.data()), found.reached);
+}
+
+void longest_paths(const Array<std::int64_t>& source, const Array<std::int64_t>& target, const Array<double>& weights,
+                   const py::object& times) {
+    auto out = py::cast<py::array_t<double, py::array::c_style>>(times);
+    if (out.ptr() != times.ptr() || out.ndim() != 2 || weights.ndim() != 2 || out.shape(1) != weights.shape(1)) {
+        throw std::invalid_argument(
+            "longest_paths: weights and times are contiguous tables of float64 with a column for each scenario");
+    }
+    const auto sources = span_of(source);
+    const auto targets = span_of(target);
+    const auto given = span_of(weights);
+    const std::span<double> found{out.mutable_data(), static_cast<std::size_t>(out.size())};
+    const auto scenarios = static_cast<std::size_t>(weights.shape(1));
+    const py::gil_scoped_release release;
+    detect::longest_paths(sources, targets, given, scenarios, found);
+}
+
+template <typename Value>
+py::array_t<Value> array_of(const std::vector<Value>& values) {
+    return py::array_t<Value>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+py::tuple match_messages(const Array<std::uint8_t>& rows, const Array<std::int64_t>& numbers_of_comms,
+                         const Array<std::int64_t>& pairs, const std::array<std::uint8_t, 4>& kinds) {
+    if (numbers_of_comms.ndim() != 2 || pairs.ndim() != 2 || pairs.shape(1) != 2) {
+        throw std::invalid_argument("match_messages: numbers are of [rank, slot], and pairs of [number, 2]");
+    }
+    const auto bytes = std::as_bytes(span_of(rows));
+    const detect::CommTable comms{.numbers = span_of(numbers_of_comms),
+                                  .slots = static_cast<std::size_t>(numbers_of_comms.shape(1)),
+                                  .pairs = span_of(pairs)};
+    detect::MatchedMessages found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::match_messages(bytes, comms, kinds);
+    }
+    return py::make_tuple(array_of(found.source), array_of(found.destination), array_of(found.ordinal),
+                          array_of(found.parts[0]), array_of(found.parts[1]), array_of(found.parts[2]),
+                          array_of(found.parts[3]));
+}
+
 }  // namespace
 
 void bind_detect(py::module_& module) {
@@ -148,6 +228,13 @@ void bind_detect(py::module_& module) {
         .def("compare", &SharedColumnTest::compare, py::arg("values"), py::arg("limits"))
         .def("judge", &SharedColumnTest::judge, py::arg("shift"), py::arg("relative"), py::arg("shift_doubt"),
              py::arg("relative_doubt"), py::arg("usual"));
+    module.def("match_messages", &match_messages, py::arg("rows"), py::arg("numbers"), py::arg("pairs"),
+               py::arg("kinds"));
+    module.def("longest_paths", &longest_paths, py::arg("source"), py::arg("target"), py::arg("weights"),
+               py::arg("times"));
+    module.def("row_medians", &row_medians, py::arg("table"));
+    module.def("segment_medians", &segment_medians, py::arg("groups"), py::arg("values"), py::arg("count"));
+    module.def("sort_by_level", &sort_by_level, py::arg("source"), py::arg("target"), py::arg("events"));
     module.def("median_of_others", &median_of_others, py::arg("values"), py::arg("groups"));
 }
 

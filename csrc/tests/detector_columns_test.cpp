@@ -3,12 +3,16 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <stdexcept>
 #include <vector>
 
 #include "megatronapp/detect/column_test.hpp"
+#include "megatronapp/detect/levels.hpp"
 #include "megatronapp/detect/medians.hpp"
+#include "megatronapp/detect/messages.hpp"
+#include "megatronapp/rank_records.hpp"
 
 namespace megatronapp::detect {
 namespace {
@@ -94,6 +98,65 @@ TEST(Medians, AreThoseOfSortedValues) {
     EXPECT_NE(others[2], others[2]);
     EXPECT_NE(others[4], others[4]);
     EXPECT_THROW(median_of_others(columns, std::vector<std::int64_t>(2, 0), others), std::invalid_argument);
+}
+
+TEST(Medians, OfSegmentsAndRowsSkipWhatIsUnknown) {
+    const std::vector<double> values{3.0, 1.0, kUnknown, 2.0};
+    std::vector<double> of_segment(3);
+    segment_medians(values, std::vector<std::int64_t>{0, 0, 2, 0}, of_segment);
+    EXPECT_EQ(of_segment[0], 2.0);
+    EXPECT_NE(of_segment[1], of_segment[1]);
+    EXPECT_NE(of_segment[2], of_segment[2]);
+    EXPECT_THROW(segment_medians(values, std::vector<std::int64_t>{0, 0, 3, 0}, of_segment), std::invalid_argument);
+    std::vector<double> of_row(2);
+    row_medians(values, of_row);
+    EXPECT_EQ(of_row[0], 2.0);
+    EXPECT_EQ(of_row[1], 2.0);
+}
+
+TEST(Levels, SortEdgesAndFindTheLongestPaths) {
+    const std::vector<std::int64_t> source{2, 0, 1, 0};
+    const std::vector<std::int64_t> target{3, 1, 2, 2};
+    const LevelOrder sorted = sort_by_level(source, target, 4);
+    EXPECT_EQ(sorted.reached, 4U);
+    EXPECT_EQ(sorted.order, (std::vector<std::int64_t>{1, 2, 3, 0}));
+    EXPECT_EQ(sorted.level_begin, (std::vector<std::int64_t>{0, 1, 3, 4}));
+    std::vector<double> times(4, 0.0);
+    const std::vector<double> weights{1.0, 2.0, 4.0, 8.0};
+    longest_paths(std::vector<std::int64_t>{0, 1, 0, 2}, std::vector<std::int64_t>{1, 2, 2, 3}, weights, 1, times);
+    EXPECT_EQ(times, (std::vector<double>{0.0, 1.0, 4.0, 12.0}));
+    EXPECT_EQ(sort_by_level(std::vector<std::int64_t>{0, 1}, std::vector<std::int64_t>{1, 0}, 3).reached, 1U);
+    EXPECT_THROW((void)sort_by_level(source, std::vector<std::int64_t>{1}, 4), std::invalid_argument);
+}
+
+void add_row(std::vector<std::byte>& rows, std::uint8_t kind, std::uint32_t ordinal, std::int32_t rank) {
+    std::array<std::byte, kRankRecordBytes> row{};
+    std::memcpy(row.data() + 16, &ordinal, sizeof ordinal);
+    std::memcpy(row.data() + 28, &kind, sizeof kind);
+    std::memcpy(row.data() + kRecordBytes, &rank, sizeof rank);
+    rows.insert(rows.end(), row.begin(), row.end());
+}
+
+TEST(Messages, AreMatchedByPairAndOrdinal) {
+    const std::array<std::uint8_t, kMessageParts> kinds{1, 2, 3, 4};
+    const std::vector<std::int64_t> numbers{0, 0};  // slot 0 of both ranks
+    const std::vector<std::int64_t> pairs{0, 1};
+    std::vector<std::byte> rows;
+    add_row(rows, 1, 7, 0);
+    add_row(rows, 1, 5, 0);
+    add_row(rows, 9, 5, 0);
+    add_row(rows, 4, 5, 1);
+    add_row(rows, 4, 5, 2);  // a rank without a table
+    const CommTable comms{.numbers = numbers, .slots = 1, .pairs = pairs};
+    const MatchedMessages found = match_messages(rows, comms, kinds);
+    EXPECT_EQ(found.ordinal, (std::vector<std::int64_t>{5, 7}));
+    EXPECT_EQ(found.destination, (std::vector<std::int64_t>{1, 1}));
+    EXPECT_EQ(found.parts[0], (std::vector<std::int64_t>{1, 0}));
+    EXPECT_EQ(found.parts[3], (std::vector<std::int64_t>{3, -1}));
+    EXPECT_THROW((void)match_messages(std::span(rows).first(35), comms, kinds), std::invalid_argument);
+    const std::vector<std::int64_t> unknown{0, 1};
+    EXPECT_THROW((void)match_messages(rows, {.numbers = unknown, .slots = 1, .pairs = pairs}, kinds),
+                 std::invalid_argument);
 }
 
 }  // namespace

@@ -45,4 +45,57 @@ void median_of_others(std::span<const double> values, std::span<const std::int64
     }
 }
 
+void segment_medians(std::span<const double> values, std::span<const std::int64_t> groups, std::span<double> out) {
+    if (groups.size() != values.size()) {
+        throw std::invalid_argument("segment_medians: " + std::to_string(values.size()) + " values and " +
+                                    std::to_string(groups.size()) + " groups; give a group for each value");
+    }
+    std::vector<std::size_t> begin(out.size() + 1, 0);
+    for (const std::int64_t group : groups) {
+        if (group < 0 || static_cast<std::size_t>(group) >= out.size()) {
+            throw std::invalid_argument("segment_medians: " + std::to_string(group) + " is none of the " +
+                                        std::to_string(out.size()) + " groups");
+        }
+        ++begin[static_cast<std::size_t>(group) + 1];
+    }
+    for (std::size_t group = 1; group < begin.size(); ++group) {
+        begin[group] += begin[group - 1];
+    }
+    std::vector<double> sorted(values.size());
+    std::vector<std::size_t> next(begin);
+    for (std::size_t place = 0; place < values.size(); ++place) {
+        sorted[next[static_cast<std::size_t>(groups[place])]++] = values[place];
+    }
+    const auto is_less = [](double a, double b) { return a < b || (std::isnan(b) && !std::isnan(a)); };
+    for (std::size_t group = 0; group < out.size(); ++group) {
+        const auto first = sorted.begin() + static_cast<std::ptrdiff_t>(begin[group]);
+        const auto last = sorted.begin() + static_cast<std::ptrdiff_t>(begin[group + 1]);
+        if (first == last) {
+            out[group] = kUnknown;
+            continue;
+        }
+        const auto middle = first + (last - first - 1) / 2;
+        std::nth_element(first, middle, last, is_less);
+        out[group] = *middle;
+    }
+}
+
+void row_medians(std::span<const double> table, std::span<double> out) {
+    const std::size_t columns = out.empty() ? 0 : table.size() / out.size();
+    if (columns * out.size() != table.size()) {
+        throw std::invalid_argument("row_medians: " + std::to_string(table.size()) + " numbers are no table of " +
+                                    std::to_string(out.size()) + " rows");
+    }
+    std::vector<double> known;
+    for (std::size_t row = 0; row < out.size(); ++row) {
+        known.clear();
+        for (const double value : table.subspan(row * columns, columns)) {
+            if (!std::isnan(value)) {
+                known.push_back(value);
+            }
+        }
+        out[row] = median(known);
+    }
+}
+
 }  // namespace megatronapp::detect

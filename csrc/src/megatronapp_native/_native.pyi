@@ -424,6 +424,51 @@ class StopMeter:
     def close(self) -> None:
         """End the thread, after a period at most."""
 
+def longest_paths(
+    source: NDArray[int64], target: NDArray[int64], weights: NDArray[float64], times: NDArray[float64]
+) -> None:
+    """Write to `times` [events, scenarios] the longest path to each event: the latest of source plus weight.
+
+    Edges are in the order of `sort_by_level`, `weights` is [edges, scenarios]; events that no edge leads to stay as
+    they are. ValueError where sizes or numbers do not fit.
+    """
+
+def match_messages(
+    rows: NDArray[uint8], numbers: NDArray[int64], pairs: NDArray[int64], kinds: Sequence[int]
+) -> tuple[
+    NDArray[int64],
+    NDArray[int64],
+    NDArray[int64],
+    NDArray[int64],
+    NDArray[int64],
+    NDArray[int64],
+    NDArray[int64],
+]:
+    """Match the rows of messages; return source, destination, ordinal, and the row of each of four parts, -1 without.
+
+    `rows` are the bytes of records with their ranks, `numbers` those of communicators by [rank, slot], `pairs` has the
+    source and destination of each number, -1 for what is no directed pair. `kinds` are of the four parts. Messages are
+    sorted by number, then ordinal; of several rows of a part the last is taken. ValueError where sizes do not fit.
+    """
+
+def row_medians(table: NDArray[float64]) -> NDArray[float64]:
+    """Return the median of what is not NaN in each row, the mean of two middles; NaN for a row of nothing else."""
+
+def segment_medians(groups: NDArray[int64], values: NDArray[float64], count: int) -> NDArray[float64]:
+    """Return the lower median of the values of each of `count` groups; NaN for a group without any.
+
+    NaN is above all numbers. ValueError for a group that is none of these.
+    """
+
+def sort_by_level(
+    source: NDArray[int64], target: NDArray[int64], events: int
+) -> tuple[NDArray[int64], NDArray[int64], int]:
+    """Return the order of edges by level of the target, then target; where each level begins; how many events have one.
+
+    A level is the number of edges on the longest way to an event; events in a circle have none, and the order is empty
+    then. ValueError where sizes or numbers do not fit.
+    """
+
 def median_of_others(values: NDArray[float64], groups: NDArray[int64]) -> NDArray[float64]:
     """Return for each finite value the lower median of the other finite ones of its group, NaN for all others.
 

@@ -22,6 +22,7 @@ from prompt_server import PromptServer
 from scope_pages import recording
 from shared_tls import SHARED_TLS
 
+from megatronapp_analyzer.align.clocks import AlignedStep
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
@@ -207,7 +208,7 @@ class FakeDetector:
         self._script = script
         script.layouts.append(layout)
 
-    def observe(self, step: StepRecords) -> list[Verdict]:
+    def observe(self, step: StepRecords, aligned: AlignedStep | None = None) -> list[Verdict]:
         self._script.seen.append((step.attempt, step.step))
         verdict = self._script.by_step.get(step.step, [])
         if isinstance(verdict, Exception):

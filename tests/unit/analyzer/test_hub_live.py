@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from megatronapp_analyzer.align.clocks import AlignedStep
 from megatronapp_analyzer.hub.http.broadcast import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest, StepDigester, against_others
@@ -143,7 +144,7 @@ class Judge:
         self.steps: list[int] = []
         self.seen_ranks: list[list[int]] = []
 
-    def observe(self, step: StepRecords) -> list[Verdict]:
+    def observe(self, step: StepRecords, aligned: AlignedStep | None = None) -> list[Verdict]:
         self.steps.append(step.step)
         if step.step == 3:
             raise RuntimeError("broken")

@@ -10,8 +10,9 @@ import pytest
 
 from megatronapp_analyzer.detect import engine
 from megatronapp_analyzer.errors import GraphError
-from megatronapp_analyzer.graph.build import StepGraph, build
-from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_analyzer.graph.build import StepGraph, build_matched
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.model import JobLayout
 
 DP2_PP2 = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
@@ -73,12 +74,12 @@ def test_two_equally_slow_ranks_split_their_common_cost(sim: ModuleType, judge: 
 def test_a_suspect_is_named_only_once_steps_can_be_replayed(
     watch: Callable[..., Any], sim: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def refused_before_step_40(view: StepRecords, **options: Any) -> StepGraph:
-        if view.step < 40:
+    def refused_before_step_40(step: MatchedStep, **options: Any) -> StepGraph:
+        if step.view.step < 40:
             raise GraphError("operations depend on each other in a circle")
-        return build(view, **options)
+        return build_matched(step, **options)
 
-    monkeypatch.setattr(engine, "build", refused_before_step_40)
+    monkeypatch.setattr(engine, "build_matched", refused_before_step_40)
     fault = sim.Fault(rank=1, kind=kind, factor=3.0, from_step=20)
     run = watch(DP2_PP2, microbatches=8, faults=(fault,))
     assert run.first_step() > 40

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.waits import imposed_s as imposed_on_aligned_clocks
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s, overhead_ratio, skew_correlation
@@ -80,4 +81,6 @@ def test_the_slow_rank_makes_the_others_wait_whatever_the_clocks(sim: ModuleType
     assert max(of_rank, key=lambda rank: of_rank[rank]) == 1
     assert {kind for rank, kind in by_kind if rank == 1} >= {"p2p", "dp"}
     straight = sim.Simulator(sim.Job(layout=LAYOUT, faults=faults, microbatches=8), 3).step(1)
-    assert sum(by_kind.values()) == pytest.approx(sum(imposed_on_aligned_clocks(straight).values()), rel=0.05)
+    assert sum(by_kind.values()) == pytest.approx(
+        sum(imposed_on_aligned_clocks(MatchedStep(straight)).values()), rel=0.05
+    )

@@ -10,15 +10,17 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph import records as rec
-from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepRecords, select_rows
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages
+from megatronapp_analyzer.model import RankRecords, select_rows
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 STEP_END_UNCERTAINTY_NS = 5e7
 """Assumed largest difference between the ends of the same step on two nodes."""
 COLLECTIVE_FLOOR_NS = 2e4
 """Smallest uncertainty of the ends of collectives."""
+
+Nanoseconds = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +33,14 @@ class Anchor:
     uncertainty_ns: float
 
 
-def anchors_of(view: StepRecords, domain: Index) -> list[Anchor]:
+def anchors_of(step: MatchedStep, domain: Index) -> list[Anchor]:
     """Return the best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
-    spans = rec.stream(view.records)
-    index = rec.comm_index(view.comms)
+    spans = step.spans
     start = spans["start_ns"].astype(np.int64)
     end = start + spans["duration"].astype(np.int64) * DURATION_UNIT_NS
-    found = _by_messages(spans, messages_of(spans, index), start, end, domain)
-    found += _by_collectives(spans, collectives_of(spans, index), end, domain)
-    found += _by_step_ends(view.records, domain)
+    found = _by_messages(spans, step.messages, start, end, domain)
+    found += _by_collectives(spans, step.collectives, end, domain)
+    found += _by_step_ends(step.view.records, domain)
     best: dict[tuple[int, int], Anchor] = {}
     for anchor in found:
         pair = (anchor.first, anchor.second)
@@ -52,51 +53,76 @@ def _by_messages(spans: RankRecords, messages: Messages, start: Index, end: Inde
     domains = int(domain.max()) + 1
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
-    source, target = domain[spans["rank"][send]], domain[spans["rank"][recv]]
-    shortest = np.full(domains * domains, np.iinfo(np.int64).max)
-    np.minimum.at(shortest, source * domains + target, end[recv] - start[send])
-    table = shortest.reshape(domains, domains)
-    seen = table < np.iinfo(np.int64).max
+    if not len(send):
+        return []
+    way = domain[spans["rank"][send]] * domains + domain[spans["rank"][recv]]
+    # Messages are sorted by pair of ranks, so that few runs of equal ways remain to be sorted.
+    begin = np.flatnonzero(np.diff(way, prepend=-1))
+    names, where = np.unique(way[begin], return_inverse=True)
+    shortest = np.full(len(names), np.iinfo(np.int64).max)
+    np.minimum.at(shortest, where, np.minimum.reduceat(end[recv] - start[send], begin))
+    first, second = names // domains, names % domains
+    back = np.minimum(np.searchsorted(names, second * domains + first), len(names) - 1)
+    both = (first < second) & (names[back] == second * domains + first)
     return [
-        Anchor(
-            first=int(a),
-            second=int(b),
-            offset_ns=(float(table[a, b]) - float(table[b, a])) / 2,
-            uncertainty_ns=max((float(table[a, b]) + float(table[b, a])) / 2, 0.0),
+        Anchor(first=a, second=b, offset_ns=(there - reply) / 2, uncertainty_ns=max((there + reply) / 2, 0.0))
+        for a, b, there, reply in zip(
+            first[both].tolist(),
+            second[both].tolist(),
+            shortest[both].astype(np.float64).tolist(),
+            shortest[back[both]].astype(np.float64).tolist(),
+            strict=True,
         )
-        for a, b in zip(*np.nonzero(np.triu(seen & seen.T, 1)), strict=True)
     ]
 
 
 def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain: Index) -> list[Anchor]:
-    differences: dict[tuple[int, int], list[NDArray[np.float64]]] = {}
-    for number in np.flatnonzero(groups.complete):
-        member = groups.record[groups.begin[number] : groups.begin[number + 1]]
-        where = domain[spans["rank"][member]]
-        first = int(where.min())
-        for second in np.unique(where[where != first]):
-            difference = np.median(end[member][where == second]) - np.median(end[member][where == first])
-            differences.setdefault((first, int(second)), []).append(difference)
-    found = []
-    for (first, second), values in differences.items():
-        middle = float(np.median(values))
-        spread = 1.4826 * float(np.median(np.abs(np.array(values) - middle)))
-        doubt = max(spread, COLLECTIVE_FLOOR_NS) if len(values) > 2 else STEP_END_UNCERTAINTY_NS / 2
-        found.append(Anchor(first=first, second=second, offset_ns=middle, uncertainty_ns=doubt))
-    return found
+    domains = int(domain.max()) + 1
+    instance = np.repeat(np.arange(len(groups)), np.diff(groups.begin))
+    whole = groups.complete[instance]
+    instance, member = instance[whole], groups.record[whole]
+    if not len(member):
+        return []
+    names, where = np.unique(instance * domains + domain[spans["rank"][member]], return_inverse=True)
+    middle = _medians(where, end[member].astype(np.float64), len(names))
+    own = names // domains
+    first = np.searchsorted(own, own)  # the least clock of each instance
+    others = np.flatnonzero(first != np.arange(len(names)))
+    pair = names[first[others]] % domains * domains + names[others] % domains
+    pairs, of_pair = np.unique(pair, return_inverse=True)
+    difference = middle[others] - middle[first[others]]
+    offset = _medians(of_pair, difference, len(pairs))
+    spread = 1.4826 * _medians(of_pair, np.abs(difference - offset[of_pair]), len(pairs))
+    count = np.bincount(of_pair, minlength=len(pairs))
+    doubt = np.where(count > 2, np.maximum(spread, COLLECTIVE_FLOOR_NS), STEP_END_UNCERTAINTY_NS / 2)
+    return _anchors(pairs // domains, pairs % domains, offset, doubt)
 
 
 def _by_step_ends(records: RankRecords, domain: Index) -> list[Anchor]:
     steps = select_rows(records, records["kind"] == RecordKind.STEP)
     end = steps["start_ns"].astype(np.int64) + steps["duration"].astype(np.int64) * DURATION_UNIT_NS
-    where = domain[steps["rank"]]
-    present = np.unique(where)
+    present, where = np.unique(domain[steps["rank"]], return_inverse=True)
+    if len(present) < 2:
+        return []
+    middle = _medians(where, end.astype(np.float64), len(present))
+    others = present[1:]
+    doubt = np.full(len(others), STEP_END_UNCERTAINTY_NS)
+    return _anchors(np.full(len(others), present[0]), others, middle[1:] - middle[0], doubt)
+
+
+def _anchors(first: Index, second: Index, offset_ns: Nanoseconds, uncertainty_ns: Nanoseconds) -> list[Anchor]:
+    columns = (first.tolist(), second.tolist(), offset_ns.tolist(), uncertainty_ns.tolist())
     return [
-        Anchor(
-            first=int(present[0]),
-            second=int(second),
-            offset_ns=float(np.median(end[where == second]) - np.median(end[where == present[0]])),
-            uncertainty_ns=STEP_END_UNCERTAINTY_NS,
-        )
-        for second in present[1:]
+        Anchor(first=a, second=b, offset_ns=offset, uncertainty_ns=doubt)
+        for a, b, offset, doubt in zip(*columns, strict=True)
     ]
+
+
+def _medians(group: Index, values: Nanoseconds, groups: int) -> Nanoseconds:
+    """Return the median of each group, none of which is empty; the mean of two middles."""
+    order = np.lexsort((values, group))
+    size = np.bincount(group, minlength=groups)
+    begin = np.cumsum(size) - size
+    ordered = values[order]
+    found: Nanoseconds = (ordered[begin + (size - 1) // 2] + ordered[begin + size // 2]) / 2
+    return found

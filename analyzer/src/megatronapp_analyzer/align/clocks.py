@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.align.anchors import anchors_of
 from megatronapp_analyzer.align.device_clocks import DeviceClocks, check, has_device_clock
 from megatronapp_analyzer.align.line_fit import offsets_at
+from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.model import JobLayout, StepRecords, copy_rows, select_rows
 from megatronapp_common.trace import RecordKind
@@ -41,6 +42,15 @@ class ClockModel:
         records["start_ns"] = (records["start_ns"].astype(np.int64) - shift).astype(np.uint64)
         return dataclasses.replace(view, records=records)
 
+    def align(self, step: MatchedStep) -> "AlignedStep":
+        """Return the step on the clock of the first rank, with this model."""
+        moved = self.apply(step.view)
+        if moved is step.view:
+            return AlignedStep(clocks=self, step=step)
+        # Times of a device that are corrected may change the order of a rank's spans.
+        alike = not self.devices.offset_ns.any()
+        return AlignedStep(clocks=self, step=step.on_other_clocks(moved) if alike else MatchedStep(moved))
+
     def rank_uncertainty_ns(self) -> NDArray[np.float64]:
         """Return the uncertainty of each rank's times, those of its device included."""
         return self.uncertainty_ns + self.devices.uncertainty_ns
@@ -58,6 +68,14 @@ class ClockModel:
         return float(self.uncertainty_ns[first] + self.uncertainty_ns[second]) + devices
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AlignedStep:
+    """A step on the clock of the first rank, and the clocks by which it was aligned."""
+
+    clocks: ClockModel
+    step: MatchedStep
+
+
 class ClockAligner:
     """Estimator that learns offsets step by step; memory is bounded by WINDOW anchors per pair of clocks."""
 
@@ -65,8 +83,17 @@ class ClockAligner:
         self._world = layout.world
         self._points: dict[tuple[str, str], collections.deque[tuple[float, float, float]]] = {}
 
+    def align(self, step: MatchedStep) -> AlignedStep:
+        """Learn from one step and return it aligned."""
+        return self.observe_matched(step).align(step)
+
     def observe(self, view: StepRecords) -> ClockModel:
         """Learn from one step and return the model that is valid for it."""
+        return self.observe_matched(MatchedStep(view))
+
+    def observe_matched(self, step: MatchedStep) -> ClockModel:
+        """Learn from one step and return the model that is valid for it."""
+        view = step.view
         boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
         names = list(dict.fromkeys(boots))
         place = {name: number for number, name in enumerate(names)}
@@ -76,7 +103,7 @@ class ClockAligner:
             zeros = np.zeros(self._world)
             return ClockModel(offset_ns=zeros.astype(np.int64), uncertainty_ns=zeros, devices=devices)
         time_s = _time_s(view, domain)
-        for anchor in anchors_of(view, domain):
+        for anchor in anchors_of(step, domain):
             key = (names[anchor.first], names[anchor.second])
             points = self._points.setdefault(key, collections.deque(maxlen=WINDOW))
             points.append((time_s, anchor.offset_ns, anchor.uncertainty_ns))

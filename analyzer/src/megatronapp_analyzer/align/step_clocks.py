@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.align.clocks import ClockAligner
+from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
 from megatronapp_analyzer.align.device_clocks import has_device_clock
 from megatronapp_analyzer.model import JobLayout, StepRecords
 
@@ -56,16 +56,22 @@ class AttemptClocks:
 
     def observe(self, view: StepRecords) -> ClockReading | None:
         """Learn from a step; None where its clocks need no check."""
-        if not len(view.records):
-            return None
-        nodes = has_nodes(view)
-        if not nodes and (view.step % DEVICE_CHECK_STEPS or not has_device_clock(view.records).any()):
-            return None
-        model = self._aligner.observe(view)
-        return ClockReading(
-            attempt=view.attempt,
-            step=view.step,
-            offset_ns=model.offset_ns if nodes else None,
-            tied=np.isfinite(model.uncertainty_ns),
-            uncertainty_s=model.rank_uncertainty_ns() * 1e-9,
-        )
+        return reading_of(view, self._aligner.observe(view)) if needs_reading(view) else None
+
+
+def needs_reading(view: StepRecords) -> bool:
+    """Return true if the clocks of a step are read: of several nodes always, of devices at times."""
+    if not len(view.records) or has_nodes(view):
+        return len(view.records) > 0
+    return not view.step % DEVICE_CHECK_STEPS and bool(has_device_clock(view.records).any())
+
+
+def reading_of(view: StepRecords, model: ClockModel) -> ClockReading:
+    """Return what a model says of the clocks of a step."""
+    return ClockReading(
+        attempt=view.attempt,
+        step=view.step,
+        offset_ns=model.offset_ns if has_nodes(view) else None,
+        tied=np.isfinite(model.uncertainty_ns),
+        uncertainty_s=model.rank_uncertainty_ns() * 1e-9,
+    )

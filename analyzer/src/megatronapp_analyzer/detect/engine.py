@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
+from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner, ClockModel
 from megatronapp_analyzer.detect import candidates as cand
 from megatronapp_analyzer.detect.baseline import ColumnHistory
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
@@ -15,7 +15,7 @@ from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_ca
 from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
 from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
-from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
+from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract_matched
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
 from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
 from megatronapp_analyzer.detect.hang_tracker import HangTracker
@@ -24,7 +24,8 @@ from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.work import WorkModel
 from megatronapp_analyzer.errors import GraphError
-from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
+from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build_matched
+from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import (
@@ -66,32 +67,32 @@ class Detector:
         self._tracks = FindingTracker(self._settings)
         self._reset()
 
-    def observe(self, view: StepRecords) -> list[Verdict]:
+    def observe(self, view: StepRecords, aligned: AlignedStep | None = None) -> list[Verdict]:
         """Judge one finished step; return the verdicts that are new or changed.
 
         Steps are given in order; one of a lower attempt than the newest is ignored, a higher attempt starts afresh. A
         step may lack ranks or records. A captured or perturbed step is not judged, and one with details only next to
-        others with details.
+        others with details. `aligned`: the same step, if the caller has aligned the clocks of all steps of the attempt.
         """
         if self._attempt is not None and view.attempt < self._attempt:
             return []
         ended = self._begin(view) if view.attempt != self._attempt else []
         if not len(view.records):
             return ended
-        clocks = self._aligner.observe(view)
-        aligned = clocks.apply(view)
+        aligned = aligned or self._aligner.align(MatchedStep(view))
         if self._steps_seen > self._settings.warmup_steps:
             self._layers.read(view, self._channels.healthy_ranks)
         kinds = np.bincount(view.records["kind"], minlength=256)
         if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
-        features = _without_doubtful_links(extract(aligned, self._layout, self._work), clocks)
-        transfers = transfers_of(aligned, self._units.of_rank)
+        features = extract_matched(aligned.step, self._layout, self._work)
+        features = _without_doubtful_links(features, aligned.clocks)
+        transfers = transfers_of(aligned.step.view, self._units.of_rank)
         self._steps_seen += 1
         self._recent.append(view.step)
         if self._steps_seen <= self._settings.warmup_steps or not np.isfinite(features.step_s).any():
             return ended
-        return ended + self._judge(aligned, features, transfers, clocks)
+        return ended + self._judge(aligned, features, transfers)
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
         """Judge which ranks make no progress; return the verdicts that are new or changed.
@@ -142,9 +143,8 @@ class Detector:
         self._reset()
         return ended
 
-    def _judge(
-        self, view: StepRecords, features: StepFeatures, transfers: CollectiveTransfers, clocks: ClockModel
-    ) -> list[Verdict]:
+    def _judge(self, aligned: AlignedStep, features: StepFeatures, transfers: CollectiveTransfers) -> list[Verdict]:
+        view = aligned.step.view
         step_s = float(np.nanmedian(features.step_s))
         self._microbatches = max(int(features.forwards.max(initial=0)), 1)  # more as the batch grows
         usual = float(self._microbatch_s.median()[0]) * self._microbatches
@@ -160,8 +160,8 @@ class Detector:
             hits=lambda one: self._hits(one, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
-        doubt_s = clocks.worst_ns() * 1e-9
-        self._cost(view, evidence, doubt_s)
+        doubt_s = aligned.clocks.worst_ns() * 1e-9
+        self._cost(aligned.step, evidence, doubt_s)
         told += self._tracks.confirm(
             _when(view),
             lambda track: self._costly(track, budget, doubt_s),
@@ -264,13 +264,15 @@ class Detector:
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
-    def _cost(self, view: StepRecords, evidence: StepEvidence, doubt_s: float) -> None:
+    def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
+        view = step.view
         hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
         if not hit:
             return
         try:
-            graph = build(view, tolerance_s=CLOCK_TOLERANCE_S + doubt_s, unit_of_rank=self._units.of_rank)
+            tolerance_s = CLOCK_TOLERANCE_S + doubt_s
+            graph = build_matched(step, tolerance_s=tolerance_s, unit_of_rank=self._units.of_rank)
         except GraphError:  # a suspect stays one until later steps show its cost
             return
         remedies = [

@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
-from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.matching import Messages, meetings_of
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
-from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
+from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
+from megatronapp_native import segment_medians as native_segment_medians
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -90,10 +92,15 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
 
     `model`: how passes of the job grow with their work, if it is reported; it learns from the step.
     """
-    spans = rec.stream(view.records)
-    spans = spans[spans["rank"] < layout.world]
+    return extract_matched(MatchedStep(view), layout, model)
+
+
+def extract_matched(step: MatchedStep, layout: JobLayout, model: WorkModel | None = None) -> StepFeatures:
+    """Compute the features of one step on aligned clocks, as `extract` does."""
+    step = _of_known_ranks(step, layout.world)
+    view, spans = step.view, step.spans
     origin_ns = view.start_ns if len(view.records) else 0
-    start, end = rec.laid_out_s(spans, origin_ns)
+    start, end = step.times_s
     on_device = bool((spans["flags"] & Flag.DEVICE_CLOCK).any())
     stops = Stops(view.records, origin_ns)
     worked = stops if not on_device else Stops(view.records[:0], origin_ns)
@@ -105,7 +112,7 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
         clean[_incomplete_spans(spans, layout)] = np.nan
     clean, work = (clean, None) if model is None else model.normalise(view.records, spans, clean)
     laid = _StepSpans(spans=spans, start=start, end=end, clean=clean, stops=worked)
-    messages = messages_of(spans, rec.comm_index(view.comms))
+    messages = step.messages
     forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
     calm = np.ones(len(spans), np.bool_)
@@ -138,15 +145,17 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
     )
 
 
+def _of_known_ranks(step: MatchedStep, world: int) -> MatchedStep:
+    """Return the step without the records of ranks that its layout lacks."""
+    known = step.view.records["rank"] < world
+    if known.all():
+        return step
+    return MatchedStep(dataclasses.replace(step.view, records=select_rows(step.view.records, known)))
+
+
 def segment_medians(group: Ints, values: Floats, groups: int) -> Floats:
     """Return the median of each group's values, the lower one of two middles; NaN where a group is empty."""
-    order = np.lexsort((values, group))
-    begin = np.searchsorted(group[order], np.arange(groups + 1))
-    size = np.diff(begin)
-    out = np.full(groups, np.nan)
-    filled = np.flatnonzero(size)
-    out[filled] = values[order[begin[filled] + (size[filled] - 1) // 2]]
-    return out
+    return native_segment_medians(group, values, groups)
 
 
 def _unit_of_rank(layout: JobLayout) -> Ints:

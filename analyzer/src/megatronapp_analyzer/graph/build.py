@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph import records as rec
-from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, meetings_of, messages_of
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, meetings_of
 from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_native import sort_by_level
 
 Seconds = NDArray[np.float64]
 CLOCK_TOLERANCE_S = 1e-3
@@ -76,15 +78,20 @@ class StepGraph:
 
 
 def build(view: StepRecords, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None) -> StepGraph:
+    """Build the graph of one step as `build_matched`."""
+    return build_matched(MatchedStep(view), tolerance_s=tolerance_s, unit_of_rank=unit_of_rank)
+
+
+def build_matched(
+    step: MatchedStep, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None
+) -> StepGraph:
     """Build the graph of one step on aligned clocks, which may be wrong by `tolerance_s`.
 
     Ranks of one unit meet inside their compute spans; without `unit_of_rank` no ranks do.
 
     Raises GraphError where operations depend on each other in a circle.
     """
-    spans = rec.stream(view.records)
-    index = rec.comm_index(view.comms)
-    messages, collectives = messages_of(spans, index), collectives_of(spans, index)
+    spans, messages, collectives = step.spans, step.messages, step.collectives
     origin = int(spans["start_ns"].min()) if len(spans) else 0
     start, end = rec.laid_out_s(spans, origin)
     parts, roots = _stream_edges(spans, start, end)
@@ -194,26 +201,11 @@ def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_e
 
 
 def _by_level(edges: Edges, events: int) -> tuple[Index, Index]:
-    """Sort the edges by level of their target (Kahn's algorithm by levels); return order and start of each level."""
-    by_source = np.argsort(edges.source, kind="stable")
-    begin = np.searchsorted(edges.source[by_source], np.arange(events + 1))
-    waiting = np.bincount(edges.target, minlength=events)
-    level = np.zeros(events, np.int64)
-    frontier = np.flatnonzero(waiting == 0)
-    seen, depth = 0, 0
-    while len(frontier):
-        seen += len(frontier)
-        level[frontier] = depth
-        depth += 1
-        counts = begin[frontier + 1] - begin[frontier]
-        offsets = np.repeat(begin[frontier] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        targets, arrivals = np.unique(edges.target[by_source[offsets]], return_counts=True)
-        waiting[targets] -= arrivals
-        frontier = targets[waiting[targets] == 0]
+    """Sort the edges by level of their target, then by target; return order and start of each level."""
+    order, level_begin, seen = sort_by_level(edges.source, edges.target, events)
     if seen < events:
         raise GraphError(
             f"{events - seen} of {events} events of the step depend on each other in a circle; "
             "check the clock alignment"
         )
-    order = np.lexsort((edges.target, level[edges.target]))
-    return order, np.searchsorted(level[edges.target][order], np.arange(1, depth + 1))
+    return order, level_begin

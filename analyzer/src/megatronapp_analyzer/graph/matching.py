@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, is_kind
 from megatronapp_analyzer.model import Communicator, RankRecords
 from megatronapp_common.trace import RecordKind
+from megatronapp_native import match_messages as native_match_messages
 
 Index = NDArray[np.int64]
 _ORDINAL_BITS = 32
@@ -70,20 +71,14 @@ def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Commun
 
 
 def messages_of(records: RankRecords, index: CommIndex) -> Messages:
-    """Match messages as `match_messages`, with the communicators already numbered."""
-    numbers = index.numbers(records)
-    where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], frozenset(_PARTS)))
-    pairs = np.array([_pair(comm) for comm in index.members] or [(-1, -1)], np.int64)
-    where = where[pairs[numbers[where], 0] >= 0]
-    key = (numbers[where] << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
-    keys, row = np.unique(key, return_inverse=True)
-    kinds = records["kind"][where]
-    parts = [_column(len(keys), row[kinds == part], where[kinds == part]) for part in _PARTS]
-    pair = pairs[keys >> _ORDINAL_BITS]
+    """Match messages as `match_messages`, with the communicators already numbered; in C++."""
+    source, destination, ordinal, *parts = native_match_messages(
+        np.ascontiguousarray(records).view(np.uint8), index.lookup, index.pairs, [int(part) for part in _PARTS]
+    )
     return Messages(
-        source=pair[:, 0],
-        destination=pair[:, 1],
-        ordinal=keys & ((1 << _ORDINAL_BITS) - 1),
+        source=source,
+        destination=destination,
+        ordinal=ordinal,
         send_post=parts[0],
         send_wait=parts[1],
         recv_post=parts[2],
@@ -91,22 +86,21 @@ def messages_of(records: RankRecords, index: CommIndex) -> Messages:
     )
 
 
-def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
-    """Match the collectives of one step that are entries of the ranks' streams."""
-    numbers = index.numbers(records)
+def collectives_of(records: RankRecords, index: CommIndex, numbers: Index | None = None) -> Collectives:
+    """Match the collectives of one step that are entries of the ranks' streams; `numbers`: of their communicators."""
+    numbers = index.numbers(records) if numbers is None else numbers
     where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], GROUP_KINDS))
     kinds = records["kind"][where].astype(np.int64)
     key = (((numbers[where] << _KIND_BITS) | kinds) << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
     order = np.argsort(key, kind="stable")
     keys, begin = np.unique(key[order], return_index=True)
     comm = keys >> (_ORDINAL_BITS + _KIND_BITS)
-    sizes = np.array([len(comm.members) for comm in index.members] or [0], np.int64)
     return Collectives(
         comm=comm,
         kind=(keys >> _ORDINAL_BITS) & ((1 << _KIND_BITS) - 1),
         begin=np.append(begin, len(where)).astype(np.int64),
         record=where[order],
-        expected=sizes[comm],
+        expected=index.sizes[comm],
     )
 
 
@@ -131,15 +125,3 @@ def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
         record=where[order],
         expected=size[keys >> 40],
     )
-
-
-def _pair(comm: Communicator) -> tuple[int, int]:
-    if comm.kind != "p2p" or len(comm.members) != 2:
-        return (-1, -1)
-    return (comm.members[0], comm.members[1])
-
-
-def _column(length: int, rows: Index, values: Index) -> Index:
-    column = np.full(length, -1, np.int64)
-    column[rows] = values
-    return column

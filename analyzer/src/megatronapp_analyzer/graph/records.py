@@ -131,6 +131,14 @@ class CommIndex:
                     number[comm] = len(self.members)
                     self.members.append(comm)
                 self._lookup[rank, slot] = number[comm]
+        self.pairs = np.array([_pair(comm) for comm in self.members] or [(-1, -1)], np.int64)
+        """Source and destination of each directed pair; -1 of a communicator that is none."""
+        self.sizes = np.array([len(comm.members) for comm in self.members] or [0], np.int64)
+
+    @property
+    def lookup(self) -> NDArray[np.int64]:
+        """Number of the communicator by [rank, slot]; -1 without."""
+        return self._lookup
 
     def numbers(self, records: RankRecords) -> NDArray[np.int64]:
         """Return the communicator number of each record; -1 where it has none or its slot is unknown."""
@@ -141,6 +149,12 @@ class CommIndex:
         out = np.full(len(records), -1, np.int64)
         out[known] = self._lookup[rank[known], slot[known]]
         return out
+
+
+def _pair(comm: Communicator) -> tuple[int, int]:
+    if comm.kind != "p2p" or len(comm.members) != 2:
+        return (-1, -1)
+    return (comm.members[0], comm.members[1])
 
 
 class _NewestIndex:

@@ -1,11 +1,11 @@
 """Replay of a step's graph with other weights, such as without a slowness."""
 
-import itertools
 from typing import Protocol
 
 import numpy as np
 
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
+from megatronapp_native import longest_paths
 
 MAX_NUMBERS = 10_000_000
 """Numbers in an array of a replay: 80 MB; a step with more edges is replayed in one scenario at a time."""
@@ -28,23 +28,13 @@ class Replayer(Protocol):
 
 
 def replay(graph: StepGraph, weights: Seconds) -> Seconds:
-    """Replay with NumPy, level after level, all scenarios at once; see `Replayer`."""
+    """Replay in C++, edge after edge, all scenarios at once; see `Replayer`."""
     lanes = weights.shape[1:]
     times = np.empty((graph.events, *lanes))
     times[:] = graph.initial_s.reshape(-1, *([1] * len(lanes)))
-    target = graph.edges.target
-    begin = np.flatnonzero(np.diff(target, prepend=-1))  # of the edges of each target, which are in one level
-    reached_events = target[begin]
-    parts = zip(
-        itertools.pairwise(graph.level_begin),
-        itertools.pairwise(np.searchsorted(begin, graph.level_begin)),
-        strict=True,
-    )
-    for (first, last), (first_event, last_event) in parts:
-        if last > first:
-            part, events = slice(first, last), slice(first_event, last_event)
-            reached = times[graph.edges.source[part]] + weights[part]
-            times[reached_events[events]] = np.maximum.reduceat(reached, begin[events] - first, axis=0)
+    if graph.events:
+        table = times.reshape(graph.events, -1)
+        longest_paths(graph.edges.source, graph.edges.target, weights.reshape(-1, table.shape[1]), table)
     return times
 
 

@@ -9,10 +9,10 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
-from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages
+from megatronapp_analyzer.model import RankRecords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,22 +48,25 @@ def attribute(graph: StepGraph) -> Waits:
     )
 
 
-def imposed_s(view: StepRecords) -> dict[tuple[int, str], float]:
+def imposed_s(step: MatchedStep) -> dict[tuple[int, str], float]:
     """Return seconds that each rank made others wait in one step on aligned clocks, by kind of communicator.
 
     Waits inside compute spans (tensor parallelism) have no record and are not included.
     """
-    spans, index = rec.stream(view.records), rec.comm_index(view.comms)
-    start, end = rec.laid_out_s(spans, view.start_ns)
-    groups = collectives_of(spans, index)
-    receives = _receives(messages_of(spans, index), start, end)
+    spans, index, groups = step.spans, step.index, step.collectives
+    start, end = step.times_s
+    receives = _receives(step.messages, start, end)
     waits, instance = _groups(groups, spans, start)
-    total: dict[tuple[int, str], float] = {}
-    kinds = ["p2p"] * len(receives.cause) + [index.members[comm].kind for comm in groups.comm[instance]]
+    names = list(dict.fromkeys(["p2p", *(comm.kind for comm in index.members)]))
+    of_comm = np.array([names.index(comm.kind) for comm in index.members], np.int64)
+    kinds = np.append(np.zeros(len(receives.cause), np.int64), of_comm[groups.comm[instance]])
     causes, seconds = np.append(receives.cause, waits.cause), np.append(receives.seconds, waits.seconds)
-    for rank, kind, lost in zip(causes.tolist(), kinds, seconds.tolist(), strict=True):
-        total[rank, kind] = total.get((rank, kind), 0.0) + lost
-    return total
+    place = causes * len(names) + kinds
+    sums, counts = np.bincount(place, seconds), np.bincount(place)
+    return {
+        (number // len(names), names[number % len(names)]): float(sums[number])
+        for number in np.flatnonzero(counts).tolist()
+    }
 
 
 def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:

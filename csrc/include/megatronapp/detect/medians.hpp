@@ -59,4 +59,12 @@ class MedianOfOthers {
 /// `groups`: a number for each value, from -1 on.
 void median_of_others(std::span<const double> values, std::span<const std::int64_t> groups, std::span<double> out);
 
+/// Writes the lower median of the values of each group, and NaN for a group without any. NaN is above all numbers.
+/// Groups are numbered from 0 up to the size of `out`.
+void segment_medians(std::span<const double> values, std::span<const std::int64_t> groups, std::span<double> out);
+
+/// Writes the median of each row of a table, the mean of two middles, of what is not NaN; NaN for a row of nothing
+/// else.
+void row_medians(std::span<const double> table, std::span<double> out);
+
 }  // namespace megatronapp::detect

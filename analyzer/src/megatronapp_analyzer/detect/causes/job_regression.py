@@ -12,6 +12,7 @@ import numpy as np
 from megatronapp_analyzer.detect.baseline import MAD_TO_SIGMA
 from megatronapp_analyzer.detect.features import Floats
 from megatronapp_analyzer.detect.statistics.change_detection import error_of_mean
+from megatronapp_native import row_medians
 
 LEAST_SHIFT = 0.1
 """Smallest common growth that is named, in logarithms; devices that become warm are slower by less."""
@@ -66,17 +67,12 @@ class JobBaseline:
         known = np.isfinite(reference).any(axis=0) & np.isfinite(newest).any(axis=0)
         if known.sum() < 2:
             return UNKNOWN
-        usual = np.nanmedian(reference[:, known], axis=0)
-        own = np.nanmedian(newest[:, known], axis=0) - usual
+        usual = row_medians(reference[:, known].T)
+        own = row_medians(newest[:, known].T) - usual
         size = float(np.median(own))
-        steps = np.array([_common(row - usual) for row in reference[:, known]])
+        steps = row_medians(reference[:, known] - usual)
         sigma = MAD_TO_SIGMA * float(np.nanmedian(np.abs(steps - np.nanmedian(steps))))
         limit = max(LEAST_SHIFT, SIGMAS * sigma * float(error_of_mean(np.array([NEWEST]), CORRELATION)[0]))
         together = float(np.mean(own > LEAST_SHIFT / 2)) >= LEAST_UNITS
-        lasts = min(_common(row - usual) for row in newest[-3:, known]) > size / 2
+        lasts = min(row_medians(newest[-3:, known] - usual).tolist()) > size / 2
         return JobShift(known=True, over=size > limit and together and lasts, size=size, strength=size / limit)
-
-
-def _common(shifts: Floats) -> float:
-    """Return the median of the known values."""
-    return float(np.nanmedian(shifts)) if np.isfinite(shifts).any() else float("nan")

@@ -37,6 +37,12 @@ class ReferenceLimits:
     largest_step: float
     """Largest change that a level learns from."""
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Return the limits in the order in which the native test takes them."""
+        peers = (self.peers, self.cap, self.peer_spread, self.least_peer_spread)
+        return (self.floor, self.own, *peers, self.largest_step)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShiftReading:
@@ -123,7 +129,7 @@ class TwoReferences:
 
         `doubt(shift)`: what each shift may be too large by. `usual`: columns that may be learned from, if not all.
         """
-        deviation, change, distance = self._test.compare(values, dataclasses.astuple(limits))
+        deviation, change, distance = self._test.compare(values, limits.values)
         shift, relative = self._without_replica(change, deviation), self._without_replica(distance, deviation)
         may_learn = np.ones(self._columns, np.bool_) if usual is None else usual
         found = self._test.judge(shift, relative, doubt(shift), doubt(relative), may_learn)

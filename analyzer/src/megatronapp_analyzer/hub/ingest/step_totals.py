@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import waits
+from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.hub.ingest.digest import durations_ns, is_kind, run_queue_ns
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import RankRecords, copy_rows, select_rows
@@ -64,9 +65,13 @@ def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.f
     return kept
 
 
-def imposed_s(step: StoredStep) -> dict[tuple[int, str], float]:
-    """Return how long each rank made others wait in this step, by kind of communicator, on the clocks of the store."""
+def imposed_s(step: StoredStep, matched: MatchedStep | None = None) -> dict[tuple[int, str], float]:
+    """Return how long each rank made others wait in this step, by kind of communicator, on the clocks of the store.
+
+    `matched`: the same step, if its spans are matched already.
+    """
     records = copy_rows(step.view.records)
     starts = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
     records["start_ns"] = np.maximum(starts, 0).astype(np.uint64)
-    return waits.imposed_s(dataclasses.replace(step.view, records=records))
+    moved = dataclasses.replace(step.view, records=records)
+    return waits.imposed_s(MatchedStep(moved) if matched is None else matched.on_other_clocks(moved))

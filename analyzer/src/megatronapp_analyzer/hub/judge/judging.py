@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from megatronapp_analyzer.align.step_clocks import AttemptClocks, ClockReading
+from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner
+from megatronapp_analyzer.align.step_clocks import ClockReading, needs_reading, reading_of
+from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
@@ -16,8 +18,8 @@ LOG = logging.getLogger(__name__)
 class StepJudge(Protocol):
     """Judge of steps and liveness; `detect.engine.Detector` is the implementation."""
 
-    def observe(self, step: StepRecords) -> list[Verdict]:
-        """Judge one finished step."""
+    def observe(self, step: StepRecords, aligned: AlignedStep | None = None) -> list[Verdict]:
+        """Judge one finished step; `aligned`: the same step, if its clocks are aligned."""
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
         """Judge which ranks make no progress."""
@@ -56,14 +58,21 @@ class StepJudging:
         self._factory = factory
         self._detector: StepJudge | None = None
         self._layout: JobLayout | None = None
-        self._clocks: tuple[int, JobLayout, AttemptClocks] | None = None
+        self._aligner: tuple[int, JobLayout, ClockAligner] | None = None
 
     def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
         """Judge a finished step."""
         detector, afresh = self._prepare(layout)
         failures, verdicts = 0, []
+        matched = MatchedStep(step.view)
+        aligned = None
         try:
-            verdicts = detector.observe(step.view)
+            aligned = self._align(layout, matched)
+        except Exception:
+            failures += 1
+            LOG.exception("clocks of attempt %d step %d are not known", *step.key)
+        try:
+            verdicts = detector.observe(step.view, aligned)
         except Exception:
             failures += 1
             self._detector = None
@@ -71,20 +80,21 @@ class StepJudging:
         waits: Mapping[tuple[int, str], float] = {}
         clocks = None
         try:
-            clocks = self._clocks_of(layout, step.view.attempt).observe(step.view)
-            if clocks is not None:
+            if aligned is not None and needs_reading(step.view):
+                clocks = reading_of(step.view, aligned.clocks)
                 step = dataclasses.replace(step, offsets_ns=clocks.real_offsets_ns(step.offsets_ns))
-            waits = imposed_s(step) if len(step.view.records) else {}
+            waits = imposed_s(step, matched) if len(step.view.records) else {}
         except Exception:  # verdicts matter more
             failures += 1
-            LOG.exception("clocks or waits of attempt %d step %d are not known", *step.key)
+            LOG.exception("waits of attempt %d step %d are not known", *step.key)
         return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=waits, clocks=clocks, failures=failures)
 
-    def _clocks_of(self, layout: JobLayout, attempt: int) -> AttemptClocks:
-        """Return the clocks of an attempt; another attempt or layout begins with fresh ones."""
-        if self._clocks is None or self._clocks[:2] != (attempt, layout):
-            self._clocks = (attempt, layout, AttemptClocks(layout))
-        return self._clocks[2]
+    def _align(self, layout: JobLayout, step: MatchedStep) -> AlignedStep | None:
+        """Return a step on aligned clocks; another attempt or layout begins with a fresh aligner."""
+        attempt = step.view.attempt
+        if self._aligner is None or self._aligner[:2] != (attempt, layout):
+            self._aligner = (attempt, layout, ClockAligner(layout))
+        return self._aligner[2].align(step) if len(step.view.records) else None
 
     def judge_liveness(self, report: LivenessReport) -> Judgement:
         """Judge which ranks make no progress."""
