@@ -5,6 +5,7 @@
 
 Steps are those of bench_ingest.py, every rank with noise in its passes from --seed, and one of them slow. Times are of
 the processor, of one thread. `judged` is all that the process does with a step: clocks, imposed waits and the detector.
+With --process a separate process judges, as next to a hub, and times are from the call until its answer, on the wall.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
 from megatronapp_analyzer.hub.judge.judging import StepJudging
+from megatronapp_analyzer.hub.judge.links import ProcessJudge
 from megatronapp_analyzer.model import JobLayout, Verdict
+from megatronapp_analyzer.process import reuse_freed_memory
 from megatronapp_common.trace import COMPUTE_KINDS
 
 WARM_STEPS = 3
@@ -63,20 +66,30 @@ def main() -> int:
     parser.add_argument("--slow-rank", type=int, default=77, help="(default: %(default)s)")
     parser.add_argument("--factor", type=float, default=1.5, help="slowdown of that rank (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--process", action="store_true", help="judge in a separate process")
     options = parser.parse_args()
-    judging = StepJudging(Detector)
+    judging = ProcessJudge() if options.process else StepJudging(Detector)
+    now_s = time.perf_counter if options.process else time.process_time
+    if isinstance(judging, ProcessJudge):
+        judging.start()
+        judging.wait_until_ready()
+    else:
+        reuse_freed_memory()
     judged_s: list[float] = []
     verdicts: dict[str, Verdict] = {}
     for layout, step in steps_of(options):
-        begun_s = time.process_time()
+        begun_s = now_s()
         judgement = judging.judge(layout, step)
-        judged_s.append(time.process_time() - begun_s)
+        judged_s.append(now_s() - begun_s)
         assert not judgement.failures
         verdicts |= {verdict.id: verdict for verdict in judgement.verdicts}
         print(f"step {step.view.step}: {judged_s[-1]:.2f} s", flush=True)
+    if isinstance(judging, ProcessJudge):
+        judging.close()
     usual = statistics.median(judged_s[WARM_STEPS:])
     print(f"{layout.world} ranks, {len(step.view.records) / 1e6:.2f} million records a step")
-    print(f"judged in {usual:.2f} s of a processor, median after {WARM_STEPS} steps; at most {max(judged_s):.2f} s")
+    clock = "on the wall" if options.process else "of a processor"
+    print(f"judged in {usual:.2f} s {clock}, median after {WARM_STEPS} steps; at most {max(judged_s):.2f} s")
     for verdict in verdicts.values():
         print(f"{verdict.state}: {verdict.subject.type} {list(verdict.subject.ranks)}, {verdict.cause}")
     return 0

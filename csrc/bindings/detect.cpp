@@ -18,6 +18,8 @@
 #include "megatronapp/detect/levels.hpp"
 #include "megatronapp/detect/medians.hpp"
 #include "megatronapp/detect/messages.hpp"
+#include "megatronapp/detect/span_columns.hpp"
+#include "megatronapp/rank_records.hpp"
 
 namespace py = pybind11;
 
@@ -210,6 +212,73 @@ py::tuple match_messages(const Array<std::uint8_t>& rows, const Array<std::int64
                           array_of(found.parts[3]));
 }
 
+std::array<std::uint8_t, 256> of_kinds(const Array<bool>& kinds) {
+    std::array<std::uint8_t, 256> found{};
+    if (kinds.size() != static_cast<py::ssize_t>(found.size())) {
+        throw std::invalid_argument("a table of kinds has " + std::to_string(kinds.size()) +
+                                    " flags; it must have 256");
+    }
+    std::copy_n(kinds.data(), found.size(), found.begin());
+    return found;
+}
+
+detect::SpanFormat format_of(const Array<bool>& left_out, std::uint8_t step_kind, std::uint8_t saturated_flag,
+                             std::uint8_t run_queue_flag) {
+    return {.is_left_out = of_kinds(left_out),
+            .step_kind = step_kind,
+            .saturated_flag = saturated_flag,
+            .run_queue_flag = run_queue_flag};
+}
+
+py::tuple stream_rows(const Array<std::uint8_t>& rows, const detect::SpanFormat& format) {
+    const auto bytes = std::as_bytes(span_of(rows));
+    detect::StreamRows found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::stream_rows(bytes, format);
+    }
+    return py::make_tuple(array_of(found.rows), found.in_order);
+}
+
+py::tuple span_columns(const Array<std::uint8_t>& rows, std::int64_t origin_ns, const detect::SpanFormat& format) {
+    const auto bytes = std::as_bytes(span_of(rows));
+    const auto count = static_cast<py::ssize_t>(bytes.size() / kRankRecordBytes);
+    py::array_t<double> start(count);
+    py::array_t<double> end(count);
+    py::array_t<double> duration(count);
+    py::array_t<double> queue(count);
+    py::array_t<std::int64_t> rank(count);
+    py::array_t<std::uint8_t> kind(count);
+    const detect::SpanColumns columns{.start = writable(start),
+                                      .end = writable(end),
+                                      .duration = writable(duration),
+                                      .queue = writable(queue),
+                                      .rank = writable(rank),
+                                      .kind = writable(kind)};
+    {
+        const py::gil_scoped_release release;
+        detect::write_columns(bytes, origin_ns, format, columns);
+    }
+    return py::make_tuple(start, end, duration, queue, rank, kind);
+}
+
+py::array_t<std::uint8_t> shift_starts(const Array<std::uint8_t>& rows, const Array<std::int64_t>& offset_ns,
+                                       const Array<std::int64_t>& device_ns, std::uint8_t device_flag,
+                                       const Array<bool>& host_kinds) {
+    const auto bytes = std::as_bytes(span_of(rows));
+    const detect::ClockShift shift{.offset_ns = span_of(offset_ns),
+                                   .device_ns = span_of(device_ns),
+                                   .device_flag = device_flag,
+                                   .is_of_host = of_kinds(host_kinds)};
+    py::array_t<std::uint8_t> shifted(rows.size());
+    const auto out = std::as_writable_bytes(writable(shifted));
+    {
+        const py::gil_scoped_release release;
+        detect::shift_starts(bytes, shift, out);
+    }
+    return shifted;
+}
+
 }  // namespace
 
 void bind_detect(py::module_& module) {
@@ -228,6 +297,13 @@ void bind_detect(py::module_& module) {
         .def("compare", &SharedColumnTest::compare, py::arg("values"), py::arg("limits"))
         .def("judge", &SharedColumnTest::judge, py::arg("shift"), py::arg("relative"), py::arg("shift_doubt"),
              py::arg("relative_doubt"), py::arg("usual"));
+    py::class_<detect::SpanFormat>(module, "SpanFormat", "Numbers of the format of records.")
+        .def(py::init(&format_of), py::kw_only(), py::arg("left_out"), py::arg("step_kind"), py::arg("saturated_flag"),
+             py::arg("run_queue_flag"));
+    module.def("stream_rows", &stream_rows, py::arg("rows"), py::arg("format"));
+    module.def("span_columns", &span_columns, py::arg("rows"), py::arg("origin_ns"), py::arg("format"));
+    module.def("shift_starts", &shift_starts, py::arg("rows"), py::arg("offset_ns"), py::arg("device_ns"),
+               py::arg("device_flag"), py::arg("host_kinds"));
     module.def("match_messages", &match_messages, py::arg("rows"), py::arg("numbers"), py::arg("pairs"),
                py::arg("kinds"));
     module.def("longest_paths", &longest_paths, py::arg("source"), py::arg("target"), py::arg("weights"),

@@ -12,6 +12,7 @@
 #include "megatronapp/detect/levels.hpp"
 #include "megatronapp/detect/medians.hpp"
 #include "megatronapp/detect/messages.hpp"
+#include "megatronapp/detect/span_columns.hpp"
 #include "megatronapp/rank_records.hpp"
 
 namespace megatronapp::detect {
@@ -129,8 +130,11 @@ TEST(Levels, SortEdgesAndFindTheLongestPaths) {
     EXPECT_THROW((void)sort_by_level(source, std::vector<std::int64_t>{1}, 4), std::invalid_argument);
 }
 
-void add_row(std::vector<std::byte>& rows, std::uint8_t kind, std::uint32_t ordinal, std::int32_t rank) {
+void add_row(std::vector<std::byte>& rows, std::uint8_t kind, std::uint32_t ordinal, std::int32_t rank,
+             std::uint64_t start_ns = 0, std::uint32_t units = 0) {
     std::array<std::byte, kRankRecordBytes> row{};
+    std::memcpy(row.data(), &start_ns, sizeof start_ns);
+    std::memcpy(row.data() + 8, &units, sizeof units);
     std::memcpy(row.data() + 16, &ordinal, sizeof ordinal);
     std::memcpy(row.data() + 28, &kind, sizeof kind);
     std::memcpy(row.data() + kRecordBytes, &rank, sizeof rank);
@@ -156,6 +160,48 @@ TEST(Messages, AreMatchedByPairAndOrdinal) {
     EXPECT_THROW((void)match_messages(std::span(rows).first(35), comms, kinds), std::invalid_argument);
     const std::vector<std::int64_t> unknown{0, 1};
     EXPECT_THROW((void)match_messages(rows, {.numbers = unknown, .slots = 1, .pairs = pairs}, kinds),
+                 std::invalid_argument);
+}
+
+TEST(SpanColumns, AreOfTheStreamAndDoNotOverlap) {
+    SpanFormat format{.is_left_out = {}, .step_kind = 1, .saturated_flag = 1, .run_queue_flag = 2};
+    format.is_left_out[1] = 1;
+    std::vector<std::byte> rows;
+    add_row(rows, 1, 0, 0, 100, 10);  // the step ends at 180
+    add_row(rows, 2, 0, 0, 100, 5);
+    add_row(rows, 2, 0, 0, 120, 5);
+    add_row(rows, 2, 0, 0, 181, 5);
+    add_row(rows, 2, 0, 3, 50, 5);
+    const StreamRows found = stream_rows(rows, format);
+    EXPECT_EQ(found.rows, (std::vector<std::int64_t>{1, 2, 4}));
+    EXPECT_TRUE(found.in_order);
+    std::vector<std::byte> spans(rows.begin() + kRankRecordBytes, rows.begin() + 3 * kRankRecordBytes);
+    std::vector<double> start(2);
+    std::vector<double> end(2);
+    std::vector<double> duration(2);
+    std::vector<double> queue(2);
+    std::vector<std::int64_t> rank(2);
+    std::vector<std::uint8_t> kind(2);
+    const SpanColumns columns{
+        .start = start, .end = end, .duration = duration, .queue = queue, .rank = rank, .kind = kind};
+    write_columns(spans, 100, format, columns);
+    EXPECT_DOUBLE_EQ(start[1], 40e-9);
+    EXPECT_DOUBLE_EQ(end[1], 60e-9);
+    EXPECT_THROW(write_columns(rows, 100, format, columns), std::invalid_argument);
+    EXPECT_THROW((void)stream_rows(std::span(rows).first(35), format), std::invalid_argument);
+}
+
+TEST(SpanColumns, MoveToOtherClocks) {
+    std::vector<std::byte> rows;
+    add_row(rows, 2, 0, 0, 100);
+    std::vector<std::byte> shifted(rows.size());
+    const std::vector<std::int64_t> offset{30};
+    const std::vector<std::int64_t> none{0};
+    shift_starts(rows, {.offset_ns = offset, .device_ns = none, .device_flag = 4, .is_of_host = {}}, shifted);
+    std::uint64_t start_ns = 0;
+    std::memcpy(&start_ns, shifted.data(), sizeof start_ns);
+    EXPECT_EQ(start_ns, 70U);
+    EXPECT_THROW(shift_starts(rows, {.offset_ns = {}, .device_ns = {}, .device_flag = 4, .is_of_host = {}}, shifted),
                  std::invalid_argument);
 }
 

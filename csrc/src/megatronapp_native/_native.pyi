@@ -381,6 +381,12 @@ class ColumnTest:
         be too large by; `usual`: columns that may be learned from. ValueError where sizes do not fit.
         """
 
+class SpanFormat:
+    """Numbers of the format of records that native functions of spans take."""
+
+    def __init__(self, *, left_out: NDArray[bool_], step_kind: int, saturated_flag: int, run_queue_flag: int) -> None:
+        """Create it. `left_out`: of 256 kinds those that are no entries of a rank's stream."""
+
 class StepReplay:
     """Replays all steps of a job with some durations as recorded and all others as in an ideal step.
 
@@ -459,6 +465,30 @@ def segment_medians(groups: NDArray[int64], values: NDArray[float64], count: int
 
     NaN is above all numbers. ValueError for a group that is none of these.
     """
+
+def shift_starts(
+    rows: NDArray[uint8],
+    offset_ns: NDArray[int64],
+    device_ns: NDArray[int64],
+    device_flag: int,
+    host_kinds: NDArray[bool_],
+) -> NDArray[uint8]:
+    """Return a copy of rows with the offset of their rank subtracted from their starts.
+
+    From those with the flag of a device's clock, `device_ns` of their rank, too, but for the `host_kinds`. ValueError
+    for ranks without an offset, and where sizes do not fit.
+    """
+
+def span_columns(
+    rows: NDArray[uint8], origin_ns: int, format: SpanFormat
+) -> tuple[NDArray[float64], NDArray[float64], NDArray[float64], NDArray[float64], NDArray[int64], NDArray[uint8]]:
+    """Return start, end, duration and run-queue delay of spans in seconds, their ranks and kinds.
+
+    Starts are after `origin_ns`, and no two spans of a rank overlap. `rows` are sorted by rank, then start.
+    """
+
+def stream_rows(rows: NDArray[uint8], format: SpanFormat) -> tuple[NDArray[int64], bool]:
+    """Return the rows that are entries of their rank's stream, and whether they are sorted by rank, then start."""
 
 def sort_by_level(
     source: NDArray[int64], target: NDArray[int64], events: int

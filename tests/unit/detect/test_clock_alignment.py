@@ -83,7 +83,7 @@ def test_devices_that_contradict_nothing_are_trusted_as_far_as_they_were_fitted(
     view = _of_devices(sim.Simulator(sim.Job(layout=layout, noise=sim.GPU), 1).step(0))
     model = ClockAligner(layout).observe(view)
     assert not model.devices.offset_ns.any()
-    assert model.pair_uncertainty_ns(0, 5) == 2 * FITTED_NS
+    assert model.pairs_uncertainty_ns(np.array([[0, 5]])) == [2 * FITTED_NS]
     assert model.apply(view) is view
 
 
@@ -100,8 +100,9 @@ def test_between_devices_whose_messages_arrive_before_they_were_sent_nothing_is_
     layout = JobLayout.grid(pp=4)
     view = sim.Simulator(sim.Job(layout=layout, noise=sim.GPU), 1).step(0)
     model = ClockAligner(layout).observe(_of_devices(view, rank=1, shift_ns=15_000_000))
-    assert model.pair_uncertainty_ns(1, 2) > 5e6
-    assert model.pair_uncertainty_ns(2, 3) == 2 * FITTED_NS
+    uncertain, certain = model.pairs_uncertainty_ns(np.array([[1, 2], [2, 3]]))
+    assert uncertain > 5e6
+    assert certain == 2 * FITTED_NS
 
 
 def test_without_messages_the_ends_of_collectives_tie_clocks_together(sim: ModuleType) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -333,3 +334,21 @@ def test_messages_arrive_as_they_were_sent(arrays: list[Any], text: str) -> None
         near.close()
         with pytest.raises(EOFError):
             receive_message(far)
+
+
+def test_freed_memory_is_used_again() -> None:
+    """Pages that a process has written once are not faulted in again by further arrays of the same size."""
+    script = """
+import resource
+import numpy as np
+from megatronapp_analyzer.process import reuse_freed_memory
+assert reuse_freed_memory()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+np.ones(1 << 22)
+before = faults()
+for _ in range(8):
+    np.ones(1 << 22)
+print(faults() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64

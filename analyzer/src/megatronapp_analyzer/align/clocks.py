@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.anchors import anchors_of
-from megatronapp_analyzer.align.device_clocks import DeviceClocks, check, has_device_clock
+from megatronapp_analyzer.align.device_clocks import HOST_KINDS, DeviceClocks, check
 from megatronapp_analyzer.align.line_fit import offsets_at
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
-from megatronapp_analyzer.model import JobLayout, StepRecords, copy_rows, select_rows
-from megatronapp_common.trace import RecordKind
+from megatronapp_analyzer.graph.records import bytes_of
+from megatronapp_analyzer.model import JobLayout, StepRecords, select_rows
+from megatronapp_common.trace import Flag, RecordKind
+from megatronapp_native import shift_starts
 
 WINDOW = 64
 
@@ -36,11 +38,10 @@ class ClockModel:
         """Return the step on the clock of the first rank."""
         if not self.offset_ns.any() and not self.devices.offset_ns.any():
             return view
-        records = copy_rows(view.records)
-        shift = self.offset_ns[records["rank"]]
-        shift += np.where(has_device_clock(records), self.devices.offset_ns[records["rank"]], 0)
-        records["start_ns"] = (records["start_ns"].astype(np.int64) - shift).astype(np.uint64)
-        return dataclasses.replace(view, records=records)
+        shifted = shift_starts(
+            bytes_of(view.records), self.offset_ns, self.devices.offset_ns, int(Flag.DEVICE_CLOCK), HOST_KINDS
+        )
+        return dataclasses.replace(view, records=shifted.view(view.records.dtype))
 
     def align(self, step: MatchedStep) -> "AlignedStep":
         """Return the step on the clock of the first rank, with this model."""
@@ -60,12 +61,12 @@ class ClockModel:
         uncertainty_ns = self.rank_uncertainty_ns()
         return float(uncertainty_ns[np.isfinite(uncertainty_ns)].max(initial=0.0))
 
-    def pair_uncertainty_ns(self, first: int, second: int) -> float:
-        """Return the uncertainty of a difference of times between two ranks."""
-        devices = float(self.devices.uncertainty_ns[first] + self.devices.uncertainty_ns[second])
-        if self.offset_ns[first] == self.offset_ns[second]:
-            return devices
-        return float(self.uncertainty_ns[first] + self.uncertainty_ns[second]) + devices
+    def pairs_uncertainty_ns(self, pairs: Index) -> NDArray[np.float64]:
+        """Return the uncertainty of differences of times between the two ranks of each row of `pairs`."""
+        first, second = pairs[:, 0], pairs[:, 1]
+        devices = self.devices.uncertainty_ns[first] + self.devices.uncertainty_ns[second]
+        nodes = self.uncertainty_ns[first] + self.uncertainty_ns[second]
+        return np.where(self.offset_ns[first] == self.offset_ns[second], devices, nodes + devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,8 @@ CONTRADICTION_NS = 5e4
 BLOCKING_KINDS = frozenset({RecordKind.GRAD_NORM, RecordKind.LOSS_REDUCE, RecordKind.EMBED_REDUCE})
 """Collectives that take place between begin and end of their spans; others may overlap with passes."""
 
+HOST_KINDS: NDArray[np.bool_] = np.isin(np.arange(256), (RecordKind.METRIC, RecordKind.COUNTER))
+"""Kinds whose times are never those of a device."""
 Floats = NDArray[np.float64]
 
 
@@ -37,7 +39,9 @@ class DeviceClocks:
 def has_device_clock(records: RankRecords) -> NDArray[np.bool_]:
     """Return a mask of the records whose times are those of a device."""
     mask: NDArray[np.bool_] = (records["flags"] & Flag.DEVICE_CLOCK) != 0
-    return mask & ~rec.is_kind(records["kind"], frozenset({RecordKind.METRIC, RecordKind.COUNTER}))
+    if mask.any():
+        mask &= ~HOST_KINDS[records["kind"]]
+    return mask
 
 
 def check(view: StepRecords, domain: Index, index: rec.CommIndex | None = None) -> DeviceClocks:

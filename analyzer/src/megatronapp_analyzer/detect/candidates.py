@@ -82,6 +82,10 @@ class SubjectResolver:
 
     layout: JobLayout
     units: Units
+    _shared: tuple[tuple[VerdictSubject, frozenset[int]], ...] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_shared", tuple(self._find_shared()))
 
     def rank(self, rank: int) -> VerdictSubject:
         return self._subject(SubjectType.RANK, (rank,))
@@ -118,7 +122,10 @@ class SubjectResolver:
         return self._subject(SubjectType.JOB, tuple(range(self.layout.world)))
 
     def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
-        """Yield nodes, then workers, that hold several ranks but not all."""
+        """Return nodes, then workers, that hold several ranks but not all."""
+        return self._shared
+
+    def _find_shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
         layout = self.layout
         for kind, places in ((SubjectType.NODE, layout.nodes), (SubjectType.WORKER, layout.workers)):
             for ranks in _ranks_by_place(places):

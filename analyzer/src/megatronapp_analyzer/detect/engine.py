@@ -335,7 +335,7 @@ def _when(view: StepRecords) -> JobMoment:
 
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
     """Mark deliveries as unknown between clocks that are not aligned well enough."""
-    doubt = np.array([clocks.pair_uncertainty_ns(int(a), int(b)) for a, b in features.pairs]) * 1e-9
+    doubt = clocks.pairs_uncertainty_ns(features.pairs) * 1e-9
     usual = np.nanmedian(features.passes_s) if np.isfinite(features.passes_s).any() else 0.0
     delivery: Floats = np.where(doubt > DOUBTFUL_SHARE * usual, np.nan, features.delivery_s)
     return features.with_delivery(delivery)

@@ -108,6 +108,10 @@ class ChannelSet:
         self._crowded = DelayChannel(stages, settings, least_window=CROWDED_STEPS)
         self._crowding = CrowdingBaseline(layout.world, settings)
         self._pairs: dict[tuple[int, int], int] = {}
+        self._table: Ints = np.empty((0, 2), np.int64)
+        """The pairs, a row each."""
+        self._newest: tuple[Ints, Ints] = (self._table, np.empty(0, np.int64))
+        """Pairs of the newest step and their columns: those of the next step are the same but for lost records."""
         self._link = DelayChannel(np.empty(0, np.int64), settings)
         self._votes_compute = VoteWindow(len(units), settings.votes)
         self._votes_imbalance = VoteWindow(len(units), settings.imbalance_steps)
@@ -134,7 +138,9 @@ class ChannelSet:
     @property
     def pairs(self) -> Ints:
         """Source and destination of each link column."""
-        return np.array(list(self._pairs), np.int64).reshape(-1, 2)
+        if len(self._table) < len(self._pairs):
+            self._table = np.array(list(self._pairs), np.int64).reshape(-1, 2)
+        return self._table
 
     def read(
         self, features: StepFeatures, transfers: CollectiveTransfers, step_s: float, *, whole: bool
@@ -295,11 +301,14 @@ class ChannelSet:
 
     def _columns(self, pairs: Ints) -> Ints:
         """Return the column of each pair, adding columns for new ones."""
-        columns = [self._pairs.setdefault((int(a), int(b)), len(self._pairs)) for a, b in pairs]
+        if np.array_equal(pairs, self._newest[0]):
+            return self._newest[1]
+        columns = [self._pairs.setdefault((a, b), len(self._pairs)) for a, b in pairs.tolist()]
         if len(self._pairs) > self._votes_link.columns:
             self._link.grow(self._link_peers())
         self._votes_link.grow(len(self._pairs))
-        return np.array(columns, np.int64)
+        self._newest = pairs, np.array(columns, np.int64)
+        return self._newest[1]
 
 
 def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats, harm_s: float) -> CauseEvidence:

@@ -81,10 +81,51 @@ class StepFeatures:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _StepSpans:
     spans: RankRecords
-    start: Floats
-    end: Floats
+    columns: rec.SpanColumns
     clean: Floats
     stops: Stops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Passes:
+    """FORWARD, BACKWARD and WEIGHT spans; arrays over them, but for `there` and `used`, which are over groups."""
+
+    where: Ints
+    """Indices of the passes among the spans."""
+    rank: Ints
+    group: Ints
+    """Number of (rank, kind, chunk)."""
+    there: Ints
+    used: Mask
+
+    @classmethod
+    def of(cls, spans: RankRecords, columns: rec.SpanColumns, layout: JobLayout) -> "_Passes":
+        """Find and group the passes."""
+        where = np.flatnonzero(rec.is_kind(columns.kind, PASS_KINDS))
+        chunk = spans["chunk"][where].astype(np.int64)
+        chunks = int(chunk.max(initial=0)) + 1
+        place = np.zeros(256, np.int64)
+        place[sorted(PASS_KINDS)] = np.arange(len(PASS_KINDS))
+        rank = columns.rank[where]
+        group = (rank * len(PASS_KINDS) + place[columns.kind[where]]) * chunks + chunk
+        there = _count(group, layout.world * len(PASS_KINDS) * chunks)
+        used = _used_groups(there.reshape(layout.world, -1) > 0, layout)
+        return cls(where=where, rank=rank, group=group, there=there, used=used)
+
+    def seconds(self, values_s: Floats, counted: Mask) -> Floats:
+        """Return seconds per microbatch of each rank, of the `counted` passes only; `values_s` are of all spans.
+
+        NaN for ranks that lack one of the (kind, chunk) groups that others of their role have, or of which too few are
+        counted.
+        """
+        if not len(self.where):
+            return np.full(len(self.used), np.nan)
+        values = values_s[self.where]
+        chosen = np.isfinite(values) & counted
+        medians = segment_medians(self.group[chosen], values[chosen], len(self.there))
+        medians[_count(self.group[chosen], len(self.there)) < FREE_SHARE * self.there] = np.nan
+        total: Floats = np.where(self.used, medians.reshape(self.used.shape), 0.0).sum(axis=1)
+        return total
 
 
 def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None) -> StepFeatures:
@@ -98,44 +139,48 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
 def extract_matched(step: MatchedStep, layout: JobLayout, model: WorkModel | None = None) -> StepFeatures:
     """Compute the features of one step on aligned clocks, as `extract` does."""
     step = _of_known_ranks(step, layout.world)
-    view, spans = step.view, step.spans
+    view, spans, columns = step.view, step.spans, step.columns
     origin_ns = view.start_ns if len(view.records) else 0
     start, end = step.times_s
-    on_device = bool((spans["flags"] & Flag.DEVICE_CLOCK).any())
+    flags = np.ascontiguousarray(spans["flags"])
+    on_device = bool((flags & Flag.DEVICE_CLOCK).any())
     stops = Stops(view.records, origin_ns)
     worked = stops if not on_device else Stops(view.records[:0], origin_ns)
     lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
-    off_cpu = rec.run_queue_s(spans) + worked.within(spans["rank"], start, end) + lengthened
-    clean = np.maximum(rec.durations_s(spans) - off_cpu, 0.0)
+    off_cpu = columns.queue_s + worked.within(columns.rank, start, end) + lengthened
+    clean = np.maximum(columns.duration_s - off_cpu, 0.0)
     if layout.tp * layout.cp * layout.ep > 1:
         clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
-        clean[_incomplete_spans(spans, layout)] = np.nan
+        clean[_incomplete_spans(columns.rank, layout)] = np.nan
     clean, work = (clean, None) if model is None else model.normalise(view.records, spans, clean)
-    laid = _StepSpans(spans=spans, start=start, end=end, clean=clean, stops=worked)
-    messages = step.messages
-    forwards = _passes(spans, layout.world)
-    late = _launched_late(spans)
-    calm = np.ones(len(spans), np.bool_)
+    laid = _StepSpans(spans=spans, columns=columns, clean=clean, stops=worked)
+    passes = _Passes.of(spans, columns, layout)
+    forwards = _passes(columns, layout.world)
+    launched_late = _launched_late(spans, flags)
+    late = launched_late[passes.where]
+    calm = np.ones(len(passes.where), np.bool_)
     if on_device:  # what a device does while its process is stopped is not known exactly enough to compare it
-        calm = stops.within(spans["rank"], start, end) <= 0
-    passes_s = _positive(_per_microbatch(spans, clean, layout, counted=calm))
-    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=calm & ~_may_have_waited(late, spans)))
+        calm = stops.within(passes.rank, start[passes.where], end[passes.where]) <= 0
+    passes_s = _positive(passes.seconds(clean, calm))
+    compute_s = _positive(passes.seconds(clean, calm & ~_may_have_waited(late, passes)))
     step_s, step_queue_s = _step_spans(view.records, layout.world)
-    pairs, delivery, count = _deliveries(laid, messages, layout.world)
+    pairs, delivery, count = _deliveries(laid, step.messages, layout.world)
     return StepFeatures(
         passes_s=passes_s,
         compute_s=compute_s,
-        bound=_mostly(late, spans, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
-        queue_s=_per_microbatch(spans, rec.run_queue_s(spans), layout),
+        bound=_mostly(late, passes, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
+        queue_s=passes.seconds(columns.queue_s, np.ones(len(passes.where), np.bool_)),
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
         crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
-        stopped_s=_over(_sums(spans["rank"], lengthened, step_s), forwards)
+        stopped_s=_over(_sums(columns.rank, lengthened, step_s), forwards)
         if on_device
         else _stopped(stops, view.records, origin_ns, forwards),
         work=work,
-        optimizer_s=_optimizer(spans, ~late & calm & on_device, layout.world),
+        optimizer_s=_optimizer(columns, launched_late, stops, layout.world)
+        if on_device
+        else np.full(layout.world, np.nan),
         step_s=step_s,
         forwards=forwards,
         on_device=on_device,
@@ -163,11 +208,13 @@ def _unit_of_rank(layout: JobLayout) -> Ints:
     return np.array([stage * layout.dp + at.dp // layout.ep for stage, at in places], np.int64)
 
 
-def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
+def _incomplete_spans(rank: Ints, layout: JobLayout) -> NDArray[np.bool_]:
     """Return spans of units of which a member did not report: what they wait for inside is unknown."""
+    silent = np.bincount(rank, minlength=layout.world) == 0
+    if not silent.any():
+        return np.zeros(len(rank), np.bool_)
     unit = _unit_of_rank(layout)
-    silent = np.bincount(spans["rank"], minlength=layout.world) == 0
-    mask: NDArray[np.bool_] = np.isin(unit[spans["rank"]], unit[silent])
+    mask: NDArray[np.bool_] = np.isin(unit[rank], unit[silent])
     return mask
 
 
@@ -189,34 +236,28 @@ def _shared_waits(spans: RankRecords, start: Floats, off_cpu: Floats, layout: Jo
     return waits
 
 
-def _launched_late(spans: RankRecords) -> Mask:
+def _launched_late(spans: RankRecords, flags: NDArray[np.uint8]) -> Mask:
     """Return spans that a device ended right after the host's last launch; none where the lead is not recorded."""
-    told = (spans["flags"] & Flag.AUX_LEAD) != 0
-    mask: Mask = told & (spans["aux"] < LEAD_PART * spans["duration"])
+    mask: Mask = (flags & Flag.AUX_LEAD) != 0
+    if mask.any():
+        mask &= spans["aux"] < LEAD_PART * spans["duration"]
     return mask
 
 
-def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
-    """Return spans that were launched late, and the pass after each, which began without a lead.
+def _may_have_waited(late: Mask, passes: _Passes) -> Mask:
+    """Return passes that were launched late, and the pass after each, which began without a lead.
 
     On GPUs with crowded processors the other passes last as long as before, and these several times as long.
     """
-    passes = np.flatnonzero(_is_pass(spans))
-    rank = spans["rank"][passes]
-    follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
+    follows = np.flatnonzero(passes.rank[1:] == passes.rank[:-1]) + 1
     mask = late.copy()
-    mask[passes[follows]] |= late[passes[follows - 1]]
+    mask[follows] |= late[follows - 1]
     return mask
 
 
-def _is_pass(spans: RankRecords) -> Mask:
-    return rec.is_kind(spans["kind"], PASS_KINDS)
-
-
-def _mostly(late: Mask, spans: RankRecords, world: int) -> Mask:
+def _mostly(late: Mask, passes: _Passes, world: int) -> Mask:
     """Return ranks of which more than half of the passes are in `late`."""
-    passes = _is_pass(spans)
-    share: Mask = 2 * _count(spans["rank"][passes & late], world) > _count(spans["rank"][passes], world)
+    share: Mask = 2 * _count(passes.rank[late], world) > _count(passes.rank, world)
     return share
 
 
@@ -224,34 +265,10 @@ def _count(numbers: NDArray[np.integer], size: int) -> Ints:
     return np.bincount(numbers, minlength=size)
 
 
-def _passes(spans: RankRecords, world: int) -> Ints:
+def _passes(columns: rec.SpanColumns, world: int) -> Ints:
     """Return the FORWARD spans of each rank, or its BACKWARD spans where it has no others."""
-    forwards, backwards = (_count(spans["rank"][spans["kind"] == kind], world) for kind in _MAIN_PASSES)
+    forwards, backwards = (_count(columns.rank[columns.kind == kind], world) for kind in _MAIN_PASSES)
     return np.where(forwards > 0, forwards, backwards)
-
-
-def _per_microbatch(spans: RankRecords, values_s: Floats, layout: JobLayout, *, counted: Mask | None = None) -> Floats:
-    """Return seconds of FORWARD, BACKWARD and WEIGHT, of the `counted` spans only.
-
-    NaN for ranks that lack one of the (kind, chunk) groups that others of their role have, or of which too few are
-    counted.
-    """
-    world = layout.world
-    passes = _is_pass(spans)
-    if not passes.any():
-        return np.full(world, np.nan)
-    chunks = int(spans["chunk"][passes].max()) + 1
-    place = np.zeros(256, np.int64)
-    place[sorted(PASS_KINDS)] = np.arange(len(PASS_KINDS))
-    group = (spans["rank"].astype(np.int64) * len(PASS_KINDS) + place[spans["kind"]]) * chunks + spans["chunk"]
-    chosen = passes & np.isfinite(values_s) & (True if counted is None else counted)
-    groups = world * len(PASS_KINDS) * chunks
-    medians = segment_medians(group[chosen], values_s[chosen], groups)
-    there = _count(group[passes], groups)
-    medians[_count(group[chosen], groups) < FREE_SHARE * there] = np.nan
-    used = _used_groups(there.reshape(world, -1) > 0, layout)
-    total: Floats = np.where(used, medians.reshape(world, -1), 0.0).sum(axis=1)
-    return total
 
 
 def _used_groups(there: Mask, layout: JobLayout) -> Mask:
@@ -269,30 +286,31 @@ def _positive(values: Floats) -> Floats:
 
 def _stalls(laid: _StepSpans, world: int) -> Floats:
     """Return the gap between each FORWARD and the span before it on its rank; of ranks without, each BACKWARD."""
-    rank = laid.spans["rank"].astype(np.int64)
-    follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
-    has_forwards = _count(rank[laid.spans["kind"] == RecordKind.FORWARD], world) > 0
-    main_pass = np.where(has_forwards[rank], *_MAIN_PASSES)
-    forward = follows[laid.spans["kind"][follows] == main_pass[follows]]
-    begin, end = laid.end[forward - 1], laid.start[forward]
+    rank, kind = laid.columns.rank, laid.columns.kind
+    has_forwards = _count(rank[kind == RecordKind.FORWARD], world) > 0
+    main = np.flatnonzero(rec.is_kind(kind, frozenset(_MAIN_PASSES)))
+    main = main[(main > 0) & (kind[main] == np.where(has_forwards[rank[main]], *_MAIN_PASSES))]
+    forward = main[rank[main] == rank[main - 1]]
+    begin, end = laid.columns.end_s[forward - 1], laid.columns.start_s[forward]
     gap = np.maximum(end - begin - laid.stops.within(rank[forward], begin, end), 0.0)
     return segment_medians(rank[forward], gap, world)
 
 
 def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
     """Return idle seconds; run-queue delays and stops outside all spans are in gaps and posts: subtracted here."""
-    rank = laid.spans["rank"].astype(np.int64)
-    work = ~rec.is_kind(laid.spans["kind"], POSTS)
-    covered = np.bincount(rank[work], weights=(laid.end - laid.start)[work], minlength=world)
-    queued = np.bincount(rank[work], weights=rec.run_queue_s(laid.spans)[work], minlength=world)
+    columns = laid.columns
+    work = np.flatnonzero(~rec.is_kind(columns.kind, POSTS))
+    rank, start, end = columns.rank[work], columns.start_s[work], columns.end_s[work]
+    covered = np.bincount(rank, weights=end - start, minlength=world)
+    queued = np.bincount(rank, weights=columns.queue_s[work], minlength=world)
     idle = step_s - covered - np.maximum(step_queue_s - queued, 0.0)
     if laid.stops.any:
         first, last = np.full(world, np.inf), np.full(world, -np.inf)
-        np.minimum.at(first, rank, laid.start)
-        np.maximum.at(last, rank, laid.end)
-        inside = laid.stops.within(rank[work], laid.start[work], laid.end[work])
+        np.minimum.at(first, columns.rank, columns.start_s)
+        np.maximum.at(last, columns.rank, columns.end_s)
+        inside = laid.stops.within(rank, start, end)
         total = laid.stops.within(np.arange(world), np.minimum(first, last), last)
-        idle -= np.maximum(total - np.bincount(rank[work], weights=inside, minlength=world), 0.0)
+        idle -= np.maximum(total - np.bincount(rank, weights=inside, minlength=world), 0.0)
     return _over(np.maximum(idle, 0.0), forwards)
 
 
@@ -316,19 +334,20 @@ def _stopped(stops: Stops, records: RankRecords, origin_ns: int, forwards: Ints)
 
 
 def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
-    chosen = laid.spans["kind"] == RecordKind.DATA
-    total = np.bincount(laid.spans["rank"][chosen], weights=laid.clean[chosen], minlength=world)
+    chosen = laid.columns.kind == RecordKind.DATA
+    total = np.bincount(laid.columns.rank[chosen], weights=laid.clean[chosen], minlength=world)
     out: Floats = total / np.where(forwards > 0, forwards, np.nan)
     return out
 
 
-def _optimizer(spans: RankRecords, counted: Mask, world: int) -> Floats:
+def _optimizer(columns: rec.SpanColumns, late: Mask, stops: Stops, world: int) -> Floats:
     """Return the seconds of the optimizer's arithmetic of each rank; NaN where its device's own time is not known."""
-    own = spans["kind"] == RecordKind.OPTIMIZER
-    doubtful = np.bincount(spans["rank"][own & ~counted], minlength=world) > 0
+    own = np.flatnonzero(columns.kind == RecordKind.OPTIMIZER)
+    rank = columns.rank[own]
+    doubtful = late[own] | (stops.within(rank, columns.start_s[own], columns.end_s[own]) > 0)
     total = np.zeros(world)
-    np.add.at(total, spans["rank"][own], rec.durations_s(spans[own]))
-    return np.where(doubtful, np.nan, _positive(total))
+    np.add.at(total, rank, columns.duration_s[own])
+    return np.where(np.bincount(rank[doubtful], minlength=world) > 0, np.nan, _positive(total))
 
 
 def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
@@ -342,13 +361,16 @@ def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
 
 def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
     """Return directed pairs, their usual delivery, and how many messages they carried."""
-    matched = messages.matched
+    columns, matched = laid.columns, messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
     pair = messages.source[matched] * world + messages.destination[matched]
-    ready = np.maximum(laid.start[recv], laid.end[send])
-    stopped = laid.stops.within(laid.spans["rank"][recv], ready, laid.end[recv])
-    late = np.maximum(laid.end[recv] - ready - rec.run_queue_s(laid.spans)[recv] - stopped, 0.0)
-    names, where = np.unique(pair, return_inverse=True)
+    ready = np.maximum(columns.start_s[recv], columns.end_s[send])
+    stopped = laid.stops.within(columns.rank[recv], ready, columns.end_s[recv])
+    late = np.maximum(columns.end_s[recv] - ready - columns.queue_s[recv] - stopped, 0.0)
+    # Messages are sorted by pair, so that few runs of equal pairs remain to be sorted.
+    begin = np.flatnonzero(np.diff(pair, prepend=-1))
+    names, of_run = np.unique(pair[begin], return_inverse=True)
+    where = np.repeat(of_run, np.diff(begin, append=len(pair)))
     count = np.bincount(where, minlength=len(names))
     in_any_order = np.bincount(where, messages.ordinal[matched] >= FIRST_PASS_ORDINAL, minlength=len(names)) > 0
     mean = np.bincount(where, late, minlength=len(names)) / count

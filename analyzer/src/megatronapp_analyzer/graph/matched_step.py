@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.graph.records import CommIndex, comm_index, laid_out_s, stream_rows
+from megatronapp_analyzer.graph.records import CommIndex, SpanColumns, columns_of, comm_index, stream_rows
 from megatronapp_analyzer.model import RankRecords, StepRecords, select_rows
 
 Seconds = NDArray[np.float64]
@@ -28,10 +28,15 @@ class MatchedStep:
         """The records of these rows."""
         return select_rows(self.view.records, self.rows)
 
-    @functools.cached_property
+    @property
     def times_s(self) -> tuple[Seconds, Seconds]:
         """Start and end of each span in seconds after the first record, as `laid_out_s` gives them."""
-        return laid_out_s(self.spans, self.view.start_ns)
+        return self.columns.start_s, self.columns.end_s
+
+    @functools.cached_property
+    def columns(self) -> SpanColumns:
+        """Columns of the spans; times are in seconds after the first record."""
+        return columns_of(self.spans, self.view.start_ns if len(self.view.records) else 0)
 
     @functools.cached_property
     def index(self) -> CommIndex:

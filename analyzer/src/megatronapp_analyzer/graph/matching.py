@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, is_kind
+from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, bytes_of, is_kind
 from megatronapp_analyzer.model import Communicator, RankRecords
 from megatronapp_common.trace import RecordKind
 from megatronapp_native import match_messages as native_match_messages
@@ -73,7 +73,7 @@ def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Commun
 def messages_of(records: RankRecords, index: CommIndex) -> Messages:
     """Match messages as `match_messages`, with the communicators already numbered; in C++."""
     source, destination, ordinal, *parts = native_match_messages(
-        np.ascontiguousarray(records).view(np.uint8), index.lookup, index.pairs, [int(part) for part in _PARTS]
+        bytes_of(records), index.lookup, index.pairs, [int(part) for part in _PARTS]
     )
     return Messages(
         source=source,

@@ -1,5 +1,6 @@
 """Selection of the records of a step that take part in its graph, and their times as arrays."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,6 +8,8 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import Communicator, RankRecords, select_rows
 from megatronapp_common.trace import COLLECTIVE_KINDS, DURATION_UNIT_NS, NO_COMM, Flag, RecordKind
+from megatronapp_native import SpanFormat, span_columns
+from megatronapp_native import stream_rows as native_stream_rows
 
 NESTED_KINDS = frozenset(
     {RecordKind.TP_REDUCE, RecordKind.TP_GATHER, RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD, RecordKind.GC}
@@ -32,15 +35,27 @@ GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 """Collectives that are entries of a rank's stream, outside any compute span."""
 
 NS = 1e-9
+
+
+def _mask_of(kinds: frozenset[RecordKind]) -> NDArray[np.bool_]:
+    table = np.zeros(256, np.bool_)
+    table[[int(kind) for kind in kinds]] = True
+    return table
+
+
+_FORMAT = SpanFormat(
+    left_out=_mask_of(NESTED_KINDS | NOT_WORK_KINDS),
+    step_kind=int(RecordKind.STEP),
+    saturated_flag=int(Flag.SATURATED),
+    run_queue_flag=int(Flag.AUX_RUN_QUEUE),
+)
 CommTables = Mapping[int, Mapping[int, Communicator]]
 """Communicators of each rank by slot."""
 
 
 def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[np.bool_]:
     """Return a mask of records whose kind is among `wanted`."""
-    table = np.zeros(256, np.bool_)
-    table[[int(kind) for kind in wanted]] = True
-    mask: NDArray[np.bool_] = table[kinds]
+    mask: NDArray[np.bool_] = _mask_of(wanted)[kinds]
     return mask
 
 
@@ -54,27 +69,15 @@ def stream(records: RankRecords) -> RankRecords:
 
 def stream_rows(records: RankRecords) -> NDArray[np.int64]:
     """Return the rows of `records` that `stream` returns, in its order."""
-    work = ~is_kind(records["kind"], NESTED_KINDS | NOT_WORK_KINDS)
-    rows = np.flatnonzero(work & (records["start_ns"] <= _step_ends_ns(records)[records["rank"]]))
-    rank, start = records["rank"][rows], records["start_ns"][rows]
-    if _is_in_order(rank, start):
+    rows, in_order = native_stream_rows(bytes_of(records), _FORMAT)
+    if in_order:  # as those of a hub are: sorting costs more
         return rows
-    return rows[np.lexsort((start, rank))]
+    return rows[np.lexsort((records["start_ns"][rows], records["rank"][rows]))]
 
 
-def _is_in_order(rank: NDArray[np.int32], start: NDArray[np.uint64]) -> bool:
-    """Return true where records are sorted by rank, then start, as those of a hub are: sorting costs more."""
-    follows = (rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (start[1:] >= start[:-1]))
-    return bool(follows.all())
-
-
-def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
-    """Return the end of each rank's step; the end of time where its STEP record is missing or saturated."""
-    ends = np.full(int(records["rank"].max(initial=-1)) + 1, np.iinfo(np.uint64).max)
-    is_whole = (records["kind"] == RecordKind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)
-    steps = select_rows(records, is_whole)
-    ends[steps["rank"]] = steps["start_ns"] + steps["duration"].astype(np.uint64) * np.uint64(DURATION_UNIT_NS)
-    return ends
+def bytes_of(records: RankRecords) -> NDArray[np.uint8]:
+    """Return the memory of records, for native functions; copied if they are not contiguous."""
+    return np.ascontiguousarray(records).view(np.uint8)
 
 
 def durations_s(records: RankRecords) -> NDArray[np.float64]:
@@ -104,16 +107,27 @@ def laid_out_s(spans: RankRecords, origin_ns: int) -> tuple[NDArray[np.float64],
 
     Transfers that are posted together share their start; the later one then begins where the earlier ended.
     """
-    start = starts_s(spans, origin_ns)
-    end = start + durations_s(spans)
-    if not len(spans):
-        return start, end
-    far = (end.max() - start.min() + 1.0) * spans["rank"].astype(np.float64)
-    reached = np.maximum.accumulate(end + far) - far
-    same = np.flatnonzero(spans["rank"][1:] == spans["rank"][:-1]) + 1
-    begin = start.copy()
-    begin[same] = np.maximum(start[same], reached[same - 1])
-    return begin, np.maximum(end, begin)
+    columns = columns_of(spans, origin_ns)
+    return columns.start_s, columns.end_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpanColumns:
+    """Columns of the spans of a step, contiguous in memory."""
+
+    start_s: NDArray[np.float64]
+    """Start and end as `laid_out_s` gives them."""
+    end_s: NDArray[np.float64]
+    duration_s: NDArray[np.float64]
+    queue_s: NDArray[np.float64]
+    """Run-queue delay inside each span; 0 where the span does not carry it."""
+    rank: NDArray[np.int64]
+    kind: NDArray[np.uint8]
+
+
+def columns_of(spans: RankRecords, origin_ns: int) -> SpanColumns:
+    """Return the columns of spans of `stream`."""
+    return SpanColumns(*span_columns(bytes_of(spans), origin_ns, _FORMAT))
 
 
 class CommIndex:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.judge.judging import StepJudging
 from megatronapp_analyzer.hub.judge.links import serve
+from megatronapp_analyzer.process import reuse_freed_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A terminal or a backend sends these to the whole group; the hub then ends this process when it has ended itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    reuse_freed_memory()
     with socket.socket(fileno=arguments.descriptor) as sock:
         serve(sock, StepJudging(Detector))
     return 0

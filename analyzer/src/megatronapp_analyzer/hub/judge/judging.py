@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner
 from megatronapp_analyzer.align.step_clocks import ClockReading, needs_reading, reading_of
+from megatronapp_analyzer.graph import waits
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s
 from megatronapp_analyzer.hub.ingest.store import StoredStep
@@ -77,17 +78,16 @@ class StepJudging:
             failures += 1
             self._detector = None
             LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
-        waits: Mapping[tuple[int, str], float] = {}
+        imposed: Mapping[tuple[int, str], float] = {}
         clocks = None
         try:
             if aligned is not None and needs_reading(step.view):
                 clocks = reading_of(step.view, aligned.clocks)
-                step = dataclasses.replace(step, offsets_ns=clocks.real_offsets_ns(step.offsets_ns))
-            waits = imposed_s(step, matched) if len(step.view.records) else {}
+            imposed = _imposed_s(step, matched, aligned, clocks) if len(step.view.records) else {}
         except Exception:  # verdicts matter more
             failures += 1
             LOG.exception("waits of attempt %d step %d are not known", *step.key)
-        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=waits, clocks=clocks, failures=failures)
+        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=imposed, clocks=clocks, failures=failures)
 
     def _align(self, layout: JobLayout, step: MatchedStep) -> AlignedStep | None:
         """Return a step on aligned clocks; another attempt or layout begins with a fresh aligner."""
@@ -112,3 +112,14 @@ class StepJudging:
         replaces = self._layout is not None
         self._detector, self._layout = self._factory(layout), layout
         return self._detector, replaces
+
+
+def _imposed_s(
+    step: StoredStep, matched: MatchedStep, aligned: AlignedStep | None, clocks: ClockReading | None
+) -> Mapping[tuple[int, str], float]:
+    """Return seconds that each rank made others wait, on the clocks that the store has from this step on."""
+    if clocks is None or aligned is None:
+        return imposed_s(step, matched)
+    if clocks.offset_ns is not None and clocks.tied.all() and not aligned.clocks.devices.offset_ns.any():
+        return waits.imposed_s(aligned.step)  # its clocks and those of the store differ by a constant
+    return imposed_s(dataclasses.replace(step, offsets_ns=clocks.real_offsets_ns(step.offsets_ns)), matched)
