@@ -56,8 +56,19 @@ _MODEL = [
     ),
     *good("context-unsupported", {"spec.parallelism.context": 1}),
     *bad("context-unsupported", "spec.parallelism.context", ({"spec.parallelism.context": 2}, "2 is not supported")),
-    *good("expert-unsupported", {"spec.parallelism.expert": 1}),
-    *bad("expert-unsupported", "spec.parallelism.expert", ({"spec.parallelism.expert": 2}, "2 is not supported yet")),
+    *good(
+        "expert-of-replicas",
+        {"spec.parallelism.expert": 1, "spec.dpp.enabled": True},
+        {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
+        {"spec.parallelism": {"tensor": 1, "expert": 2}},
+    ),
+    *bad(
+        "expert-of-replicas",
+        "spec.parallelism.expert",
+        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "must divide parallelism.data"),
+        ({"spec.parallelism": {"tensor": 1, "expert": 2}, "spec.fbd.enabled": True}, "be 1 with fbd and dpp"),
+        ({"spec.parallelism.expert": 2, "spec.dpp.enabled": True}, "be 1 with fbd and dpp"),
+    ),
     *good(
         "hidden-size-of-heads",
         {"spec.model.hiddenSize": 68},

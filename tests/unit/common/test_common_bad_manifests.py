@@ -123,7 +123,10 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         "spec.data.tokenizerType: with model.type bert write tokenizerType and vocabFile, without mergeFile "
         "(or data.mock: true); with gpt leave tokenizerType out",
     ),
-    ({"spec.parallelism.expert": 2}, "spec.parallelism.expert: 2 is not supported yet; write 1 or leave it out"),
+    (
+        {"spec.parallelism.expert": 2, "spec.dpp.enabled": True},
+        "spec.parallelism.expert: must divide parallelism.data, and be 1 with fbd and dpp; write 1, or a divisor",
+    ),
     (
         {"spec.model.numLayers": 5},
         "spec.model.numLayers: 5 cannot be divided into 2 stages; write 6",

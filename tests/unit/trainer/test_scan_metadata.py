@@ -1,11 +1,16 @@
 """The communicator table of every rank: both ends of a pipeline pair know the same directed pairs."""
 
+import dataclasses
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.config import parse
 from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.scan.metadata import communicators, directed_pairs
+from megatronapp_trainer.scan.metadata import communicators, directed_pairs, ring_metadata
 from megatronapp_trainer.scan.peers import PeerCounters
+from megatronapp_trainer.scan.run_context import RunContext
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
 
@@ -53,6 +58,15 @@ def test_slots_are_places_and_lonely_groups_are_left_out() -> None:
         (2, "dp", (0, 1)),
         (3, "mp", (0, 2)),
     ]
+
+
+def test_the_ring_has_the_place_among_the_ranks_of_the_experts() -> None:
+    base = dataclasses.replace(layout(3, 1, 1, 4), expert_size=2)
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+    config = parse([*sizes.split(), *["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "8"]])
+    context = RunContext(layout=base, config=config, device_name="cpu", chunks=[], num_microbatches=1)
+    document = json.loads(ring_metadata(context, [], None))
+    assert (document["layout"]["expert"], document["coordinates"]["ep"]) == (2, 1)
 
 
 def test_messages_are_counted_per_directed_pair_and_step() -> None:

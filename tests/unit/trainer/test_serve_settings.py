@@ -143,6 +143,13 @@ def test_unservable_settings_are_reported_before_anything_is_started(
     assert flag is None or flag in found[0].flags
 
 
+def test_a_model_with_experts_is_refused(tmp_path: pathlib.Path) -> None:
+    path = write_checkpoint(tmp_path, changes={"--num-experts": 8})
+    with pytest.raises(UsageError, match="a model with --num-experts 8, and such models generate no text yet"):
+        configure(read_command(["--load", str(tmp_path)]))
+    assert path.is_dir()
+
+
 @pytest.mark.parametrize(("stored", "flags"), [("bert", ()), ("gpt", ("--model-type", "bert")), (None, ())])
 def test_a_model_that_generates_no_text_is_not_served(
     tmp_path: pathlib.Path, stored: str | None, flags: tuple[str, ...]

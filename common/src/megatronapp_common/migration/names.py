@@ -46,7 +46,7 @@ FLAGS: Final[dict[str, str]] = {
     "--recompute-num-layers": SAME,
     "--use-flash-attn": f"{SAME}; the fastest attention that the device has is taken in any case",
     "--num-experts": f"{SAME}, as the other flags of experts (docs/moe.md); in a manifest spec.args",
-    "--expert-model-parallel-size": f"{SAME} (docs/moe.md)",
+    "--expert-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.expert",
     "--context-parallel-size": f"{_NOT_YET}; leave it out, or raise --tensor-model-parallel-size",
     "--fp8-format": f"{_NOT_YET}; leave it out, and write --bf16",
     "--fp16": f"{SAME}; in a manifest spec.training.precision: fp16; megatronapp serve has --precision fp16",

@@ -26,6 +26,7 @@ EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 EP4 = "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
+ALL = "--moe-layer-freq 1"
 SHARDED = "--use-distributed-optimizer"
 
 
@@ -80,6 +81,7 @@ def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world:
         pytest.param((4, f"{EP2} {TP2}"), (1, ""), id="TP2xEP2-to-one"),
         pytest.param((4, EP4), (4, f"{EP2} {PP2}"), id="EP4-to-PP2xEP2"),
         pytest.param((1, ""), (4, EP4), id="one-to-EP4"),
+        pytest.param((2, f"{EP2} {ALL}"), (4, f"{PP2} {TP2} {ALL}"), id="all-layers"),
     ],
 )
 def test_experts_move_to_other_ranks(

@@ -66,6 +66,8 @@ def test_flags_of_a_deepseek_model_are_taken() -> None:
         (f"{EXPERTS} --moe-permute-fusion", "does not support yet"),
         (f"{EXPERTS} --model-type bert", "not supported with --model-type bert"),
         (f"{EXPERTS} --transformer-impl transformer_engine", "write torch or local"),
+        (f"{EXPERTS} --training-control", "--training-control is not supported with --num-experts yet"),
+        (f"{EXPERTS} --scope-capture-interval 5", "--scope-capture-interval is not supported with --num-experts"),
         (f"{EXPERTS} --forward-backward-disaggregating", "cannot be combined yet"),
         (
             f"{EXPERTS} --pipeline-model-parallel-size 2 --use-dpp --expert-model-parallel-size 2",

@@ -57,10 +57,11 @@ def _experts(config: TrainerConfig) -> dict[str, Any]:
     """Return the fields of mixtures of experts. Their grouped products are ours, so that megatron-core's stay off."""
     model, parallel = config.model, config.parallel
     types, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    several = len(types) > 1
+    several, layers = len(types) > 1, model.expert_layers(model.num_layers)
     return {
         "num_moe_experts": model.num_experts,
-        "moe_layer_freq": [int(has_experts) for has_experts in model.expert_layers(model.num_layers)],
+        # 1 lets checkpoints have all layers in one tensor, as they have where no layer has experts.
+        "moe_layer_freq": 1 if all(layers) else [int(has_experts) for has_experts in layers],
         "moe_ffn_hidden_size": model.expert_width,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,

@@ -100,7 +100,10 @@ def _with_experts(
 
     layer = _torch_layer(implementation, transformer_config)
     layer.submodules.mlp = experts_spec(grouped=grouped)
-    pattern = transformer_config.moe_layer_freq[first : first + len(layers)]
+    pattern = transformer_config.moe_layer_freq
+    if pattern == 1:
+        return [layer] * len(layers)
+    pattern = pattern[first : first + len(layers)]
     return [layer if has_experts else dense for dense, has_experts in zip(layers, pattern, strict=True)]
 
 

@@ -87,6 +87,11 @@ def configure(command: ServeCommand) -> TrainerConfig:
     """
     path, stored = newest_arguments(command.load)
     _check_family(stored_arguments.type_of(stored), f"{path} is a checkpoint of")
+    if stored.get("--num-experts") is not None:
+        raise UsageError(
+            f"{path} is a model with --num-experts {stored['--num-experts']}, and such models generate no text yet; "
+            "serve one without experts"
+        )
     precision = command.options.precision or stored_arguments.precision_of(stored)
     arguments = [
         *stored_arguments.model_flags(stored),

@@ -85,6 +85,6 @@ class Parallelism(ManifestModel):
     context: Size = 1
     """Ranks that share one sequence."""
     expert: Size = 1
-    """Ranks that share the experts; divides data x context."""
+    """Replicas that share the experts (--num-experts in args)."""
     sequence_parallel: bool = False
     """Slice norms and dropout along the sequence within a tensor group."""

@@ -45,6 +45,7 @@ def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "
     return multiple(rule_id, field, value=value, factor=TENSOR, named="parallelism.tensor", unless=unless, why=why)
 
 
+_EXPERT, _DATA = "self.parallelism.expert", "self.parallelism.data"
 _POSITIONS, _LAYERS = "self.model.positionEmbeddingType", "self.model.transformerImpl"
 _NOT_OF_BERT = (
     "self.fbd.enabled",
@@ -68,7 +69,12 @@ _SUPPORT = (
         "no positions but learned_absolute; leave them out, and write seqLength 8, for data.mock vocabSize 16, or more",
     ),
     _only_one("context"),
-    _only_one("expert"),
+    Rule(
+        id="expert-of-replicas",
+        field=".parallelism.expert",
+        rule=f"{_EXPERT} == 1 || !(self.fbd.enabled || self.dpp.enabled || (has({_DATA}) && {_DATA} % {_EXPERT} != 0))",
+        message="must divide parallelism.data, and be 1 with fbd and dpp; write 1, or a divisor",
+    ),
 )
 _WIDTHS = (
     multiple(

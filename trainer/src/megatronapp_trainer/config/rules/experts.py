@@ -210,6 +210,16 @@ def _unsupported(config: TrainerConfig) -> Iterator[str]:
         f"{_EXPERTS} and --forward-backward-disaggregating cannot be combined yet: which expert computes a token is "
         "part of a pass, and is not sent with it; leave one of them out",
     )
+    control = config.control
+    for flag, on in (
+        ("--training-control", control.training_control),
+        ("--training-ws-port", control.training_ws_port is not None),
+        ("--scope-capture-interval", control.scope_capture_interval is not None),
+    ):
+        yield from require(
+            not on,
+            f"{flag} is not supported with {_EXPERTS} yet: captures and perturbations know no experts; leave it out",
+        )
     yield from require(
         not config.dpp.use_dpp or size == 1,
         f"--use-dpp needs --expert-model-parallel-size 1, not {size}: replicas that share experts would have to choose "
