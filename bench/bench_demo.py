@@ -28,6 +28,8 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 KINDS = ("compute", "host", "link")
+CAUSES = {"link": {"link", "nvlink-pcie"}}
+"""Right causes of kinds that have several; others have their own name."""
 WARM_STEPS = 16
 """Steps of a job before its first healthy stretch: warm-up, and the detector's shortest history."""
 STRETCH_STEPS = 20
@@ -51,7 +53,7 @@ class DemoFault:
     def named_by(self, verdict: dict[str, Any]) -> bool:
         """Return true if a verdict names exactly this fault."""
         subject = verdict["subject"]
-        if verdict["cause"] != self.kind:
+        if verdict["cause"] not in CAUSES.get(self.kind, {self.kind}):
             return False
         if self.kind == "link":
             return bool(subject["type"] == "link" and tuple(subject["ranks"]) in self.pairs)

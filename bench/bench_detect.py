@@ -120,7 +120,7 @@ def run(case: Case) -> Outcome:
     return Outcome(
         case=case,
         named=tuple(named),
-        truth=truth_of(fault),
+        truth=truth_of(fault, layout, noise),
         onset=onset,
         first_step=first,
         anchor_right=fault is not None and fault.kind == "compute" and anchored == {fault.rank},
@@ -141,12 +141,13 @@ def draw_fault(kind: str, layout: JobLayout, onset: int, factor: float, rng: np.
     return ps.Fault(rank=rank, kind=kind, factor=factor, from_step=onset, peer=peer)
 
 
-def truth_of(fault: ps.Fault | None) -> tuple[str, tuple[int, ...], str] | None:
+def truth_of(fault: ps.Fault | None, layout: JobLayout, noise: ps.Noise) -> tuple[str, tuple[int, ...], str] | None:
     if fault is None:
         return None
     if fault.kind == "link":
         assert fault.peer is not None
-        return ("link", (fault.peer, fault.rank), "link")
+        within = noise.device and layout.nodes[fault.peer] == layout.nodes[fault.rank]
+        return ("link", (fault.peer, fault.rank), "nvlink-pcie" if within else "link")
     return ("rank", (fault.rank,), fault.kind)
 
 

@@ -205,7 +205,8 @@ def names_truth(verdict: dict[str, Any], truth: Truth) -> bool:
     """Return true if a verdict names the injected fault: its rank or its link, its cause, and a step within it."""
     subject, since = verdict["subject"], verdict["since"]["step"]
     kind = "link" if truth.kind == "link" else "rank"
-    named = (subject["type"], tuple(subject["ranks"]), verdict["cause"]) == (kind, truth.ranks, truth.kind)
+    causes = {"link": {"link", "nvlink-pcie"}}.get(truth.kind, {truth.kind})
+    named = (subject["type"], tuple(subject["ranks"])) == (kind, truth.ranks) and verdict["cause"] in causes
     return named and truth.first_step - 1 <= since <= truth.last_step
 
 

@@ -17,7 +17,7 @@ from megatronapp_analyzer.model import JobLayout
 DP2_PP2 = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
 
-@pytest.mark.parametrize(("messages", "named"), [(4, {("link", (0, 1), "link")}), (32, set())])
+@pytest.mark.parametrize(("messages", "named"), [(4, {("link", (0, 1), "nvlink-pcie")}), (32, set())])
 def test_late_messages_that_nothing_waits_for_are_not_named(
     watch: Callable[..., Any], sim: ModuleType, messages: int, named: set[Any]
 ) -> None:

@@ -16,7 +16,7 @@ from megatronapp_analyzer.model import Cause
 
 MORE = 1.5
 """How many times more, in logarithms, than passes a part must have grown to be the reason of their growth."""
-LEAST_OPTIMIZER = math.log(1.1)
+LEAST_OPTIMIZER = math.log(1.15)
 LEAST_TRANSFERS = math.log(1.25)
 """Least growth of a part; single collectives are short, and so less exact."""
 UNKNOWN = float("nan")

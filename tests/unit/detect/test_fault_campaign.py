@@ -1,0 +1,84 @@
+"""Campaigns of real faults: rows of what was named, and the cores of ranks."""
+
+import argparse
+import itertools
+import os
+from typing import Any
+
+import httpx
+import pytest
+from cpu_faults import assign, disturbances, parse_cores
+from fault_campaign import Disturbance, FaultCampaign, Named, ProcessDisturber, is_right, table
+
+
+def verdict(ranks: list[int], cause: str, since: int, cost_s: float = 0.1) -> Named:
+    found = {"subject": {"ranks": ranks}, "cause": cause, "since": {"step": since}, "sentence": f"{ranks} {cause}"}
+    return Named(seen_at=since + 4, verdict=found | {"effect": {"secondsPerStep": cost_s}})
+
+
+def judged(
+    *found: Named, slow_s: float = 0.3, subjects: tuple[tuple[int, ...], ...] = ((2, 3),)
+) -> list[dict[str, Any]]:
+    """Return the rows of a disturbance in steps 50 to 80, whose steps take `slow_s` in place of 0.2 s."""
+    steps = [{"step": step, "durationNs": 1e9 * (slow_s if 50 <= step < 80 else 0.2)} for step in range(120)]
+    answers = httpx.MockTransport(lambda _request: httpx.Response(200, json=steps))
+    with httpx.Client(transport=answers, base_url="http://hub") as hub:
+        campaign = FaultCampaign(hub, ProcessDisturber())
+        campaign.named = {str(number): each for number, each in enumerate(found)}
+        stopped = Disturbance[ProcessDisturber](
+            name="stopped", start=lambda _disturber: None, cause="host", subjects=subjects, begin=50, end=80
+        )
+        return campaign.judge([stopped], least=0.15)
+
+
+def test_a_worker_that_is_named_as_a_whole_is_right() -> None:
+    row, healthy = rows = judged(verdict([2, 3], "host", 52, 0.09))
+    assert (row["ratio"], row["cost_s"], row["estimate_s"]) == pytest.approx((1.5, 0.1, 0.09))
+    assert (row["delay"], row["matters"], row["others"], healthy["others"]) == (6, True, [], [])
+    assert is_right(rows)
+    assert "| stopped | [[2, 3]], host | 0.200 | 1.500 | 0.100 | 0.090 | 6 | [2, 3] host |" in table(rows)
+
+
+def test_a_part_of_a_worker_is_neither_right_nor_wrong() -> None:
+    row, _ = rows = judged(verdict([3], "host", 52))
+    assert ("delay" in row, row["parts"], row["others"]) == (False, ["[3] host"], [])
+    assert not is_right(rows)
+    assert is_right(judged(verdict([3], "host", 52), slow_s=0.21))
+
+
+@pytest.mark.parametrize("wrong", [verdict([2, 3], "compute", 52), verdict([1], "host", 60), verdict([2], "host", 30)])
+def test_another_cause_subject_or_time_is_wrong(wrong: Named) -> None:
+    assert not is_right(judged(verdict([2, 3], "host", 52), wrong))
+
+
+def test_both_of_two_subjects_must_be_named() -> None:
+    both = verdict([0], "host", 52, 0.04), verdict([3], "host", 55, 0.05)
+    row, _ = judged(*both, subjects=((0,), (3,)))
+    assert (row["delay"], row["estimate_s"]) == (9, pytest.approx(0.09))
+    assert "delay" not in judged(both[0], subjects=((0,), (3,)))[0]
+
+
+def test_layouts_that_run_at_once_have_separate_cores() -> None:
+    plans, others, at_once = assign(["pp4", "pp2-dp2", "tp2-dp2"], range(16))
+    assert at_once
+    assert sorted(core for plan in plans for core in plan.cores) == list(range(12))
+    assert others == {12, 13, 14, 15}
+    plans, others, at_once = assign(["pp4", "pp2-dp2"], range(8))
+    assert not at_once
+    assert [plan.cores for plan in plans] == [(0, 1, 2, 3)] * 2
+    assert others == {4, 5, 6, 7}
+    assert assign(["pp2"], [0])[1] == {0}
+
+
+def test_disturbances_name_ranks_of_the_job_and_do_not_overlap() -> None:
+    for world in (2, 4):
+        planned = disturbances(world)
+        assert all(rank < world for each in planned for subject in each.subjects for rank in subject)
+        assert all(before.end < after.begin for before, after in itertools.pairwise(planned))
+
+
+def test_cores_are_read_from_ranges() -> None:
+    here = min(os.sched_getaffinity(0))
+    assert parse_cores(f"{here}-{here},{here}") == [here, here]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"may not use the cores \[100000\]"):
+        parse_cores("100000")
