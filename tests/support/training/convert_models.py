@@ -48,6 +48,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_EXPERTS = _LLAMA | {"num_experts_per_tok": 2}
+_QWEN_EXPERTS = _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+EXPERT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "qwen-moe": ("qwen2_moe", _QWEN_EXPERTS),
+    "qwen-moe-normed-bf16": ("qwen2_moe", _QWEN_EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True}),
+}
 SHARDED = "qwen2"
 """Saved in several files."""
 
@@ -62,7 +69,7 @@ def save_model(name: str, folder: pathlib.Path, **changes: Any) -> Any:
 
     auto: Any = transformers.AutoModelForCausalLM
 
-    kind, values = MODELS[name]
+    kind, values = (MODELS | EXPERT_MODELS)[name]
     values = values | changes
     torch.manual_seed(7)
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **values))

@@ -176,7 +176,7 @@ def test_what_cannot_be_trained_here_is_refused_by_its_argument(split: pathlib.P
         content["model0"]["binary_head.weight"] = content["model0"]["decoder.layers.0.mlp.linear_fc2.bias"]
 
     cases = (
-        (experts, "its num_experts is 8: mixtures of experts cannot be trained here"),
+        (experts, "its num_experts is 8: mixtures of experts cannot be converted"),
         (lost, "holds no arguments"),
         (half, r"lacks decoder\.layers\.0\.mlp\.linear_fc2\.bias"),
         (more, r"has binary_head\.weight, which no such model"),

@@ -27,6 +27,8 @@ SHAPES = st.builds(
             make_vocab_size_divisible_by=16,
             add_qkv_bias=True,
             untie_embeddings_and_output_weights=True,
+            num_experts=layers + 1,
+            moe_shared_expert_intermediate_size=mlp + 1,
         ),
         vocab_size=vocab,
     ),

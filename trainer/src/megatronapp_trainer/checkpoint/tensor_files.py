@@ -51,6 +51,7 @@ _FORMAT = {
 """Content of megatron-core's metadata.json."""
 _OPTIMIZER = "optimizer."
 """Prefix of the names of an optimizer's tensors."""
+_SHARED_EXPERTS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _STATEFUL = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -96,6 +97,8 @@ class _LazyPlanner(SavePlanner):
         self._layers = layers
         self._items = {tensor.item(layers).index: tensor.item(layers) for tensor in tensors}
         self._tensors = {tensor.item(layers).index: tensor for tensor in tensors}
+        has_shared = any(tensor.key.startswith(f"decoder.layers.{_SHARED_EXPERTS[0]}") for tensor in tensors)
+        self._stateful = (*_STATEFUL, *_SHARED_EXPERTS) if has_shared else _STATEFUL
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
         pass
@@ -107,7 +110,7 @@ class _LazyPlanner(SavePlanner):
                 type=WriteItemType.BYTE_IO,
             )
             for layer in range(self._layers)
-            for module in _STATEFUL
+            for module in self._stateful
         ]
         return SavePlan([*states, *self._items.values()])
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from megatronapp_trainer.convert.options import ConversionOptions, ConversionSummary
 
 _DESCRIPTION = """\
-Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Qwen2 and Qwen2.5; config.json and *.safetensors)
-and checkpoints of this trainer, in the direction that --load-dir says; or from checkpoints of Megatron-LM (torch_dist,
-or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits do not change, and the tokenizer's files are copied
+Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen2-MoE;
+config.json and *.safetensors) and checkpoints of this trainer, in the direction that --load-dir says; or from
+checkpoints of Megatron-LM (torch_dist, or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits do not
+change, and the tokenizer's files are copied
 along. The options of Megatron's tools/checkpoint/convert.py are accepted.
 """
 _EPILOG = """\
@@ -79,7 +80,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="refuse a --load-dir with other content",
     )
     add("--to", choices=("hf", "megatronapp"), help="default: the other one")
-    add("--family", choices=("gpt2", "llama", "mistral", "qwen2"), help="default: by config.json or the checkpoint")
+    add(
+        "--family",
+        choices=("gpt2", "llama", "mistral", "qwen2", "mixtral", "qwen2_moe"),
+        help="default: by config.json or the checkpoint",
+    )
     add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: unchanged")
     add("--tokenizer-model", metavar="PATH", help="tokenizer to copy instead of the source's")
     add("--iteration", type=_whole, metavar="N", help="which checkpoint; default: the newest whole one")

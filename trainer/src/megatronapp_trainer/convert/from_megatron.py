@@ -57,7 +57,7 @@ def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: in
     """Read the arguments and the list of tensors of Megatron-LM's checkpoint; no tensor is read.
 
     Raises:
-        CheckpointError: it is not one, its model cannot be trained here, or a tensor is missing, unknown or misshapen.
+        CheckpointError: it is not one, its model cannot be converted, or a tensor is missing, unknown or misshapen.
     """
     found = megatron_checkpoint(path, iteration)
     if found is None:

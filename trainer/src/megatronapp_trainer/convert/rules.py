@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 LAYER = "{layer}"
 """Placeholder for the number of the layer in a name of theirs; ours then has an axis of layers in front."""
+EXPERT = "{expert}"
+"""Placeholder for the number of the expert in a name of theirs; ours then has an axis of experts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class RuleApplication:
 
     def sizes(self, shape: ModelShape) -> list[tuple[int, ...]]:
         """Return the sizes of theirs, in the order of `names`."""
-        return [part.size(shape) for part in self.rule.theirs]
+        sizes = [part.size(shape) for part in self.rule.theirs]
+        return sizes * (len(self.names) // len(sizes))
 
     def our_size(self, shape: ModelShape) -> tuple[int, ...]:
         """Return the size of ours, without the axis of layers; allocates no memory."""
@@ -75,13 +78,18 @@ def steps(rules: Sequence[TensorRule], shape: ModelShape, prefix: str) -> Iterat
     needed = [rule for rule in rules if rule.needed(shape)]
     for rule in needed:
         if not rule.layered:
-            yield _step(rule, None, prefix)
+            yield _step(rule, shape, None, prefix)
     for layer in range(shape.model.num_layers):
         for rule in needed:
             if rule.layered:
-                yield _step(rule, layer, prefix)
+                yield _step(rule, shape, layer, prefix)
 
 
-def _step(rule: TensorRule, layer: int | None, prefix: str) -> RuleApplication:
-    names = (part.name.replace("{prefix}", prefix).replace(LAYER, str(layer)) for part in rule.theirs)
+def _step(rule: TensorRule, shape: ModelShape, layer: int | None, prefix: str) -> RuleApplication:
+    experts = range(shape.model.num_experts or 0) if EXPERT in rule.theirs[0].name else (None,)
+    names = (
+        part.name.replace("{prefix}", prefix).replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+        for expert in experts
+        for part in rule.theirs
+    )
     return RuleApplication(rule, layer, tuple(names))

@@ -61,7 +61,7 @@ SPELLINGS: Final = (
             "mcore": _FROM_MEGATRON,
             "legacy": _FROM_MEGATRON,
             "megatron": _FROM_MEGATRON,
-            "mixtral_hf": "mixtures of experts cannot be trained here",
+            "mixtral_hf": _FROM_HF,
         },
     ),
     LegacyOption(
@@ -101,7 +101,7 @@ SPELLINGS: Final = (
     LegacyOption(
         "--target-expert-parallel-size",
         "N",
-        values={"1": (), ANY: "mixtures of experts cannot be trained here"},
+        notice=_ANY_LAYOUT,
     ),
     LegacyOption("--target_data_parallel_size", "N", notice=_ANY_LAYOUT),
     LegacyOption("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),

@@ -57,6 +57,27 @@ def split_stacked(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
     return tensor.chunk(2)
 
 
+def stacked_experts(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
+    """Stack gate and up of each expert, [gate, up, gate, up, ...], to [E, 2F, H]; E experts."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return torch.stack([torch.cat(pair) for pair in pairs])
+
+
+def split_stacked_experts(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
+    """Invert `stacked_experts`: return gate and up of each expert."""
+    return [half for expert in tensor.unbind() for half in expert.chunk(2)]
+
+
+def experts(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
+    """Stack a weight [H, F] of each expert to [E, H, F]."""
+    return torch.stack(list(parts))
+
+
+def split_experts(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
+    """Invert `experts`: return the weight of each expert."""
+    return list(tensor.unbind())
+
+
 def interleaved(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """Interleave query [GRD, ...], key and value [GD, ...] to [G(R + 2)D, ...]: query heads, key and value of each
     group.

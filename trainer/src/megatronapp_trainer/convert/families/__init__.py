@@ -1,13 +1,14 @@
 """Families of models that can be converted, by their names in config.json."""
 
 from megatronapp_trainer.convert.families.config_keys import ConfigKeys
+from megatronapp_trainer.convert.families.experts import MIXTRAL, QWEN2_MOE
 from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.families.gpt2 import GPT2
 from megatronapp_trainer.convert.families.llama import LLAMA, MISTRAL, QWEN2
 
 __all__ = ["FAMILIES", "HEAD", "HuggingFaceFamily", "family_of"]
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE)}
 
 
 def family_of(keys: ConfigKeys) -> HuggingFaceFamily:

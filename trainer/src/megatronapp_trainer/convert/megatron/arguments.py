@@ -28,7 +28,7 @@ _UNSUPPORTED = {
     "linear_attention_freq": "linear attention",
     "experimental_attention_variant": "other kinds of attention",
 }
-"""Arguments for features that no model of this trainer has, with their descriptions."""
+"""Arguments for features that no conversion from Megatron-LM knows, with their descriptions."""
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 """Tokenizers whose end of documents is one token more than `vocab_size` includes."""
 _NO_INTERPOLATION = ("rotary_seq_len_interpolation_factor", 1)
@@ -42,7 +42,7 @@ def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
     """
     for name, what in _UNSUPPORTED.items():
         if arguments.get(name) and (name, arguments[name]) != _NO_INTERPOLATION:
-            raise CheckpointError(f"its {name} is {arguments[name]}: {what} cannot be trained here")
+            raise CheckpointError(f"its {name} is {arguments[name]}: {what} cannot be converted")
     heads, hidden = _whole(arguments, "num_attention_heads"), _whole(arguments, "hidden_size")
     longest = _whole(arguments, "max_position_embeddings", arguments.get("seq_length"))
     groups = _whole(arguments, "num_query_groups") if arguments.get("group_query_attention") else heads

@@ -48,7 +48,9 @@ class LegacyWeights:
     def __init__(self, folder: pathlib.Path) -> None:
         files = rank_files(folder)
         if any(expert for _, _, expert in files):
-            raise CheckpointError(f"{folder} has files of expert ranks: mixtures of experts cannot be trained here")
+            raise CheckpointError(
+                f"{folder} has files of expert ranks: mixtures of experts are converted from Hugging Face folders alone"
+            )
         loaded = {(stage, tensor): _load(file) for (stage, tensor, _), file in sorted(files.items())}
         first = next(iter(loaded.values()))
         self._version = float(first.get("checkpoint_version") or 0)
