@@ -23,6 +23,7 @@ from megatronapp_analyzer.model import (
     Cause,
     JobLayout,
     JobMoment,
+    RankLiveness,
     SubjectType,
     Verdict,
     VerdictState,
@@ -90,7 +91,9 @@ async def test_waste_never_counts_a_second_twice_though_its_estimate_falls(lost_
 
 
 @contextlib.asynccontextmanager
-async def running(queue: DetectorTask) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
+async def running(
+    queue: DetectorTask, tick_s: float = 3600
+) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
     """Run the queue; yields a function that awaits a condition."""
 
     async def until(condition: Callable[[], bool]) -> None:
@@ -98,7 +101,7 @@ async def running(queue: DetectorTask) -> AsyncIterator[Callable[[Callable[[], b
             while not condition():
                 await asyncio.sleep(0.005)
 
-    task = asyncio.create_task(queue.run(3600))
+    task = asyncio.create_task(queue.run(tick_s))
     try:
         yield until
     finally:
@@ -198,3 +201,91 @@ async def test_a_detector_is_out_after_losses_in_a_row_until_it_has_caught_up(mo
         await until(lambda: queue.caught_up)
         assert judge.noted == [False, False, False, True, True]
         assert not queue.is_out
+
+
+@dataclasses.dataclass
+class JudgeOfHangs(ScriptedJudge):
+    """Detector that reports these hangs once, at its first report of liveness."""
+
+    hangs: list[Verdict] = dataclasses.field(default_factory=list)
+    reports: int = 0
+
+    def judge_liveness(self, report: LivenessReport) -> Judgement:
+        self.reports += 1
+        return Judgement(afresh=False, verdicts=self.hangs if self.reports == 1 else [])
+
+
+def hang(time: float) -> Verdict:
+    since = JobMoment(attempt=0, step=7, time=time)
+    return dataclasses.replace(verdict(lost_s=0.0), id="a0-s7-hang-1", cause=Cause.HANG, since=since)
+
+
+def queue_after_a_loss(judge: JudgeOfHangs, clock: list[float], reporting: int) -> tuple[DetectorTask, VerdictStore]:
+    """Return a queue whose store has a hang of a lost detector, and its store; `reporting` ranks report."""
+    store = VerdictStore(None)
+    store.update([hang(time=70.0)])
+    store.suspend()
+    ranks = [
+        RankLiveness(rank=rank, alive=True, closed=False, heartbeat_ns=0, now_ns=0, open_span=None)
+        for rank in range(reporting)
+    ]
+    report = LivenessReport(layout=LAYOUT, now_ns=0, ranks=ranks)
+    return DetectorTask(judge, store, liveness=lambda: report, real_time_s=lambda: clock[0]), store
+
+
+@pytest.mark.asyncio
+async def test_a_hang_that_lasts_over_a_loss_stays_the_same_verdict() -> None:
+    judge, clock = JudgeOfHangs(hangs=[hang(time=95.0)]), [100.0]
+    queue, store = queue_after_a_loss(judge, clock, LAYOUT.world)
+    async with running(queue, 0.001) as until:
+        await until(lambda: judge.reports > 1)
+        clock[0] += 2 * detector_task.HANG_PATIENCE_S
+        await until(lambda: judge.reports > 4)
+    (document,) = store.all()
+    assert (document["state"], document["stale"]) == ("confirmed", False)
+    assert document["since"]["time"] == 70.0
+
+
+@pytest.mark.parametrize(
+    ("reporting", "after_s"),
+    [(LAYOUT.world, detector_task.HANG_SETTLE_S), (LAYOUT.world - 1, detector_task.HANG_PATIENCE_S)],
+)
+@pytest.mark.asyncio
+async def test_a_hang_that_no_detector_reports_again_is_over_after_a_while(reporting: int, after_s: float) -> None:
+    judge, clock = JudgeOfHangs(), [100.0]
+    queue, store = queue_after_a_loss(judge, clock, reporting)
+    async with running(queue, 0.001) as until:
+        await until(lambda: judge.reports > 2)
+        clock[0] += after_s - 1
+        seen = judge.reports
+        await until(lambda: judge.reports > seen + 2)
+        assert store.all()[0]["stale"], "it may still be reported"
+        clock[0] += 2
+        await until(lambda: store.all()[0]["state"] == "cleared")
+    assert not store.all()[0]["stale"]
+
+
+@dataclasses.dataclass
+class SlowToClose(ScriptedJudge):
+    """Detector whose process takes until `released` to end."""
+
+    closing: threading.Event = dataclasses.field(default_factory=threading.Event)
+    released: threading.Event = dataclasses.field(default_factory=threading.Event)
+    was_released: bool = False
+
+    def close(self) -> None:
+        self.closing.set()
+        self.was_released = self.released.wait(DEADLINE_S)
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_runs_while_the_process_of_the_detector_ends() -> None:
+    judge = SlowToClose()
+    queue = DetectorTask(judge, VerdictStore(None), liveness=lambda: None)
+    async with running(queue) as until:
+        await until(lambda: queue.caught_up)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await until(judge.closing.is_set)
+        judge.released.set()
+    assert judge.was_released

@@ -34,6 +34,10 @@ STEADY_S = 60.0
 """Life of a detector after which its loss is taken for a single event: the next pause is the first again."""
 OUT_LOSSES = 6
 """Losses in a row, none of a detector that had caught up, from which on it is taken for out of order."""
+HANG_SETTLE_S = 5.0
+"""Time of reports of all ranks in which a detector reports the hangs that last: the hang of a lost one is over then."""
+HANG_PATIENCE_S = 60.0
+"""The same if ranks do not report."""
 FATAL_TIMES = 2
 """Number of times that the detector may be lost at a step until this step is not judged any more."""
 
@@ -89,6 +93,9 @@ class DetectorTask:
         self._not_judged: set[StepKey] = set()
         self._learned = LearnedVerdicts()
         self._losses_in_row = 0
+        self._caught_up_s = 0.0
+        self._all_reported_s: float | None = None
+        """Real time of the first report of all ranks after this detector has caught up."""
         self.caught_up = False
         """True once the steps that were there when the detector was started have been judged."""
         self.skipped = 0
@@ -142,8 +149,10 @@ class DetectorTask:
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
                 self.restarts += 1
         finally:
-            self._judge.close()
+            self._judge.stop()  # so that closing it, which may wait for the process, does not take long
+            closing = asyncio.get_running_loop().run_in_executor(self._executor, self._judge.close)
             self._executor.shutdown(wait=False)
+            await asyncio.shield(closing)
 
     async def _run_once(self, tick_s: float) -> None:
         """Start the detector, let it catch up, then judge until it is lost. Raises JudgeLostError.
@@ -156,7 +165,8 @@ class DetectorTask:
         while last is not None and self._waiting and self._waiting[0][1].key <= last:
             await self.drain_batch()
         self._publish_learned()
-        self._book.clear_unreported(self._real_time_s())
+        self._caught_up_s, self._all_reported_s = self._real_time_s(), None
+        self._book.clear_unreported(self._caught_up_s, hangs=False)  # hangs are in no step: later reports show them
         self.caught_up = True
         self._losses_in_row = 0
         await self._judge_steadily(tick_s)
@@ -227,6 +237,17 @@ class DetectorTask:
     async def _judge_liveness(self) -> None:
         if (report := self._liveness()) is not None:
             self._take(await self._in_thread(self._judge.judge_liveness, report), self._counted)
+        if self._book.has_stale:
+            self._settle_hangs(report)
+
+    def _settle_hangs(self, report: LivenessReport | None) -> None:
+        """Clear hangs of a lost detector that this one has had the time to report again."""
+        now_s = self._real_time_s()
+        if self._all_reported_s is None and report is not None and len(report.ranks) >= report.layout.world:
+            self._all_reported_s = now_s
+        settled = self._all_reported_s is not None and now_s - self._all_reported_s >= HANG_SETTLE_S
+        if settled or now_s - self._caught_up_s >= HANG_PATIENCE_S:
+            self._book.clear_unreported(now_s)
 
     def _take(self, judgement: Judgement, key: StepKey) -> None:
         if judgement.afresh:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_analyzer.hub.judge.learned import OlderVerdict
-from megatronapp_analyzer.model import Cause, Verdict, VerdictState
+from megatronapp_analyzer.model import Cause, JobMoment, Verdict, VerdictState
 
 ACTIVE = frozenset({VerdictState.SUSPECT, VerdictState.CONFIRMED, VerdictState.RECOVERING})
 MAX_VERDICTS = 1000
@@ -40,7 +40,7 @@ class VerdictStore:
         """Take verdicts, new or changed. True if that changed anything."""
         changed = False
         for reported in verdicts:
-            older = self._older.get(reported.id)
+            older = self._older.get(reported.id) or self._older_hang(reported)
             verdict = reported if older is None else older.continued_by(reported)
             document = verdict.to_json() | {"stale": False}
             is_new = verdict.id not in self._verdicts
@@ -57,6 +57,19 @@ class VerdictStore:
         """Take later verdicts with these ids as continuations of older ones, until the detector is lost."""
         self._older |= older
 
+    def _older_hang(self, reported: Verdict) -> OlderVerdict | None:
+        """Return the stale hang of the same ranks and attempt, which the verdict continues; None without."""
+        if reported.cause is not Cause.HANG:
+            return None
+        fault = list(reported.subject.ranks), reported.since.attempt
+        for document in self.stale():
+            known = document["subject"]["ranks"], document["since"]["attempt"]
+            if document["cause"] == Cause.HANG and known == fault:
+                older = OlderVerdict(id=document["id"], since=JobMoment(**document["since"]), lost_s=0.0)
+                self._older[reported.id] = older
+                return older
+        return None
+
     def suspend(self) -> None:
         """Mark active verdicts as stale: their detector is lost, and whether they hold is unknown until it is back."""
         self._live.clear()
@@ -67,9 +80,10 @@ class VerdictStore:
         if stale:
             self._save()
 
-    def clear_unreported(self, now_s: float) -> None:
-        """Clear what the detector has not reported again after a restart."""
-        self._clear([verdict for id_, verdict in self._verdicts.items() if id_ not in self._live], now_s)
+    def clear_unreported(self, now_s: float, *, hangs: bool = True) -> None:
+        """Clear what the detector has not reported again after a restart; `hangs`: hangs, too."""
+        unreported = [verdict for id_, verdict in self._verdicts.items() if id_ not in self._live]
+        self._clear([verdict for verdict in unreported if hangs or verdict["cause"] != Cause.HANG], now_s)
 
     def clear_all(self, now_s: float) -> None:
         """Clear all verdicts, because their detector was replaced."""
