@@ -77,27 +77,46 @@ class HubAnswer(NamedTuple):
     omitted: str | None
 
 
+def has_hub(folder: pathlib.Path) -> bool:
+    """Return true if a hub of the job answers. Raises HubError if that cannot be known."""
+    try:
+        return _answer(folder, "job", {}) is not None
+    except FileNotFoundError:
+        return False
+
+
 def from_hub(folder: pathlib.Path, request: TraceRequest) -> HubAnswer | None:
     """Fetch the trace from the hub; None if it does not answer. Raises HubError if it refuses."""
     try:
-        url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
-        token = derive_token(read_secret(folder / "secret"), TokenRole.VIEWER)
+        answer = _answer(folder, "trace", request.query)
     except FileNotFoundError:
         return None
+    if answer is None:
+        return None
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        return None  # the running hub holds only the newest steps; the disk may have those asked for
+    if answer.is_error:
+        raise HubError(f"hub {answer.url.host}: {answer.status_code}: {answer.text[:200]}")
+    return HubAnswer(answer.content, answer.headers.get(OMITTED_HEADER))
+
+
+def _answer(folder: pathlib.Path, path: str, query: Mapping[str, str | int]) -> httpx.Response | None:
+    """Return the answer of the job's hub; None if it does not answer.
+
+    Raises FileNotFoundError if the job has none, and HubError if its address cannot be read.
+    """
+    try:
+        url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
+        token = derive_token(read_secret(folder / "secret"), TokenRole.VIEWER)
     except (KeyError, TypeError, ValueError) as error:
         raise HubError(f"{folder / 'hub.json'}: not the address of a hub: {error!r}; remove the file") from error
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {token}"}
     try:
         with httpx.Client(timeout=timeout, trust_env=False, headers=headers) as client:
-            answer = client.get(f"{url.rstrip('/')}/api/v1/trace", params=request.query)
+            return client.get(f"{url.rstrip('/')}/api/v1/{path}", params=dict(query))
     except httpx.TransportError:
         return None
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        return None  # the running hub holds only the newest steps; the disk may have those asked for
-    if answer.is_error:
-        raise HubError(f"hub {url}: {answer.status_code}: {answer.text[:200]}")
-    return HubAnswer(answer.content, answer.headers.get(OMITTED_HEADER))
 
 
 def from_disk(folder: pathlib.Path, request: TraceRequest) -> bytes:

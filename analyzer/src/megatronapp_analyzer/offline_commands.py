@@ -24,6 +24,33 @@ def register_import(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     importing.set_defaults(func=run_import)
 
 
+def register_archive(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `archive` to the commands of `trace`."""
+    archive = commands.add_parser(
+        "archive",
+        help="bring all traces of an ended job into Parquet files",
+        description="Move the traces that the hub of a job had no time to archive before it ended to the job's archive "
+        "of Parquet files, for pandas, polars and duckdb (docs/trace-store.md). A running hub does this by itself.",
+    )
+    archive.add_argument("job", metavar="JOB", help="name of the job")
+    archive.set_defaults(func=run_archive)
+
+
+def run_archive(arguments: argparse.Namespace) -> int:
+    """Archive the traces of an ended job."""
+    from megatronapp_analyzer import fetch
+    from megatronapp_analyzer.errors import ExportError
+    from megatronapp_analyzer.offline.stored import archive_traces
+
+    folder = fetch.job_folder(arguments.job)
+    if fetch.has_hub(folder):
+        raise ExportError(f"the hub of {arguments.job} is running and archives by itself; wait until it has ended")
+    catalog = archive_traces(folder)
+    files = catalog.files()
+    print(f"{catalog.folder}: {sum(file.records for file in files)} records in {len(files)} files")
+    return 0
+
+
 def register_scan(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `scan` with its subcommand."""
     scan = subparsers.add_parser("scan", help="find slow ranks in recorded traces", description="MegaScan offline.")

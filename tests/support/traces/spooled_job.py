@@ -34,7 +34,7 @@ class SpooledJob:
         self.folder = folder
         self._step_rows = step_rows
         self._ring_header = ring_header
-        self.ingest = TraceIngest(StoreLimits())
+        self.ingest = TraceIngest(StoreLimits(), aligns=False)
         limits = limits or SpoolLimits(segment_bytes=4000)
         self.spooled = SpooledIngest(self.ingest, folder / "traces", limits, archive=folder / "store" / JOB)
         self.restored = self.spooled.restore(4)

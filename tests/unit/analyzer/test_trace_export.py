@@ -187,6 +187,32 @@ def test_export_explains_bad_arguments(job: Path, tmp_path: Path, options: list[
     assert not (tmp_path / "trace.json").exists()
 
 
+def test_the_traces_of_an_ended_job_are_archived_and_exported_as_before(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting = parse(["trace", "export", "demo", "-o", str(tmp_path / "trace.json"), "--from", "1", "--to", "2"])
+    exporting.func(exporting)
+    before = json.loads((tmp_path / "trace.json").read_text())
+    capsys.readouterr()
+    archiving = parse(["trace", "archive", "demo"])
+    archiving.func(archiving)
+    assert "44 records in 1 files" in capsys.readouterr().out
+    assert list((job / "hub" / "traces").glob("*/records-*")) == []
+    exporting.func(exporting)
+    assert json.loads((tmp_path / "trace.json").read_text()) == before
+    absent = parse(["trace", "export", "demo", "-o", str(tmp_path / "none.json"), "--from", "7", "--to", "9"])
+    with pytest.raises(ExportError, match="take --from and --to between 0 and 3"):
+        absent.func(absent)
+
+
+def test_traces_of_a_running_job_are_not_archived_twice(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "has_hub", lambda folder: folder == job)
+    archiving = parse(["trace", "archive", "demo"])
+    with pytest.raises(ExportError, match="is running and archives by itself"):
+        archiving.func(archiving)
+    assert list((job / "hub" / "traces").glob("*/records-*")) != []
+
+
 def test_unwritable_output_is_reported(job: Path, tmp_path: Path) -> None:
     arguments = parse(["trace", "export", "demo", "-o", str(tmp_path / "none" / "trace.json")])
     with pytest.raises(ExportError, match="cannot write"):

@@ -1,16 +1,19 @@
 """Recorded jobs as a hub holds and stores them."""
 
 import pathlib
+import threading
 from collections.abc import Iterator
 
 from megatronapp_analyzer.errors import ArchiveError, ImportTraceError, ProtocolError
 from megatronapp_analyzer.hub.archive import names
+from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog
 from megatronapp_analyzer.hub.archive.restore import restore
 from megatronapp_analyzer.hub.archive.stored import StoredTraces
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.settings import load_job_file
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -69,6 +72,22 @@ def hub_traces(state: pathlib.Path) -> StoredTraces:
     """Return the reader of what a hub has stored under its state folder."""
     jobs = list(_job_folders(state / "store"))
     return StoredTraces(state / "traces", Catalog(jobs[0]) if jobs else None)
+
+
+def archive_traces(job: pathlib.Path) -> Catalog:
+    """Move what the ended hub of a job has left in its spool to its archive; return what is there then.
+
+    Raises ImportTraceError if the disk does not take all of it.
+    """
+    manifest = job / "job.yaml"
+    limits = load_job_file(manifest, name=None, uid=None).spool if manifest.exists() else SpoolLimits()
+    catalog = Catalog(job / "hub" / "store" / job.name, limit_bytes=limits.archive_bytes, writable=True)
+    archiver = Archiver(job / "hub" / "traces", catalog)
+    archiver.start()
+    archiver.close(threading.TIMEOUT_MAX)
+    if archiver.failed_writes:
+        raise ImportTraceError(f"{catalog.folder}: cannot write all traces; free some space and run the command again")
+    return catalog
 
 
 def find_stored(path: pathlib.Path) -> StoredTraces | None:

@@ -5,9 +5,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from spooled_job import JOB, SpooledJob, all_rows, identities, records_frame, sent_rows
 
+from megatronapp_analyzer.align.step_clocks import ClockReading
 from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog
 from megatronapp_analyzer.hub.archive.rows import rank_records
@@ -271,13 +273,25 @@ def test_rings_move_with_the_records(job: SpooledJob, even_rows: Any) -> None:
             assert found.digest.complete
 
 
-def test_clocks_of_the_steps_are_in_the_archive(job: SpooledJob, ring_header: Any) -> None:
-    job.write(range(40))
+def test_clocks_of_the_steps_are_in_the_archive(tmp_path: Path, even_rows: Any, ring_header: Any) -> None:
+    """Times are on the nodes' clocks until a reading of aligned ones, and then on these in all later segments."""
+    job = SpooledJob(tmp_path, even_rows, lambda rank: ring_header(rank, boot_id=f"node-{rank}"))
+    job.announce()
+    monotonic, real = ring_header(0)["clockPairs"][-1]
+    job.write(range(6))
+    reading = ClockReading(
+        attempt=0, step=5, offset_ns=np.array([0, 1000]), tied=np.array([True, True]), uncertainty_s=np.zeros(2)
+    )
+    job.spooled.take_reading(reading)
+    job.write(range(6, 60))
+    for _ in range(2):
+        rows = all_rows(job.stored)
+        assert set((real - monotonic - rows["offset_ns"][rows["rank"] == 0]).tolist()) == {0}
+        other = rows[rows["rank"] == 1]
+        assert (real - monotonic - other["offset_ns"] == np.where(other["step"] >= 5, 1000, 0)).all()
+        job.settle()
+        assert len(files_of(job.folder)) > 2
     job.spooled.close()
-    offsets = {rank: ring_header(rank)["clockPairs"][-1] for rank in (0, 1)}
-    rows = all_rows(job.stored)
-    for rank, (monotonic, real) in offsets.items():
-        assert set(rows["offset_ns"][rows["rank"] == rank].tolist()) == {real - monotonic}
 
 
 def test_the_archiver_ends_with_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ import numpy as np
 
 from megatronapp_analyzer.hub.archive import names
 from megatronapp_analyzer.hub.archive.catalog import Catalog, open_file
-from megatronapp_analyzer.hub.archive.clocks import StepOffsets, ring_offsets, set_offsets, step_offsets
+from megatronapp_analyzer.hub.archive.clocks import ring_offsets, set_offsets, step_offsets
 from megatronapp_analyzer.hub.archive.ring_rows import ring_rows
 from megatronapp_analyzer.hub.archive.rows import CollectedRows, collect, real_ns
 from megatronapp_analyzer.hub.archive.segments import read_segment
 from megatronapp_analyzer.hub.archive.stored import newest_rings
 from megatronapp_analyzer.hub.ingest.ingest import RingKey
 from megatronapp_analyzer.hub.ingest.spool import SpoolReader, segment_number
-from megatronapp_common.frames import Frame
 
 LOG = logging.getLogger(__name__)
 RETRY_S = 30.0
@@ -40,8 +39,6 @@ class Archiver:
         self._closing = False
         self._rings: dict[tuple[str, int], Mapping[RingKey, Mapping[str, Any]]] = {}
         """Rings that were written, by hour and attempt."""
-        self._clocks: dict[int, StepOffsets] = {}
-        """Newest clocks of the segments of each attempt."""
         self.failed_writes = 0
         """Number of times that a file could not be written."""
         self.damaged = 0
@@ -141,20 +138,9 @@ class Archiver:
             )
         if len(collected.rows):
             rings = newest_rings(self._spool.rings(attempt))
-            self._set_clocks(attempt, collected, content.frames, rings)
+            set_offsets(collected.rows, step_offsets(content.frames), ring_offsets(rings))
             self._write(attempt, number, collected, rings)
         return not content.unreadable and not collected.malformed
-
-    def _set_clocks(
-        self, attempt: int, collected: CollectedRows, frames: list[Frame], rings: Mapping[RingKey, Mapping[str, Any]]
-    ) -> None:
-        readings = step_offsets(frames)
-        carried = self._clocks.get(attempt)
-        if carried is not None and not (readings and readings[0][0] <= carried[0]):
-            readings.insert(0, carried)
-        if readings:
-            self._clocks[attempt] = readings[-1]
-        set_offsets(collected.rows, readings, ring_offsets(rings))
 
     def _write(
         self, attempt: int, number: int, collected: CollectedRows, rings: Mapping[RingKey, Mapping[str, Any]]

@@ -22,11 +22,11 @@ from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.model import Communicator, StepRecords, select_rows
 from megatronapp_common.trace import RecordKind
 
-READ_BYTES = 256 << 20
-"""Bytes of the rows of an answer: a step of 16,384 ranks at the usual number of records is whole."""
+READ_BYTES = 128 << 20
+"""Bytes of the rows of an answer, 2.4 million spans: a step of some 6,000 ranks. Reading takes four times as many."""
 READ_S = 10.0
 """Seconds that reading may take."""
-CACHED_BYTES = 256 << 20
+CACHED_BYTES = 128 << 20
 """Memory of steps that were read last, which a page asks for again as it is zoomed; one is always cached."""
 MAX_WAITING = 8
 Clock = Callable[[], float]

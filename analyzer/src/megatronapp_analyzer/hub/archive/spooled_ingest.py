@@ -150,4 +150,4 @@ class SpooledIngest:
         known = self._offsets.get(attempt)
         if known is None or not np.array_equal(known, offsets_ns):
             self._offsets[attempt] = offsets_ns
-            self._writer.append_records(attempt, clock_frame(step, offsets_ns))
+            self._writer.append_clock(attempt, clock_frame(step, offsets_ns))

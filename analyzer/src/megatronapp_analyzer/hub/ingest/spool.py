@@ -172,6 +172,8 @@ class SpoolWriter:
         self._segment: dict[int, tuple[pathlib.Path, int]] = {}
         self._hour: dict[int, int] = {}
         """Hour in which the segment of an attempt was begun."""
+        self._clocks: dict[int, bytes] = {}
+        """Newest CLOCK frame of each attempt."""
         self._newest: dict[int, int] = {}
         """Number of the newest segment of each attempt."""
         self._rings: dict[int, dict[object, bytes]] = {}
@@ -205,8 +207,16 @@ class SpoolWriter:
             path, size = self._next_segment(attempt), 0
         if not size:
             self._hour[attempt] = hour
+            if (clock := self._clocks.get(attempt)) is not None and clock is not frame:
+                self._append(path, clock)
+                size = len(clock)
         self._append(path, frame)
         self._segment[attempt] = (path, size + len(frame))
+
+    def append_clock(self, attempt: int, frame: bytes) -> None:
+        """Append a CLOCK frame to the records, and at the begin of each segment until the next one."""
+        self._clocks[attempt] = frame
+        self.append_records(attempt, frame)
 
     def close(self) -> None:
         """Close the files of all attempts."""
@@ -342,6 +352,10 @@ class SpoolThread:
     def append_records(self, attempt: int, frame: bytes) -> None:
         """Append a RECORDS frame."""
         self._put(frame, lambda: self._writer.append_records(attempt, frame), limit_bytes=self._limit_bytes)
+
+    def append_clock(self, attempt: int, frame: bytes) -> None:
+        """Append a CLOCK frame."""
+        self._put(frame, lambda: self._writer.append_clock(attempt, frame), limit_bytes=2 * self._limit_bytes)
 
     def close(self, patience_s: float = CLOSE_S) -> None:
         """Write what waits and close the files, but wait no longer than `patience_s` for the disk."""
