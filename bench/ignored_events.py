@@ -52,6 +52,9 @@ class IgnoredEvents:
     def step_end(self, _metrics: object) -> None:
         return None
 
+    def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
+        return None
+
     def validation(self, _loss: float) -> None:
         return None
 
