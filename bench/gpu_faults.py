@@ -31,7 +31,12 @@ JOB = "crowded"
 """Name of the job: that of `gpu_crowded_host.hub_client`."""
 MANIFEST = pathlib.Path(__file__).with_name("gpu_slow_rank_pp2.yaml")
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "data": (1, 1)}
-FIRST, HOLD, CALM = 70, 35, 30
+FIRST, HOLD, CALM = 50, 35, 30
+HIDDEN, LENGTH, SAMPLES = 4096, 4096, {"tensor": 4, "pipeline": 2, "data": 2}
+"""Hidden size, tokens of a sample and samples of a microbatch, with which devices decide the length of passes.
+
+Hosts that take 3 ms to launch a layer would, with smaller ones, and then no disturbance of a device matters.
+"""
 LEAST = 0.03
 COMPETITOR = """
 import sys, time, torch
@@ -129,6 +134,8 @@ def main() -> int:
     spec["parallelism"] = {"tensor": tensor, "pipeline": pipeline, "data": 2 // (tensor * pipeline)}
     if tensor > 1:
         spec["parallelism"]["sequenceParallel"] = True
+    spec["model"] |= {"hiddenSize": HIDDEN, "numAttentionHeads": HIDDEN // 128, "seqLength": LENGTH}
+    spec["training"]["microBatchSize"] = SAMPLES[options.layout]
     spec["training"]["trainIters"] = planned[-1].end + 10 * LATE
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "job.yaml"
