@@ -69,6 +69,11 @@ class SharedColumnTest {
         test_.grow(span_of(peers));
     }
 
+    std::size_t memory_bytes() {
+        const std::lock_guard lock(mutex_);
+        return test_.memory_bytes();
+    }
+
     py::tuple compare(const Array<double>& values, const Array<double>& limits) {
         const auto given = numbers<kLimits>(limits, "limits");
         py::array_t<double> deviation(values.size());
@@ -294,6 +299,7 @@ void bind_detect(py::module_& module) {
              py::arg("peers"), py::kw_only(), py::arg("window"), py::arg("min_history"), py::arg("least_window"),
              py::arg("score"), py::arg("prior_errors"))
         .def("grow", &SharedColumnTest::grow, py::arg("peers"))
+        .def_property_readonly("memory_bytes", &SharedColumnTest::memory_bytes)
         .def("compare", &SharedColumnTest::compare, py::arg("values"), py::arg("limits"))
         .def("judge", &SharedColumnTest::judge, py::arg("shift"), py::arg("relative"), py::arg("shift_doubt"),
              py::arg("relative_doubt"), py::arg("usual"));

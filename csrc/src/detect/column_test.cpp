@@ -244,6 +244,15 @@ void ColumnTest::grow(std::span<const std::int64_t> peers) {
     limit_ = settings_.score + std::sqrt(2.0 * std::log(static_cast<double>(std::max<std::size_t>(peers.size(), 2))));
 }
 
+std::size_t ColumnTest::memory_bytes() const {
+    std::size_t numbers = 0;
+    for (const auto* column : {&level_, &offset_, &before_, &values_, &own_, &distance_, &deviation_}) {
+        numbers += column->capacity();
+    }
+    numbers += peers_.capacity() + learned_.capacity();
+    return (numbers * sizeof(double)) + residuals_.memory_bytes() + shifts_.memory_bytes() + distances_.memory_bytes();
+}
+
 void ColumnTest::check(std::size_t size, const char* name) const {
     if (size != columns()) {
         throw std::invalid_argument("ColumnTest: " + std::string(name) + " has " + std::to_string(size) +

@@ -360,6 +360,9 @@ class ColumnTest:
         """
     def grow(self, peers: NDArray[int64]) -> None:
         """Add columns for new peers. ValueError for fewer than before."""
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory for what is learned of the columns."""
     def compare(
         self, values: NDArray[float64], limits: tuple[float, ...]
     ) -> tuple[NDArray[float64], NDArray[float64], NDArray[float64]]:

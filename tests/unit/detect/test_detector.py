@@ -1,13 +1,13 @@
 """The detector on simulated jobs: names the culprit, not its victims, and is silent when nothing is wrong."""
 
 import dataclasses
-import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from detector_size import size_of
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from pytest_workers import FULL
@@ -475,7 +475,7 @@ def test_memory_stays_bounded(sim: ModuleType) -> None:
     for view in simulator.steps(0, steps):
         detector.observe(view)
         if view.step % 5 == 0:
-            sizes.append(len(pickle.dumps(detector)))
+            sizes.append(size_of(detector))
     assert max(sizes[steps // 10 :]) <= max(sizes[: steps // 10]) * 1.05
 
 

@@ -156,8 +156,9 @@ def _taken(edges: Edges, order: Index) -> Edges:
 def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edges, Index]:
     """Return gaps between consecutive spans of a rank, and the first span of each rank."""
     rank = spans["rank"]
-    later = np.flatnonzero(rank[1:] == rank[:-1]) + 1
-    first = np.setdiff1d(np.arange(len(spans)), later)
+    follows = rank[1:] == rank[:-1]
+    later = np.flatnonzero(follows) + 1
+    first = np.flatnonzero(np.append(True, ~follows)) if len(spans) else np.empty(0, np.int64)
     return _edges(2 * (later - 1) + 1, 2 * later, start[later] - end[later - 1], EdgeKind.GAP, later), first
 
 

@@ -67,6 +67,7 @@ struct ColumnShift {
 class RecentValues {
   public:
     void grow(std::size_t columns);
+    [[nodiscard]] std::size_t memory_bytes() const { return values_.capacity() * sizeof(double); }
     void add(std::size_t column, double value);
     /// `bias`: standard error of what the values are compared with; `deviation`: of a single step.
     [[nodiscard]] ColumnShift test(std::size_t column, double deviation, double bias, const MeanErrors& errors) const;
@@ -88,6 +89,7 @@ class SortedHistory {
   public:
     explicit SortedHistory(std::size_t window) : window_(window) {}
     void grow(std::size_t columns);
+    [[nodiscard]] std::size_t memory_bytes() const { return (ring_.capacity() + sorted_.capacity()) * sizeof(double); }
     void add(std::size_t column, double value);
     [[nodiscard]] std::size_t count(std::size_t column) const;
     /// Lower median of the absolute distances from the lower median; NaN without values.
@@ -131,6 +133,8 @@ class ColumnTest {
                const ColumnReading& reading);
 
     [[nodiscard]] std::size_t columns() const { return peers_.size(); }
+    /// Bytes of memory for what is learned of the columns.
+    [[nodiscard]] std::size_t memory_bytes() const;
 
   private:
     struct Side;
