@@ -1713,6 +1713,50 @@ export interface components {
             text: string[];
         };
         /**
+         * ExpertLayer
+         * @description Load of the experts of a layer in the newest step.
+         */
+        ExpertLayer: {
+            /**
+             * Layer
+             * @description Layer of the model, counted from 0.
+             */
+            layer: number;
+            /**
+             * Load
+             * @description Tokens of each expert over the mean of the layer, in thousandths.
+             */
+            load: number[];
+        };
+        /**
+         * ExpertsProgress
+         * @description Mixture of experts in the newest step, over all ranks.
+         */
+        ExpertsProgress: {
+            /**
+             * Dropped
+             * @description Share of the choices that had no place in an expert.
+             */
+            dropped?: number | null;
+            /**
+             * Imbalance
+             * @description Largest load over the mean of its layer.
+             */
+            imbalance?: number | null;
+            /**
+             * Layers
+             * @description Layers with experts; of large models those with the largest load.
+             */
+            layers?: components["schemas"]["ExpertLayer"][];
+            /**
+             * Losses
+             * @description Mean of each loss of the routers, without its coefficient.
+             */
+            losses?: {
+                [key: string]: number | null;
+            };
+        };
+        /**
          * Fault
          * @description A fault that was given to the ranks.
          */
@@ -2987,6 +3031,8 @@ export interface components {
             consumedSamples?: number | null;
             /** @description State of a training that obeys orders; null for others. */
             control?: components["schemas"]["ControlProgress"] | null;
+            /** @description Load of the experts; null for models without any. */
+            experts?: components["schemas"]["ExpertsProgress"] | null;
             /** @description State of MegaFBD; null without it. */
             forwardBackward?: components["schemas"]["ForwardBackward"] | null;
             /** Gradnorm */

@@ -109,6 +109,21 @@ def test_pauses_and_captures_of_a_training_are_metrics(hub: Hub) -> None:
     }
 
 
+def test_the_load_of_experts_is_a_metric(hub: Hub) -> None:
+    assert 'expert="' not in generate_latest(build_registry(hub)).decode()
+    experts = {"losses": {"z_loss": 0.5}, "dropped": 0.125, "layers": [{"layer": 3, "load": [500, 1500]}]}
+    hub.ranks.progress = Progress.model_validate({"experts": experts})
+    text = generate_latest(build_registry(hub)).decode()
+    assert 'megascan_expert_load_ratio{expert="1",job_id="demo",layer="3"} 1.5' in text
+    assert 'megascan_router_loss{job_id="demo",loss="z_loss"} 0.5' in text
+    assert 'megascan_dropped_choices_ratio{job_id="demo"} 0.125' in text
+
+
+def test_experts_of_another_shape_leave_the_rest_of_the_progress() -> None:
+    progress = Progress.model_validate({"iteration": 3, "experts": {"layers": [{"layer": -1}]}})
+    assert (progress.iteration, progress.experts) == (3, None)
+
+
 def test_a_training_that_is_paused_before_its_first_step_is_running(hub: Hub) -> None:
     assert views.phase(hub) == "Starting"
     hub.ranks.progress = Progress.model_validate({"state": "paused"})

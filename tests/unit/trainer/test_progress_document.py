@@ -14,6 +14,7 @@ from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_operator.plan_io.hub_summary import read_forward_backward, read_plans
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport, ModeReport
 from megatronapp_trainer.training.progress import Reporter, open_progress
@@ -57,6 +58,25 @@ def test_the_progress_document_has_state_and_figures(tmp_path: pathlib.Path, mon
     assert document["gradNorm"] is None
     assert document["secondsLeft"] == 3.0
     json.dumps(document)
+
+
+def test_the_progress_document_has_the_load_of_experts_and_stays_small(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check 60 layers of 128 experts, of which only those with the largest load fit."""
+    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
+    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
+    reporter = Reporter(CONFIG, progress=open_progress(10), events=None, print_line=lambda _: None)
+    load = tuple((1000 + layer, *(1000 for _ in range(127))) for layer in range(60))
+    experts = ExpertStatistics(losses={"z_loss": 1.0}, layers=tuple(range(60)), load=load, dropped=0.0)
+    reporter.step(metrics_of(4, 2.5), elapsed_s=0.5, batch_size=16, skipped_steps=0, experts=experts)
+    document = DocumentReader(tmp_path / "job.0.progress").read()
+    assert document is not None
+    shown = Progress.model_validate(document).experts
+    assert shown is not None
+    assert [entry.layer for entry in shown.layers] == list(range(52, 60))
+    assert shown.layers[-1].load[:2] == [1059, 1000]
+    assert shown.losses == {"z_loss": 1.0}
 
 
 def test_the_progress_document_has_the_newest_plans(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

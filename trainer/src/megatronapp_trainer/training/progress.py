@@ -195,7 +195,7 @@ class Reporter:
         self._losses.append(metrics.loss)
         self._named_losses.append(metrics.named_losses)
         seconds_left = self._seconds_left(metrics.iteration)
-        self._publish(metrics, seconds_left)
+        self._publish(metrics, seconds_left, experts)
         if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
             self._add_events(metrics, elapsed_s=elapsed_s, batch_size=batch_size)
             if experts is not None:
@@ -209,9 +209,10 @@ class Reporter:
         """Estimate the rest by the median step since the last log line; a mean would trust the first step."""
         return statistics.median(self._elapsed_s) * (self._total_iterations - iteration)
 
-    def _publish(self, metrics: StepMetrics, seconds_left: float) -> None:
+    def _publish(self, metrics: StepMetrics, seconds_left: float, experts: ExpertStatistics | None) -> None:
         if self._progress is None:
             return
+        of_experts = {} if experts is None else {"experts": experts.to_json()}
         self._progress.update(
             iteration=metrics.iteration,
             loss=metrics.loss,
@@ -223,6 +224,7 @@ class Reporter:
             secondsLeft=seconds_left,
             consumedSamples=metrics.consumed_samples,
             state="training",
+            **of_experts,
         )
 
     def _interval(self, metrics: StepMetrics, *, batch_size: int, skipped: int, seconds_left: float) -> None:

@@ -129,6 +129,41 @@ class ControlProgress(ApiModel):
     )
 
 
+class ExpertLayer(ApiModel):
+    """Load of the experts of a layer in the newest step."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    layer: Annotated[int, Field(ge=0, description="Layer of the model, counted from 0.")]
+    load: Annotated[
+        list[Annotated[int, Field(ge=0)]],
+        Field(max_length=4096, description="Tokens of each expert over the mean of the layer, in thousandths."),
+    ]
+
+
+class ExpertsProgress(ApiModel):
+    """Mixture of experts in the newest step, over all ranks."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    losses: Annotated[
+        dict[str, FiniteOrNone], Field(description="Mean of each loss of the routers, without its coefficient.")
+    ] = Field(default_factory=dict)
+    dropped: Annotated[FiniteOrNone, Field(description="Share of the choices that had no place in an expert.")] = None
+    imbalance: Annotated[FiniteOrNone, Field(description="Largest load over the mean of its layer.")] = None
+    layers: Annotated[
+        list[ExpertLayer], Field(description="Layers with experts; of large models those with the largest load.")
+    ] = Field(default_factory=list)
+
+
+def _experts_or_none(value: object) -> object:
+    """Return the state of the experts, or None for one of another shape: the rest of the progress is right."""
+    try:
+        return None if value is None else ExpertsProgress.model_validate(value)
+    except ValidationError:
+        return None
+
+
 def _control_or_none(value: object) -> object:
     """Return the state of the control, or None for one of another shape: the rest of the progress is right."""
     try:
@@ -173,6 +208,11 @@ class Progress(ApiModel):
         ForwardBackward | None,
         BeforeValidator(_forward_backward_or_none),
         Field(description="State of MegaFBD; null without it."),
+    ] = None
+    experts: Annotated[
+        ExpertsProgress | None,
+        BeforeValidator(_experts_or_none),
+        Field(description="Load of the experts; null for models without any."),
     ] = None
     control: Annotated[
         ControlProgress | None,

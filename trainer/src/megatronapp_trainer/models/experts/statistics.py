@@ -22,6 +22,10 @@ _LOGGED = {
 _Z_LOSS = "z_loss"
 
 
+MAX_PUBLISHED = 1024
+"""Numbers of the load that the progress document has at most, which is small: a fourth of it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStatistics:
     """Figures of one step over all ranks."""
@@ -39,6 +43,24 @@ class ExpertStatistics:
     def imbalance(self) -> float:
         """Return the load of the fullest expert of any layer over the mean load in its layer; 1 is balanced."""
         return max((max(counts) * len(counts) / max(sum(counts), 1) for counts in self.load), default=1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part of the progress document: loads over the mean of their layer, in thousandths.
+
+        Of models with more experts than fit, only the layers with the largest load are there.
+        """
+        layers = [
+            (layer, [round(1000 * count * len(counts) / max(sum(counts), 1)) for count in counts])
+            for layer, counts in zip(self.layers, self.load, strict=True)
+        ]
+        fitting = max(1, MAX_PUBLISHED // max(len(self.load[0]), 1)) if self.load else 0
+        fullest = sorted(layers, key=lambda entry: -max(entry[1]))[:fitting]
+        return {
+            "losses": dict(self.losses),
+            "dropped": self.dropped,
+            "imbalance": self.imbalance,
+            "layers": [{"layer": layer, "load": load} for layer, load in sorted(fullest)],
+        }
 
 
 class ExpertCounter:
