@@ -110,3 +110,32 @@ def test_layouts_agree_with_a_single_device(run_ranks: RunRanks, alone: list[flo
 )
 def test_layouts_in_fp16_follow_a_single_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
     assert losses_of(run_ranks(2, on_device, f"{FP16} {layout}")) == pytest.approx(alone, abs=0.03)
+
+
+EXPERTS = (
+    "--disable-bias-linear --swiglu --normalization RMSNorm --num-experts 4 --moe-ffn-hidden-size 64 "
+    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 64 "
+    "--moe-token-dispatcher-type alltoall"
+)
+
+
+def test_experts_train_as_on_the_processor(run_ranks: RunRanks, on_processor: RunRanks) -> None:
+    device = losses_of(run_ranks(1, on_device, EXPERTS))
+    assert device == pytest.approx(losses_of(on_processor(1, train, EXPERTS)), rel=TOLERANCE)
+
+
+def test_grouped_products_train_as_expert_by_expert(run_ranks: RunRanks) -> None:
+    """In bf16, where torch's kernel is used."""
+    grouped = losses_of(run_ranks(1, on_device, f"{EXPERTS} --bf16 --moe-grouped-gemm"))
+    assert grouped == pytest.approx(losses_of(run_ranks(1, on_device, f"{EXPERTS} --bf16")), abs=0.01)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_of_two_devices_train_as_those_of_a_single_device(run_ranks: RunRanks, dispatcher: str) -> None:
+    pair = (
+        f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer --moe-token-dispatcher-type {dispatcher}"
+    )
+    assert losses_of(run_ranks(2, on_device, pair)) == pytest.approx(
+        losses_of(run_ranks(1, on_device, EXPERTS)), rel=TOLERANCE
+    )

@@ -61,6 +61,7 @@ def test_flags_of_a_deepseek_model_are_taken() -> None:
         (f"{EXPERTS} --moe-aux-loss-coeff nan", "must be 0 or more"),
         (f"{EXPERTS} --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
         (f"{EXPERTS} --moe-token-drop-policy position", "needs --moe-expert-capacity-factor"),
+        (f"{EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 20", "--moe-grouped-gemm needs multiples of 8"),
         (f"{EXPERTS} --moe-shared-expert-gate", "needs --moe-shared-expert-intermediate-size"),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", "invalid choice: 'flex'"),
         (f"{EXPERTS} --moe-permute-fusion", "does not support yet"),

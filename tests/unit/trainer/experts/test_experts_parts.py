@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_trainer.models.experts.statistics import ExpertStatistics
@@ -13,6 +13,7 @@ from megatronapp_trainer.training.metrics import expert_events, experts_line
 RunRanks = Callable[..., list[Any]]
 
 
+@settings(max_examples=12)
 @given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_the_fused_product_equals_the_loop(counts: list[int], seed: int) -> None:
     """With gradients, in bf16, on the CPU's form of torch's kernel; groups may be empty."""

@@ -122,7 +122,7 @@ MODELS = {
 }
 
 
-@pytest.mark.full("a sweep of routers", but=("shared", "capacity"))
+@pytest.mark.full("a sweep of routers", but=("shared",))
 @pytest.mark.parametrize(("flags", "model"), MODELS.values(), ids=list(MODELS))
 def test_training_equals_plain_torch(run_ranks: RunRanks, alone: Any, flags: str, model: dict[str, Any]) -> None:
     ((losses, norms, loads),) = run_ranks(1, plainly_trained, flags, {"topk": 2, **model})
@@ -207,7 +207,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.full("further routers", but=("bias", "padded"))
+@pytest.mark.full("further routers", but=("bias",))
 @pytest.mark.parametrize("flags", FURTHER.values(), ids=list(FURTHER))
 def test_experts_of_two_ranks_train_as_those_of_a_single_rank(run_ranks: RunRanks, alone: Any, flags: str) -> None:
     losses, norms, experts = figures_of(run_ranks, 2, f"{flags} {EP} {SHARDED}")

@@ -112,6 +112,11 @@ def _sizes(config: TrainerConfig) -> Iterator[str]:
             f"{flag} {width} must be a multiple of --tensor-model-parallel-size {tensor}",
         )
     yield from require(
+        not model.moe_grouped_gemm or (model.hidden_size % 8 == 0 and model.expert_width // tensor % 8 == 0),
+        f"--moe-grouped-gemm needs multiples of 8: --hidden-size {model.hidden_size}, and of an expert's width "
+        f"{model.expert_width} the part of each tensor rank; leave it out, or change them",
+    )
+    yield from require(
         not model.moe_shared_expert_gate or model.moe_shared_expert_intermediate_size is not None,
         "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size",
     )
