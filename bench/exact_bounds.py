@@ -6,9 +6,17 @@ from collections.abc import Callable
 
 def binomial_at_least(successes: int, trials: int, probability: float) -> float:
     """Probability of `successes` or more in `trials` with probability `share` each."""
+    if probability in {0.0, 1.0}:
+        return float(probability == 1.0 or successes == 0)
+    success, failure = math.log(probability), math.log1p(-probability)
     return math.fsum(
-        math.comb(trials, k) * probability**k * (1 - probability) ** (trials - k) for k in range(successes, trials + 1)
+        math.exp(_log_choices(trials, k) + k * success + (trials - k) * failure) for k in range(successes, trials + 1)
     )
+
+
+def _log_choices(trials: int, chosen: int) -> float:
+    """Logarithm of the binomial coefficient, which exceeds a float from some thousand trials on."""
+    return math.lgamma(trials + 1) - math.lgamma(chosen + 1) - math.lgamma(trials - chosen + 1)
 
 
 def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:

@@ -144,6 +144,15 @@ def parse(text: str, grid: Grid) -> tuple[SimulatedFault, ...]:
     return tuple(_parse_line(line, grid) for line in lines if line)
 
 
+def _is_within_node(ranks: tuple[int, ...], grid: Grid) -> bool:
+    """Return true if all links between ranks lie within a node; of a single rank, those to its pipeline's stages."""
+    if len(ranks) == 1:
+        stage, place = divmod(ranks[0], grid.stage_size)
+        stages = {(stage + step) % grid.pp for step in (-1, 0, 1)}
+        ranks = tuple(other * grid.stage_size + place for other in stages)
+    return len({int(grid.node_of[rank]) for rank in ranks}) == 1
+
+
 def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     kind, *options = line.split()
     if kind not in _OPTIONS:
@@ -164,7 +173,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     return SimulatedFault(
         kind=kind,
         ranks=ranks,
-        within_node=kind in {"link", "collective"} and len({int(grid.node_of[rank]) for rank in ranks}) == 1,
+        within_node=kind in {"link", "collective"} and _is_within_node(ranks, grid),
         optimizer=values.get("optimizer", 1.0),
         tensor=values.get("tensor", 1.0),
         data=values.get("data", 1.0),
