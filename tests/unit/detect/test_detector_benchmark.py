@@ -61,6 +61,17 @@ def test_faults_are_read_from_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("grid", "cause"),
+    [(Grid(dp=2, pp=4, ranks_per_worker=2, ranks_per_node=2), "link"), (Grid(dp=2, pp=4), "nvlink-pcie")],
+    ids=["a node of each stage", "a single node"],
+)
+def test_the_network_of_a_rank_is_within_a_node_if_its_neighbours_are(grid: Grid, cause: str) -> None:
+    (fault,) = parse("link source=2 delay=0.5", grid)
+    assert fault.ranks == (2,)
+    assert fault.cause == cause
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("slow rank=1", "no kind of fault; write one of compute"),
