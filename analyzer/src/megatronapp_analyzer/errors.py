@@ -40,7 +40,11 @@ class SpoolError(AnalyzerError):
 
 
 class ArchiveError(AnalyzerError):
-    """A file of the trace store that is damaged, of another version, or no such file."""
+    """A file of the trace store that is damaged, of another version, or cannot be read now."""
+
+
+class DamagedArchiveError(ArchiveError):
+    """A file of the trace store whose content is damaged for good."""
 
 
 class LayoutError(AnalyzerError):

@@ -98,9 +98,10 @@ class Archiver:
         """Move a segment; return false if it is to be tried again."""
         try:
             self._move(attempt, path)
-        except FileNotFoundError:
-            LOG.warning("%s was deleted before it was archived", path)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            if not path.exists():
+                LOG.warning("%s was deleted before it was archived", path)
+                return True
             if not self.failed_writes:
                 LOG.error("%s cannot be archived: %s; free some space; the spool keeps it meanwhile", path, error)
             self.failed_writes += 1

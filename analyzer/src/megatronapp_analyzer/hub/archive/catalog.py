@@ -8,7 +8,7 @@ import pathlib
 import threading
 from collections.abc import Callable, Iterable
 
-from megatronapp_analyzer.errors import ArchiveError
+from megatronapp_analyzer.errors import ArchiveError, DamagedArchiveError
 from megatronapp_analyzer.hub.archive import names
 from megatronapp_analyzer.hub.archive.values import ArchiveFile
 from megatronapp_analyzer.hub.ingest.ingest import RingKey
@@ -67,9 +67,13 @@ class Catalog:
         self._files: dict[SegmentKey, ArchiveFile] = {}
         self._next: dict[int, dict[RingKey, int]] = {}
         self._dropped_file = JsonFile(folder / "dropped.json", writable=writable)
-        self.dropped = DroppedHours(**(self._dropped_file.read() or {}))
+        self.dropped = _read_dropped(self._dropped_file)
         self.damaged = 0
         """Number of files that could not be read."""
+        self._noted: set[pathlib.Path] = set()
+        """Files that are counted in `damaged`."""
+        self._newest_names: dict[int, int] = {}
+        """Number of the newest segment of each attempt by the names of the files, of unreadable ones, too."""
         self._scan()
 
     def _scan(self) -> None:
@@ -78,7 +82,8 @@ class Catalog:
         for folder in names.hour_folders(self.folder):
             if self._writable:
                 _delete_unfinished(folder)
-            for _, _, path in names.records_files(folder):
+            for attempt, segment, path in names.records_files(folder):
+                self._newest_names[attempt] = max(segment, self._newest_names.get(attempt, -1))
                 found.add(path)
                 if path in known or not self._chosen(path):
                     continue
@@ -101,9 +106,17 @@ class Catalog:
         self._files[file.attempt, file.segment] = dataclasses.replace(file, rings={})
 
     def note_damaged(self, path: pathlib.Path, error: ArchiveError) -> None:
-        """Count a file that cannot be read, and move it to quarantine if the catalog is writable."""
+        """Count a file that cannot be read; move it to quarantine if it is damaged and the catalog is writable.
+
+        A file that the system does not open now, or that a newer release wrote, stays where it is.
+        """
+        if path in self._noted:
+            return
+        self._noted.add(path)
         self.damaged += 1
         LOG.error("%s", error)
+        if not isinstance(error, DamagedArchiveError):
+            return
         if self._writable:
             self.quarantine(path)
         with self._lock:
@@ -157,7 +170,8 @@ class Catalog:
 
     def next_segment(self, attempt: int) -> int:
         """Return the number after the newest segment of an attempt in the archive."""
-        return max((file.segment + 1 for file in self.files(attempt)), default=0)
+        newest = max((file.segment for file in self.files(attempt)), default=-1)
+        return max(newest, self._newest_names.get(attempt, -1)) + 1
 
     def next_indices(self, attempt: int) -> dict[RingKey, int]:
         """Return for each ring of an attempt the index after its newest record in the archive."""
@@ -227,6 +241,15 @@ def _hour(hour: str, attempt: int, files: list[ArchiveFile]) -> ArchivedHour:
         records=sum(file.records for file in files),
         bytes=sum(file.size for file in files),
     )
+
+
+def _read_dropped(file: JsonFile) -> DroppedHours:
+    document = file.read()
+    try:
+        return DroppedHours() if document is None else DroppedHours(**document)
+    except TypeError as error:
+        LOG.error("%s: is of another release and is begun anew: %s", file.path, error)
+        return DroppedHours()
 
 
 def _delete_unfinished(folder: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatronapp_analyzer.errors import ArchiveError
+from megatronapp_analyzer.errors import ArchiveError, DamagedArchiveError
 from megatronapp_analyzer.hub.archive import schema
 from megatronapp_analyzer.hub.archive.names import RECORDS, UNFINISHED
 from megatronapp_analyzer.hub.archive.rows import CollectedRows, RingRange, Rows, sorted_rows
@@ -190,4 +190,8 @@ def release_memory() -> None:
 
 
 def _unreadable(path: pathlib.Path, error: Exception) -> ArchiveError:
-    return ArchiveError(f"{path}: no file of the trace store, or damaged: {type(error).__name__}: {error}")
+    # Arrow's own errors about the content have no number; those of the system, such as too many open files, have.
+    is_damage = isinstance(error, pa.ArrowInvalid) or (isinstance(error, OSError) and error.errno is None)
+    if is_damage:
+        return DamagedArchiveError(f"{path}: damaged: {type(error).__name__}: {error}")
+    return ArchiveError(f"{path}: cannot be read, or no file of this trace store: {type(error).__name__}: {error}")

@@ -90,13 +90,21 @@ class JsonFile:
         self._writable = writable
         self._failed = False
 
+    @property
+    def path(self) -> pathlib.Path | None:
+        """Return where the document is."""
+        return self._path
+
     def read(self) -> Any:  # noqa: ANN401 (JSON has no narrower type)
-        """Return the document, or None if it is missing."""
+        """Return the document; None if it is missing, or damaged, as after a power failure, which is logged."""
         if self._path is None:
             return None
         try:
             return json.loads(self._path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            return None
+        except ValueError as error:
+            LOG.error("%s: is damaged and is begun anew: %s", self._path, error)
             return None
 
     def write(self, document: object) -> None:
