@@ -78,6 +78,37 @@ def test_old_segments_are_deleted_and_sums_stay(tmp_path: Path, step_rows: Any, 
     assert len(list(ingest.curves.curve("loss"))) == 40
 
 
+def test_digests_and_curves_are_bounded_over_steps_and_attempts(
+    tmp_path: Path, step_rows: Any, ring_header: Any
+) -> None:
+    """The newest are retained, of the newest attempt as long as it has some."""
+    limits = SpoolLimits(sums_bytes=40_000)
+    for attempt in range(4):
+        writer = SpoolWriter(tmp_path, limits)
+        spool_steps(writer, step_rows, ring_header, range(100), attempt)
+        writer.close()
+        sums = [path for path in tmp_path.glob("*/*.frames") if path.name.startswith(("digests", "curves"))]
+        assert sum(path.stat().st_size for path in sums) <= limits.sums_bytes
+        ingest = TraceIngest(StoreLimits())
+        restore(StoredTraces(tmp_path, None), ingest, newest_segments=1)
+        steps = [digest.step for digest in ingest.store.digests(None, None) if digest.attempt == attempt]
+        assert 20 < len(steps) < 100
+        assert steps == list(range(100 - len(steps), 100))
+        points = [point.step for point in ingest.curves.curve("loss") if point.attempt == attempt]
+        assert points[-1] == 99
+
+
+def test_each_life_leaves_a_ring_once(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+    for _ in range(5):
+        writer = SpoolWriter(tmp_path, SpoolLimits())
+        for rank in (0, 1):
+            writer.append_ring(0, frames.encode(Frame(FrameType.RING, ring_header(rank))))
+        writer.close()
+    assert len(list(SpoolReader(tmp_path).rings(0))) == 4
+    SpoolWriter(tmp_path, SpoolLimits())
+    assert [frame.header["rank"] for frame in SpoolReader(tmp_path).rings(0)] == [0, 1]
+
+
 def test_a_second_life_appends_after_the_first(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
     limits = SpoolLimits(segment_bytes=1000, total_bytes=4000)
     for steps in (range(20), range(20, 40)):

@@ -123,7 +123,10 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
 
 
 def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
-    """Return limits by the size of the hub's volume: half of it is for the archive, an eighth at most for the spool."""
+    """Return limits by the size of the hub's volume.
+
+    Half of it is for the archive, an eighth at most for the spool, and for digests and curves.
+    """
     given = (analyzer.get("volume") or {}).get("sizeLimit")
     if given is None:
         return SpoolLimits()
@@ -134,7 +137,8 @@ def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
     plain = SpoolLimits()
     # The newest segments of the spool and one file of the archive always have space.
     total = max(min(plain.total_bytes, size // 8), 2 * plain.segment_bytes)
-    return SpoolLimits(total_bytes=total, archive_bytes=max(size // 2, plain.segment_bytes))
+    sums = min(plain.sums_bytes, size // 8)
+    return SpoolLimits(total_bytes=total, sums_bytes=sums, archive_bytes=max(size // 2, plain.segment_bytes))
 
 
 def _price(path: pathlib.Path, analyzer: dict[str, Any]) -> float | None:

@@ -218,6 +218,7 @@ class TraceIngest:
         self.counters: ThinningList[CounterSample] = ThinningList(COUNTER_SAMPLES)
         self.attempts: dict[int, AttemptState] = {}
         self._known_steps: set[StepKey] = set()
+        self._oldest_known: dict[int, int] = {}
         self._known_points: set[tuple[str, int, int]] = set()
 
     @property
@@ -302,11 +303,13 @@ class TraceIngest:
     def begin_replay(self, steps: set[StepKey]) -> None:
         """Expect stored records: `steps` have their digests and present points are not added twice."""
         self._known_steps = steps
+        self._oldest_known = dict(sorted(steps, reverse=True))
         self._known_points = {point.key for point in self.curves.points()}
 
     def end_replay(self) -> None:
         """Expect new records again."""
         self._known_steps, self._known_points = set(), set()
+        self._oldest_known = {}
 
     def end_attempt(self, attempt: int) -> list[StoredStep]:
         """Finish what is left of an attempt, as incomplete steps."""
@@ -326,7 +329,9 @@ class TraceIngest:
     def _keep(self, state: AttemptState, assembled: list[AssembledStep]) -> list[StoredStep]:
         finished = [state.store_form(step) for step in assembled]
         for step in finished:
-            self.store.add(step, with_digest=step.key not in self._known_steps)
+            # Digests are in the order of the steps: one that was deleted is not added after newer ones.
+            is_new = step.key not in self._known_steps and step.view.step > self._oldest_known.get(state.attempt, -1)
+            self.store.add(step, with_digest=is_new)
         return finished
 
     def _new_records(

@@ -2,14 +2,15 @@
 
     <directory>/attempt-<n>/rings.frames            RING frames, the newest of a ring is used
                             digests.frames          one DIGEST frame per finished step
-                            curves.frames           CURVE frames: points of the curves
+                            digests-older.frames    those before, once digests.frames is large
+                            curves.frames           CURVE frames: points of the curves; curves-older.frames
                             records-<seq>.frames    RECORDS frames as they were received, and CLOCK frames, in segments
 
 Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
 write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
-together stay under a budget: the oldest segment is deleted. The hub writes in a thread: what still waits there when the
-hub is killed is lost to the spool. The next hub of the job gets it from the agents, as long as they run and their rings
-hold it.
+together stay under a budget: the oldest segment is deleted; so do the digests and curves. The hub writes in a thread:
+what still waits there when the hub is killed is lost to the spool. The next hub of the job gets it from the agents, as
+long as they run and their rings hold it.
 """
 
 import dataclasses
@@ -32,6 +33,9 @@ LOG = logging.getLogger(__name__)
 WAITING_BYTES = 64 << 20
 """Bytes of frames that wait for the disk; beyond it records, and at twice as many also sums, are dropped."""
 HOUR_S = 3600
+DIGESTS, CURVES = "digests.frames", "curves.frames"
+SUM_FILES = 8
+"""Number of full files of digests and curves that fit into their limit; an attempt has at most four."""
 CLOSE_S = 3.0
 """Seconds that the end of a hub waits for the disk; backends kill a hub later than that (their STOP_S and GRACE_S)."""
 RING_ATTEMPTS = 2
@@ -53,7 +57,9 @@ class SpoolLimits:
 
     segment_bytes: int = 16 << 20
     total_bytes: int = 512 << 20
-    """Bytes of record segments of all attempts; digests and curves are extra, some 100 bytes per step and rank."""
+    """Bytes of record segments of all attempts."""
+    sums_bytes: int = 512 << 20
+    """Bytes of digests, 16 per step and rank, and curves, some 200 per step: of more, the oldest are deleted."""
     archive_bytes: int = 5 << 30
     """Bytes of the archive, to which closed segments are moved."""
 
@@ -80,6 +86,11 @@ def segment_number(path: pathlib.Path) -> int | None:
     """Return the number of a segment; None for another file."""
     number = path.stem.removeprefix("records-")
     return int(number) if number.isdecimal() else None
+
+
+def older_sums(path: pathlib.Path) -> pathlib.Path:
+    """Return where the digests or curves before those of a file are."""
+    return path.with_name(f"{path.stem}-older.frames")
 
 
 class JsonFile:
@@ -139,11 +150,16 @@ class SpoolReader:
 
     def digests(self, attempt: int) -> Iterator[frames.Frame]:
         """Yield the DIGEST frames of an attempt."""
-        return read_frames(self._folder(attempt) / "digests.frames")
+        return self._sums(attempt, DIGESTS)
 
     def curves(self, attempt: int) -> Iterator[frames.Frame]:
         """Yield the CURVE frames of an attempt."""
-        return read_frames(self._folder(attempt) / "curves.frames")
+        return self._sums(attempt, CURVES)
+
+    def _sums(self, attempt: int, name: str) -> Iterator[frames.Frame]:
+        current = self._folder(attempt) / name
+        yield from read_frames(older_sums(current))
+        yield from read_frames(current)
 
     def segments(self, attempt: int) -> list[pathlib.Path]:
         """Return the files with records, oldest first."""
@@ -188,6 +204,7 @@ class SpoolWriter:
         self._failing = False
         self.failed_writes = 0
         self._closed_segments = self._existing_segments()
+        self._compact_rings()
 
     def append_ring(self, attempt: int, frame: bytes, ring: object = None) -> None:
         """Append a RING frame. `ring`: key of the ring, which is written again if its file vanishes; not if None."""
@@ -198,13 +215,28 @@ class SpoolWriter:
         while len(self._rings) > RING_ATTEMPTS:
             del self._rings[min(self._rings)]
 
+    def _compact_rings(self) -> None:
+        """Leave the newest frame of each ring: every hub writes again what its agents send."""
+        reader = SpoolReader(self._directory)
+        for attempt in reader.attempts():
+            found = list(reader.rings(attempt))
+            newest = {(frame.header.get("worker"), frame.header.get("rank")): frame for frame in found}
+            if len(newest) == len(found):
+                continue
+            path = self._folder(attempt) / "rings.frames"
+            try:
+                path.with_suffix(".new").write_bytes(b"".join(map(frames.encode, newest.values())))
+                path.with_suffix(".new").replace(path)
+            except OSError as error:
+                self._note_failure(path, error)
+
     def append_digest(self, attempt: int, frame: bytes) -> None:
         """Append a DIGEST frame."""
-        self._append(self._folder(attempt) / "digests.frames", frame)
+        self._append_sum(self._folder(attempt) / DIGESTS, frame)
 
     def append_curve(self, attempt: int, frame: bytes) -> None:
         """Append a CURVE frame."""
-        self._append(self._folder(attempt) / "curves.frames", frame)
+        self._append_sum(self._folder(attempt) / CURVES, frame)
 
     def append_records(self, attempt: int, frame: bytes) -> None:
         """Append a RECORDS frame; begins a new segment, and deletes the oldest, as hours and limits require."""
@@ -250,6 +282,27 @@ class SpoolWriter:
             self._note_failure(path, error)
         else:
             self._failing = False
+
+    def _append_sum(self, path: pathlib.Path, frame: bytes) -> None:
+        """Append to digests or curves; a file that is full takes the place of the older one, which is deleted."""
+        self._append(path, frame)
+        try:
+            if path not in self._files or os.fstat(self._files[path]).st_size < self._limits.sums_bytes // SUM_FILES:
+                return
+            self._close_file(path)
+            path.replace(older_sums(path))
+            self._bound_sums()
+        except OSError as error:
+            self._note_failure(path, error)
+
+    def _bound_sums(self) -> None:
+        """Delete digests and curves of the oldest attempts until there is space for those that are written."""
+        found = [path for name in (DIGESTS, CURVES) for path in self._directory.glob(f"*/{pathlib.Path(name).stem}*")]
+        oldest = sorted((path for path in found if path not in self._files), key=lambda path: path.stat().st_mtime_ns)
+        sizes = {path: path.stat().st_size for path in found}
+        while oldest and sum(sizes.values()) > self._limits.sums_bytes * 3 // 4:
+            del sizes[oldest[0]]
+            oldest.pop(0).unlink()
 
     def _make_again(self, path: pathlib.Path) -> int:
         """Return the descriptor of a new file in place of one that was deleted, which is a failure, too."""
