@@ -1,5 +1,6 @@
 """The move of records from the spool to the archive: each is visible once, at any time, and survives restarts."""
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_a_reader_sees_each_record_once_while_records_are_moved(job: SpooledJob,
     assert problems == []
     assert len(counts) > 1
     assert_stored(job, even_rows, range(150))
+    job.spooled.close()
+
+
+def test_an_attempt_is_archived_when_the_next_begins(job: SpooledJob, even_rows: Any) -> None:
+    """Its files are closed, too: a job that restarts often does not run out of descriptors."""
+    job.write(range(60))
+    job.announce(attempt=1)
+    job.settle()
+    assert list((job.folder / "traces").glob("attempt-0000/records-*.frames")) == []
+    opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    assert not [path for path in opened if path.startswith(str(job.folder / "traces" / "attempt-0000"))]
+    assert_stored(job, even_rows, range(60))
     job.spooled.close()
 
 

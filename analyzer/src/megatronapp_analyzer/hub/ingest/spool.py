@@ -208,6 +208,7 @@ class SpoolWriter:
 
     def append_ring(self, attempt: int, frame: bytes, ring: object = None) -> None:
         """Append a RING frame. `ring`: key of the ring, which is written again if its file vanishes; not if None."""
+        self._close_before(attempt)
         self._append(self._folder(attempt) / "rings.frames", frame)
         if ring is None:
             return
@@ -257,6 +258,15 @@ class SpoolWriter:
         """Append a CLOCK frame to the records, and at the begin of each segment until the next one."""
         self._clocks[attempt] = frame
         self.append_records(attempt, frame)
+
+    def _close_before(self, attempt: int) -> None:
+        """Close the files of older attempts, which get no more frames as a rule, and begin new segments if they do."""
+        for older in [number for number in self._segment if number < attempt]:
+            path, size = self._segment.pop(older)
+            self._close_segment(older, path, size)
+        folder = self._folder(attempt)
+        for path in [path for path in self._files if path.parent < folder]:
+            self._close_file(path)
 
     def close(self) -> None:
         """Close the files of all attempts."""
