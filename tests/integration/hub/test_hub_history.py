@@ -105,6 +105,16 @@ async def test_an_answer_that_is_too_large_is_shortened(hub: Any, fake_job: Any,
     assert "stopped after" in part["omitted"]
 
 
+async def test_a_step_whose_file_was_deleted_is_not_found(hub: Any, fake_job: Any, until: Any) -> None:
+    await feed(hub, fake_job(), until)
+    for file in hub.hub.spooled.catalog.files():
+        file.path.unlink()
+    async with hub.client() as client:
+        for path in ("timeline?step=1", "blame?step=1", "trace?from=1&to=2"):
+            answer = await client.get(f"/api/v1/{path}")
+            assert (answer.status_code, answer.json()["code"]) == (404, "step-not-held"), path
+
+
 async def test_requests_beyond_the_limit_are_refused(hub: Any, fake_job: Any, until: Any) -> None:
     await feed(hub, fake_job(), until)
     hub.hub.history._waiting = 100

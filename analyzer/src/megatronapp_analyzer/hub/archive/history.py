@@ -189,6 +189,8 @@ class _Reading:
 
 def _by_step(rows: Rows) -> Iterator[Rows]:
     """Yield the rows of each step, by rank and start."""
+    if not len(rows):
+        return
     rows = select_rows(rows, np.lexsort((rows["start_ns"], rows["rank"], rows["step"])))
     begins = np.flatnonzero(np.diff(rows["step"].astype(np.int64), prepend=-1))
     for begin, end in zip(begins.tolist(), np.append(begins[1:], len(rows)).tolist(), strict=True):
