@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatronapp_analyzer.hub.archive.history import ReadLimits, StepHistory
+from megatronapp_analyzer.hub.archive.rows import ROW, Rows
+from megatronapp_analyzer.hub.archive.stored import StoredTraces
+from megatronapp_analyzer.hub.archive.values import RowFilter
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common.cli import main
@@ -103,6 +107,24 @@ async def test_an_answer_that_is_too_large_is_shortened(hub: Any, fake_job: Any,
     hub.hub.history = StepHistory(hub.hub.ingest, hub.hub.spooled, ReadLimits(seconds=-1))
     part = await hub.get("/api/v1/timeline?step=1")
     assert "stopped after" in part["omitted"]
+    hub.hub.history._limits = ReadLimits()
+    assert (await hub.get("/api/v1/timeline?step=1"))["omitted"] is None, "a disk that was slow once is read again"
+
+
+async def test_a_disk_that_is_too_slow_is_no_missing_step(hub: Any, fake_job: Any, until: Any) -> None:
+    await feed(hub, fake_job(), until)
+    hub.hub.history = StepHistory(hub.hub.ingest, hub.hub.spooled, ReadLimits(seconds=-1))
+    rows = StoredTraces.rows
+
+    def slow(stored: StoredTraces, attempt: int, chosen: RowFilter) -> Iterator[Rows]:
+        yield np.zeros(0, ROW)  # of a file in which the step might have been
+        yield from rows(stored, attempt, chosen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTraces, "rows", slow)
+        async with hub.client() as client:
+            answer = await client.get("/api/v1/timeline?step=1")
+    assert (answer.status_code, answer.json()["code"]) == (503, "busy")
 
 
 async def test_a_step_whose_file_was_deleted_is_not_found(hub: Any, fake_job: Any, until: Any) -> None:

@@ -37,10 +37,12 @@ class StepsRead(NamedTuple):
 
     steps: list[StoredStep]
     omitted: str | None
+    is_late: bool = False
+    """True if reading was stopped for its time: read again, there may be more."""
 
 
 class BusyError(Exception):
-    """More requests wait for steps from the disk than may."""
+    """More requests wait for steps from the disk than may, or the disk is too slow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +83,11 @@ class StepHistory:
                 self._cache.move_to_end((number, step))
                 return known
             found = await self._read(number, step, step, self._limits)
+            if found.is_late and not found.steps:
+                raise BusyError(f"step {step} was not found in {self._limits.seconds:g} s of reading")
             if found.steps:
-                self._keep((number, step), found)
+                if not found.is_late:
+                    self._keep((number, step), found)
                 return found
         return None
 
@@ -146,7 +151,7 @@ class _Reading:
 
     def steps(self, stored: StoredTraces, steps: tuple[int, int]) -> StepsRead:
         """Return the stored steps of a range; of a range that was too large without the last one, which is in part."""
-        parts, omitted = [np.zeros(0, ROW)], None
+        parts, omitted, is_late = [np.zeros(0, ROW)], None, False
         left = self._limits.bytes
         for part in stored.rows(self._tables.attempt, RowFilter(steps=steps)):
             parts.append(part[: left // ROW.itemsize])
@@ -154,11 +159,11 @@ class _Reading:
             if left < 0:
                 omitted = f"it has the first {self._limits.bytes >> 20} MiB of what is stored"
             elif self._clock() > self._end_s:
-                omitted = f"reading was stopped after {self._limits.seconds:g} s"
+                omitted, is_late = f"reading was stopped after {self._limits.seconds:g} s", True
             if omitted is not None:
                 break
         found = [self._step(rows) for rows in _by_step(np.concatenate(parts))]
-        return StepsRead(found[:-1] if omitted is not None and len(found) > 1 else found, omitted)
+        return StepsRead(found[:-1] if omitted is not None and len(found) > 1 else found, omitted, is_late)
 
     def _step(self, rows: Rows) -> StoredStep:
         """Return a step as the hub had it in memory; without its digest, it is complete if all ranks have ended it."""

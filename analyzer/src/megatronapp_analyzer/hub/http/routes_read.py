@@ -19,6 +19,7 @@ from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
+BUSY: dict[int | str, dict[str, Any]] = {503: {"model": Problem}}
 JSON, BYTES = "application/json", "application/octet-stream"
 TRACE_STEPS = 50
 """Steps in a trace without `from`: the newest, because a browser opens some hundred thousand spans, not millions."""
@@ -104,7 +105,7 @@ _FILE: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND | _FILE)
+@router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND | BUSY | _FILE)
 async def trace(
     hub: HubOf,
     first: From = None,
@@ -113,7 +114,8 @@ async def trace(
     verdict: Annotated[str | None, Query(description="Only about 1 MB around the evidence of this verdict.")] = None,
 ) -> Response:
     """Trace of steps in memory, with `from` also of stored ones, with arrows from sends to receives."""
-    chosen, omitted = await _steps_of_a_trace(hub, (first, to), format_, verdict)
+    read = await _steps_of_a_trace(hub, (first, to), format_, verdict)
+    chosen, omitted = read.steps, read.omitted
     name = f"{hub.identity.name}{'' if verdict is None else '-verdict'}{SUFFIXES[format_]}"
     try:
         written = await asyncio.to_thread(trace_file, source_of(hub.ingest, hub.identity.name, chosen), format_)

@@ -17,7 +17,7 @@ OMITTED_HEADER = "Megatronapp-Omitted"
 
 
 def history_view(hub: HubReader) -> schemas.HistoryView:
-    """Return what is stored of the traces of the job. Reads the names of the files of the spool."""
+    """Return what is stored of the traces of the job. Reads nothing from the disk."""
     spooled, in_memory = hub.spooled, hub.ingest.store.newest(hub.ingest.store.full_steps)
     catalog, archiver = spooled.catalog, spooled.archiver
     numbers = [step.view.step for step in in_memory]

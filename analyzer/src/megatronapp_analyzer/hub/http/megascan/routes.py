@@ -58,7 +58,8 @@ async def blame(
     peers: Peers = None,
 ) -> schemas.BlameView:
     """Time that one step lost: the culprit, the ranks that waited because of it, and the spans that show it."""
-    [found], omitted = await find_step(hub, _newest(hub) if step is None else step, attempt)
+    read = await find_step(hub, _newest(hub) if step is None else step, attempt)
+    [found], omitted = read.steps, read.omitted
     layout = hub.ingest.attempts[found.view.attempt].layout
     if layout is None or omitted is not None:
         text = "its ranks have no places yet" if omitted is None else omitted

@@ -25,7 +25,8 @@ router = APIRouter(prefix="/api/v1", responses=PROBLEMS)
 async def timeline(hub: HubOf, query: Annotated[schemas.TimelineQuery, Query()]) -> Response:
     """Spans of one step, in memory or stored, of the newest one if none is given: all, or with `pixels` a part."""
     _check(query)
-    [found], omitted = await find_step(hub, query.step, query.attempt)
+    read = await find_step(hub, query.step, query.attempt)
+    [found], omitted = read.steps, read.omitted
     state = hub.ingest.attempts.get(found.view.attempt)
     layout = None if state is None else state.layout
     written = await asyncio.to_thread(_write, found, layout, query, hub.timelines, omitted)
