@@ -1,6 +1,7 @@
 """Files of the archive that cannot be read now, or are those of another release: they are neither moved nor lost."""
 
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def job(tmp_path: Path, step_rows: Any, ring_header: Any) -> SpooledJob:
     job = SpooledJob(tmp_path, lambda rank, step: step_rows(rank, step)[:5], ring_header)
     job.announce()
     job.write(range(60))
+    job.settle()  # the library is loaded, which the end of a hub has no time for where processors are busy
     job.spooled.close()
     return job
 
@@ -33,7 +35,6 @@ def catalog_of(job: SpooledJob, *, writable: bool = True) -> Catalog:
 def test_a_file_that_the_system_does_not_open_now_stays(job: SpooledJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are in their place once the hub may open files again, and no number is used twice."""
     files = files_of(job)
-    catalog_of(job)  # the library is loaded
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(
         "megatronapp_analyzer.hub.archive.catalog.open_file", lambda path: _open_without_descriptors(path, limits)
@@ -113,3 +114,17 @@ def test_a_damaged_json_file_is_taken_for_missing(tmp_path: Path, caplog: pytest
     path.write_bytes(b"\xff{")
     assert JsonFile(path).read() is None
     assert str(path) in caplog.text
+
+
+def test_a_hub_starts_without_the_rings_of_an_attempt(job: SpooledJob, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither source has them whole; later records are stored."""
+    shutil.rmtree(job.folder / "traces")
+    for path in (job.folder / "store").glob(f"{JOB}/*/rings-*.parquet"):
+        path.write_bytes(b"")
+    again = SpooledJob(job.folder, job._step_rows, job._ring_header)
+    assert again.restored == []
+    assert "rings-a0000.parquet" in caplog.text
+    again.announce(attempt=1)
+    again.write(range(5), attempt=1)
+    again.spooled.close()
+    assert len(all_rows(again.stored, attempt=1)) == 5 * 5 * 2

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.errors import ArchiveError, ProtocolError
 from megatronapp_analyzer.hub.archive.stored import Part, StoredTraces
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
@@ -48,16 +48,24 @@ def restore(
     *,
     newest_segments: int | None,
     steps: tuple[int, int] | None = None,
+    skip_unreadable: bool = False,
 ) -> list[StoredStep]:
     """Fill `ingest` from disk; returns the steps that are held in full, oldest first.
 
     Digests and curves are read whole, records only of the `newest_segments` of each attempt (all if None), and
     with `steps` only of files of the archive that may have one of them.
-    Raises ArchiveError for rings that cannot be read.
+    Raises ArchiveError for rings that cannot be read, or with `skip_unreadable` logs it and omits their attempt.
     """
     finished = []
     for attempt in reader.attempts():
-        for frame in reader.rings(attempt):
+        try:
+            rings = list(reader.rings(attempt))
+        except ArchiveError as error:
+            if not skip_unreadable:
+                raise
+            LOG.error("attempt %d is omitted, its rings cannot be read: %s", attempt, error)
+            continue
+        for frame in rings:
             ingest.add_ring(attempt, frame.header)
         known = _restore_sums(reader, ingest, attempt)
         parts = reader.parts(attempt, steps)[-newest_segments if newest_segments else None :]

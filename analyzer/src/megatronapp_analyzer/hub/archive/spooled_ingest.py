@@ -54,7 +54,7 @@ class SpooledIngest:
         if self._archive_folder is not None:
             limit_bytes = self._limits.archive_bytes
             self.catalog = Catalog(self._archive_folder, limit_bytes=limit_bytes, writable=self._writable)
-        steps = restore(self.stored, self._ingest, newest_segments=newest_segments)
+        steps = restore(self.stored, self._ingest, newest_segments=newest_segments, skip_unreadable=True)
         if self.catalog is not None:
             for attempt in self._ingest.attempts:
                 self._ingest.skip_below(attempt, self.catalog.next_indices(attempt))
