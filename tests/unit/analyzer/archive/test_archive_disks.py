@@ -128,3 +128,13 @@ def test_a_hub_starts_without_the_rings_of_an_attempt(job: SpooledJob, caplog: p
     again.write(range(5), attempt=1)
     again.spooled.close()
     assert len(all_rows(again.stored, attempt=1)) == 5 * 5 * 2
+
+
+def test_rings_in_the_archive_stay_where_the_spool_has_lost_them(job: SpooledJob) -> None:
+    shutil.rmtree(job.folder / "traces")
+    second = SpooledJob(job.folder, job._step_rows, job._ring_header)
+    second.write(range(60, 62))
+    second.spooled.close()
+    third = SpooledJob(job.folder, job._step_rows, job._ring_header)
+    assert set(third.stored.newest_rings(0)) == {(0, 0), (1, 1)}
+    third.spooled.close()

@@ -151,8 +151,10 @@ class Archiver:
         starts = real_ns(collected.rows)
         middle = len(starts) // 2
         folder = self._catalog.folder / names.hour_of(int(np.partition(starts, middle)[middle]))
-        if self._rings.get((folder.name, attempt)) != rings:
-            parquet_files.write_rings(folder / names.rings_name(attempt), ring_rows(attempt, rings))
+        rings_path = folder / names.rings_name(attempt)
+        is_new = self._rings.get((folder.name, attempt)) != rings
+        if is_new and (rings or not rings_path.exists()):  # a spool that has lost its rings takes none from the archive
+            parquet_files.write_rings(rings_path, ring_rows(attempt, rings))
             self._rings = {key: found for key, found in self._rings.items() if key[1] != attempt}
             self._rings[folder.name, attempt] = rings
         target = folder / names.records_name(attempt, number)
