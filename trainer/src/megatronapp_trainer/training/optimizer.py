@@ -38,7 +38,44 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
     optimizer_kernels.install()
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=_group_overrides(core))
     optimizer_kernels.fuse_adam(optimizer)
+    _use_common_loss_scale(optimizer)
     return optimizer
+
+
+class _ScaleOfSeveral:
+    """A loss scale in place of an optimizer's own, which moves with the chain of optimizers and not with a part."""
+
+    def __init__(self, scaler: Any) -> None:  # noqa: ANN401 - MegatronGradScaler
+        self._scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._scaler, name)
+
+    def update(self, found_inf: bool) -> None:
+        """Do nothing: the chain updates the scale, when it knows of the overflows of all parts."""
+
+
+def _use_common_loss_scale(optimizer: Any) -> None:  # noqa: ANN401 - MegatronOptimizer
+    """Give chained optimizers one loss scale, which an overflow in any of them lowers.
+
+    megatron-core 0.16 gives each a scale that sees its own overflows alone, and multiplies the loss by that of the
+    first. After an overflow of the experts alone, their gradients would be divided by another scale than the loss was
+    multiplied by.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [])
+    scaler = parts[0].grad_scaler if parts and hasattr(parts[0], "grad_scaler") else None
+    if len(parts) < 2 or scaler is None:
+        return
+    for part in parts:
+        part.grad_scaler = _ScaleOfSeveral(scaler)
+    prepare_grads = optimizer.prepare_grads
+
+    def prepare_and_update() -> bool:
+        found_inf: bool = prepare_grads()
+        scaler.update(found_inf)
+        return found_inf
+
+    optimizer.prepare_grads = prepare_and_update
 
 
 def _group_overrides(core: Any) -> dict[Any, Any]:  # noqa: ANN401 - untyped library
