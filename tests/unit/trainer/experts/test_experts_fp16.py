@@ -1,4 +1,4 @@
-"""Experts in fp16 have the loss scale of the other layers."""
+"""Experts in fp16 share the loss scale of the other layers, and routers count exactly."""
 
 import pathlib
 from collections.abc import Callable
@@ -56,6 +56,32 @@ def test_a_resumed_run_continues_with_its_scale(run_ranks: RunRanks, tmp_path: p
     stored = f"{HIGH} {EP} {flags} --save {tmp_path} --load {tmp_path}"
     first = figures_of(run_ranks, 2, f"{stored} --exit-interval 3")
     assert first + figures_of(run_ranks, 2, stored) == whole
+
+
+def counted(flags: str) -> tuple[list[float], list[float]]:
+    """Tokens that a router has counted for its bias and for its loss, after 70,001 for each expert before."""
+    import torch
+
+    run = small_training.prepare(f"{MODEL} {flags}")
+    (chunk,) = run.state.chunks
+    router = next(module for name, module in chunk.named_modules() if name.endswith(".router"))
+    hidden = torch.ones(16, 2, 32, dtype=run.config.precision.dtype)
+    for before in (0, 70_001):  # the first pass prepares the router
+        router.local_tokens_per_expert.fill_(before)
+        router.global_tokens_per_expert.fill_(before)
+        router(hidden)
+    return router.local_tokens_per_expert.tolist(), router.global_tokens_per_expert.tolist()
+
+
+@pytest.mark.parametrize("precision", ["--fp16", "--bf16"])
+def test_routers_count_exactly_in_half_precision(run_ranks: RunRanks, precision: str) -> None:
+    """All tokens are equal, so that two experts take all of them, and the other two none."""
+    router = (
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-load-balancing-type global_aux_loss"
+    )
+    for counts in run_ranks(1, counted, f"{precision} {router}")[0]:
+        assert sorted(counts) == [70_001, 70_001, 70_033, 70_033]
 
 
 def overflowed(flags: str, where: str) -> list[tuple[bool, float, list[float]]]:

@@ -16,6 +16,18 @@ class CountingRouter(TopKRouter):  # type: ignore[misc] # megatron-core carries 
         super().__init__(*args, **kwargs)
         self.register_buffer("load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
 
+    def _maintain_float32_expert_bias(self) -> None:
+        """Keep the counts in fp32, too, that move the bias and weight the loss of all replicas.
+
+        megatron-core (0.16) calls this before each pass for the bias alone. Counts of 16 bits are inexact, and
+        infinite in fp16 from 65,520 tokens on.
+        """
+        super()._maintain_float32_expert_bias()
+        for name in ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"):
+            count = getattr(self, name, None)
+            if count is not None:
+                count.data = count.data.float()
+
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the logits of tokens [..., H] -> [..., experts], in the precision of --moe-router-dtype.
 
