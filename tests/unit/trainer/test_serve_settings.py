@@ -65,7 +65,11 @@ def test_the_model_is_read_from_the_checkpoint(tmp_path: pathlib.Path) -> None:
     assert config.precision.bf16
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.checkpoint.save is None
-    assert not configured(tmp_path, "--precision", "fp32").precision.bf16
+    for flags in (("--precision", "fp16"), ("--fp16",), ("--precision", "fp16", "--fp16")):
+        assert configured(tmp_path, *flags).precision.name == "fp16"
+    assert configured(tmp_path, "--precision", "fp32").precision.name == "fp32"
+    with pytest.raises(UsageError, match="--precision fp32 and --fp16 contradict each other"):
+        configured(tmp_path, "--precision", "fp32", "--fp16")
 
 
 LIMITS = [

@@ -92,7 +92,7 @@ def configure(command: ServeCommand) -> TrainerConfig:
             f"{path} is a model with --num-experts {stored['--num-experts']}, and such models generate no text yet; "
             "serve one without experts"
         )
-    precision = command.options.precision or stored_arguments.precision_of(stored)
+    precision = _precision(command, stored)
     arguments = [
         *stored_arguments.model_flags(stored),
         *_NO_TRAINING,
@@ -103,6 +103,18 @@ def configure(command: ServeCommand) -> TrainerConfig:
     config = parse(arguments)
     _check_family(config.model.type, "this command has")
     return config
+
+
+def _precision(command: ServeCommand, stored: Mapping[str, Any]) -> str:
+    """Return the precision that the command gives in either spelling, or that of the training.
+
+    Raises UsageError if the two spellings differ.
+    """
+    given = next((name for name in ("bf16", "fp16") if f"--{name}" in command.rest), None)
+    chosen = command.options.precision
+    if chosen and given and chosen != given:
+        raise UsageError(f"--precision {chosen} and --{given} contradict each other; omit either")
+    return chosen or given or stored_arguments.precision_of(stored)
 
 
 def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str, Any]]:
