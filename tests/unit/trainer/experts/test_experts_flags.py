@@ -60,6 +60,10 @@ def test_flags_of_a_deepseek_model_are_taken() -> None:
         (f"{EXPERTS} --moe-aux-loss-coeff -1", "must be 0 or more"),
         (f"{EXPERTS} --moe-aux-loss-coeff nan", "must be 0 or more"),
         (f"{EXPERTS} --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
+        (
+            f"{EXPERTS} --moe-router-topk 3 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+            "a capacity of more than all tokens; give at most 1.333",
+        ),
         (f"{EXPERTS} --moe-token-drop-policy position", "needs --moe-expert-capacity-factor"),
         (f"{EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 20", "--moe-grouped-gemm needs multiples of 8"),
         (f"{EXPERTS} --moe-shared-expert-gate", "needs --moe-shared-expert-intermediate-size"),

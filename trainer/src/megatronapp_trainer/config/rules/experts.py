@@ -189,6 +189,14 @@ def _capacity(config: TrainerConfig) -> Iterator[str]:
         has_capacity or not model.moe_pad_expert_input_to_capacity,
         "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor",
     )
+    experts, topk, factor = model.num_experts, model.moe_router_topk, model.moe_expert_capacity_factor
+    assert experts is not None
+    yield from require(
+        factor is None or not model.moe_pad_expert_input_to_capacity or topk * factor <= experts,
+        f"--moe-pad-expert-input-to-capacity: --moe-expert-capacity-factor {factor} with --moe-router-topk {topk} of "
+        f"{experts} experts is a capacity of more than all tokens; give at most "
+        f"{math.floor(1000 * experts / topk) / 1000}, or do not pad",
+    )
     yield from require(
         has_capacity or model.moe_token_drop_policy == ModelConfig().moe_token_drop_policy,
         "--moe-token-drop-policy needs --moe-expert-capacity-factor: without it no token is dropped",
