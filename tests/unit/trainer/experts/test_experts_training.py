@@ -217,6 +217,19 @@ def test_experts_of_two_ranks_train_as_those_of_a_single_rank(run_ranks: RunRank
     assert [load for _, load, _ in experts] == [load for _, load, _ in expected[2]]
 
 
+def test_losses_per_token_are_those_per_microbatch_where_every_token_counts(run_ranks: RunRanks, alone: Any) -> None:
+    """A tensor rank has half of the tokens, and a sequence half of a microbatch's."""
+    flags = (
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2 0.1 "
+        "--moe-z-loss-coeff 0.02"
+    )
+    losses, norms, experts = figures_of(run_ranks, 2, f"{flags} {TP} {ALL_TO_ALL} --calculate-per-token-loss")
+    expected = alone(flags)
+    assert losses == pytest.approx(expected[0], rel=TOLERANCE)
+    assert norms == pytest.approx(expected[1], rel=1e-4)
+    assert experts[-1][0] == pytest.approx(expected[2][-1][0], rel=1e-4)
+
+
 def test_padding_to_capacity_changes_no_loss_and_no_count(alone: Any) -> None:
     padded, plain = alone(FURTHER["padded"]), alone(f"{LOSSES} --moe-expert-capacity-factor 1.0")
     assert padded[0] == pytest.approx(plain[0], rel=TOLERANCE)

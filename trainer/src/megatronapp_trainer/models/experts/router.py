@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 
 
@@ -36,6 +37,40 @@ class CountingRouter(TopKRouter):  # type: ignore[misc] # megatron-core carries 
         names = {"fp32": torch.float32, "fp64": torch.float64}
         dtype = names.get(self.config.moe_router_dtype, input.dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype))
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: torch.Tensor,
+        *args: Any,  # noqa: ANN401 - those of megatron-core
+        **kwargs: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
+        """Add a loss to the gradients of activations [tokens, experts].
+
+        With --calculate-per-token-loss all gradients are divided by the tokens of a step, so that the loss of a
+        microbatch is multiplied by its tokens; megatron-core (0.16) takes those of this tensor rank, and for
+        ``seq_aux_loss`` those of a sequence.
+        """
+        kwargs["valid_token_count"] = self._tokens_of_microbatch(activation)
+        attached: torch.Tensor = super().attach_and_log_load_balancing_loss(activation, *args, **kwargs)
+        return attached
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the z-loss to the gradients of logits [tokens, experts]; per token as the losses of the load."""
+        coefficient = self.config.moe_z_loss_coeff
+        is_counted = coefficient is not None and self.training and torch.is_grad_enabled()
+        if not (self.calculate_per_token_loss and is_counted):
+            same: torch.Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
+            return same
+        part = coefficient / self.tp_cp_group.size()
+        loss = z_loss_func(logits, part)
+        save_to_aux_losses_tracker("z_loss", loss / part, self.layer_number, self.config.num_layers)
+        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self._tokens_of_microbatch(logits))
+        return attached
+
+    def _tokens_of_microbatch(self, rows: torch.Tensor) -> int:
+        """Return the tokens of all tensor ranks; each has as many rows."""
+        tokens: int = rows.shape[0] * self.tp_cp_group.size()
+        return tokens
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
