@@ -93,6 +93,7 @@ def test_a_fixed_scale_stays(run_ranks: RunRanks, alone: Course) -> None:
     assert course.losses == pytest.approx(alone.losses, rel=TOLERANCE)
 
 
+@pytest.mark.full("a sweep of layouts", but=("TP2-SP", "VPP2-MegaDPP"))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -100,11 +101,7 @@ def test_a_fixed_scale_stays(run_ranks: RunRanks, alone: Course) -> None:
         (2, "--pipeline-model-parallel-size 2"),
         (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
         (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-dpp"),
-        pytest.param(
-            4,
-            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --accumulate-allreduce-grads-in-fp32",
-            marks=pytest.mark.full("four ranks"),
-        ),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --accumulate-allreduce-grads-in-fp32"),
     ],
     ids=["TP2-SP", "PP2", "DP2-overlap", "VPP2-MegaDPP", "TP2-PP2"],
 )
@@ -120,6 +117,7 @@ def test_ranks_skip_together(run_ranks: RunRanks) -> None:
     assert not course.skipped[-1]
 
 
+@pytest.mark.full("a sweep of optimizers", but=("distributed", "before-the-first-update"))
 @pytest.mark.parametrize(
     "flags",
     [HIGH, f"{HIGH} --use-distributed-optimizer", EARLY, f"{EARLY} --use-distributed-optimizer"],
