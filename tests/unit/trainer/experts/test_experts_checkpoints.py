@@ -106,6 +106,13 @@ def test_other_experts_are_refused_and_the_flags_build_the_model_again() -> None
     assert again.moe_shared_expert_intermediate_size == 16
 
 
+@pytest.mark.parametrize(("pattern", "differs"), [("1", False), ("[0]+[1]*3", True)])
+def test_the_width_of_dense_layers_is_compared_where_there_are_some(pattern: str, differs: bool) -> None:
+    here, there = (parse(f"{MODEL} --moe-layer-freq {pattern} --ffn-hidden-size {width}".split()) for width in (64, 96))
+    difference = "it differs in --ffn-hidden-size (64 there, 96 here)" if differs else None
+    assert arguments.model_difference(here, there) == difference
+
+
 def test_a_checkpoint_of_an_earlier_release_has_no_experts() -> None:
     stored = {flag: value for flag, value in arguments.record(parse(MODEL.split())).items() if "expert" not in flag}
     reason = str(arguments.conflict(stored, parse(MODEL.split()), optimizer=False))

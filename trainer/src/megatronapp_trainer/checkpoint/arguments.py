@@ -211,10 +211,14 @@ def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> in
 
 def _compared(config: TrainerConfig) -> dict[str, Getter]:
     """Return the arguments that define the model. Only learned positions have rows; otherwise their number does not
-    matter.
+    matter. Where all layers have experts, no MLP has the width of dense ones.
     """
-    learned = config.model.position_embedding_type == "learned_absolute"
-    return {flag: get for flag, get in _MODEL.items() if learned or flag != "--max-position-embeddings"}
+    model = config.model
+    learned = model.position_embedding_type == "learned_absolute"
+    unused = set() if learned else {"--max-position-embeddings"}
+    if all(model.expert_layers(model.num_layers)):
+        unused.add("--ffn-hidden-size")
+    return {flag: get for flag, get in _MODEL.items() if flag not in unused}
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:

@@ -141,7 +141,8 @@ def _choose(shape: ModelShape, name: str | None) -> HuggingFaceFamily:
             return family
     if name is not None:
         raise UsageError(f"--family {name} cannot hold this model: {reasons[name]}")
-    reasons_by_family = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
+    nearest_first = sorted(reasons.items(), key=lambda entry: str(entry[1]).count(", "))
+    reasons_by_family = "; ".join(f"{family}: {reason}" for family, reason in nearest_first)
     raise CheckpointError(f"no family of Hugging Face models holds this model ({reasons_by_family})")
 
 
