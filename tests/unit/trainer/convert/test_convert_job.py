@@ -345,6 +345,26 @@ def command(*arguments: str) -> int:
     return code
 
 
+def test_a_model_with_experts_is_not_announced_as_one_to_serve(tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.convert.cli import report
+    from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
+
+    summary = ConversionSummary(
+        family="mixtral",
+        written=OURS,
+        path=tmp_path,
+        parameters=9,
+        dtype="fp16",
+        flags=("--num-experts", "4"),
+        tokenizer=(),
+    )
+    options = ConversionOptions(load_dir=tmp_path, save_dir=tmp_path, tensor_size=2)
+    assert report(summary, options).splitlines()[1:] == [
+        f"train on with: --load {tmp_path} --finetune --tensor-model-parallel-size 2 --sequence-parallel",
+        "and its model: --num-experts 4",
+    ]
+
+
 def test_the_command_prints_what_it_wrote_and_how_to_use_it(
     hf: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

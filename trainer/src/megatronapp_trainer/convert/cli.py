@@ -226,7 +226,7 @@ def _given(args: argparse.Namespace) -> Sequence[str]:
 
 
 def report(summary: "ConversionSummary", options: "ConversionOptions") -> str:
-    """Describe the result, and the flags that use it."""
+    """Describe the result, and the flags that use it. Models with experts are not served."""
     from megatronapp_trainer.convert.options import HF
 
     size = f"{summary.parameters / 1e9:.2f} billion" if summary.parameters >= 10**7 else f"{summary.parameters:,}"
@@ -234,7 +234,10 @@ def report(summary: "ConversionSummary", options: "ConversionOptions") -> str:
     if summary.written == HF:
         return lines[0]
     layout = _layout(options)
-    lines.append(shlex.join(["serve", "with:", "megatronapp", "serve", "--load", str(summary.path), *layout]))
+    if "--num-experts" not in summary.flags:
+        lines.append(shlex.join(["serve", "with:", "megatronapp", "serve", "--load", str(summary.path), *layout]))
+    elif options.tensor_size > 1:
+        layout.append("--sequence-parallel")
     lines.append("train on with: " + shlex.join(["--load", str(summary.path), "--finetune", *layout]))
     lines.append("and its model: " + shlex.join([*summary.flags, *summary.tokenizer]))
     return "\n".join(lines)
