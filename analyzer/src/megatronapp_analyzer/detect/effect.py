@@ -15,6 +15,8 @@ from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import LINK_CAUSES, Cause, StepRecords, SubjectType, VerdictSubject
 from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
 
+GAPS = (EdgeKind.GAP, EdgeKind.HANDOVER)
+"""Edges that end where a gap ends; one gap may have both."""
 HIDDEN_SHARE = 0.05
 """A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
 REMEDIES_AT_ONCE = 16
@@ -45,7 +47,7 @@ def off_cpu_s(graph: StepGraph, view: StepRecords) -> Floats:
     On a device's clock, by which stops lengthened the passes.
     """
     edges, spans = graph.edges, graph.spans
-    is_gap = edges.kind == EdgeKind.GAP
+    is_gap = np.isin(edges.kind, GAPS)
     if (spans["flags"] & Flag.DEVICE_CLOCK).any():
         stops = Stops(view.records, int(spans["start_ns"].min()))
         longer = lengthened_by_stops_s(spans, graph.start_s, graph.end_s, stops)
@@ -115,7 +117,7 @@ def _without_hidden_waits(graph: StepGraph) -> Floats:
     """Return edge weights with gaps limited to what may be a rank's own time."""
     limit_s = HIDDEN_SHARE * float(graph.end_s.max() - graph.start_s.min())
     weight = graph.edges.weight
-    return np.where(graph.edges.kind == EdgeKind.GAP, np.minimum(weight, limit_s), weight)
+    return np.where(np.isin(graph.edges.kind, GAPS), np.minimum(weight, limit_s), weight)
 
 
 def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy) -> Floats:
@@ -135,7 +137,7 @@ def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:
         weight -= remedy.off_cpu_part * np.minimum(_delayed_s(graph, subject.ranks, off_cpu), weight)
-        _shorten(weight, edges.kind == EdgeKind.GAP, remedy, graph)
+        _shorten(weight, np.isin(edges.kind, GAPS), remedy, graph)
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)
     elif remedy.cause is Cause.DATA:
@@ -153,7 +155,8 @@ def _shorten(weight: Floats, idle: Mask, remedy: Remedy, graph: StepGraph) -> No
         chosen = idle & (rank == member)
         own = spans["kind"][spans["rank"] == member]
         forwards = int((own == RecordKind.FORWARD).sum()) or int((own == RecordKind.BACKWARD).sum())
-        weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
+        once = chosen & (graph.edges.kind != EdgeKind.HANDOVER)
+        weight[chosen] = np.minimum(weight[chosen], level(weight[once], remedy.excess_s * forwards))
 
 
 def _met_ranks(graph: StepGraph, ranks: tuple[int, ...]) -> Ints:

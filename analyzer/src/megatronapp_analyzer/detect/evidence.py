@@ -103,7 +103,7 @@ class ChannelSet:
         self._launches = LaunchBaseline(layout, units, settings)
         self._stall = DelayChannel(stages, settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
-        self._data = DelayChannel(stages, settings)
+        self._data = DelayChannel(_readers(layout), settings)
         self._stopped = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._crowded = DelayChannel(stages, settings, least_window=CROWDED_STEPS)
         self._crowding = CrowdingBaseline(layout.world, settings)
@@ -309,6 +309,13 @@ class ChannelSet:
         self._votes_link.grow(len(self._pairs))
         self._newest = pairs, np.array(columns, np.int64)
         return self._newest[1]
+
+
+def _readers(layout: JobLayout) -> Ints:
+    """Number the ranks that read alike: the first member of a tensor-parallel group reads for all of its group."""
+    places = [(stage, at.tp, at.cp) for stage, at in zip(layout.stages, layout.coordinates, strict=True)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return np.array([numbers[place] for place in places], np.int64)
 
 
 def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats, harm_s: float) -> CauseEvidence:

@@ -5,8 +5,10 @@ passes    seconds per microbatch in FORWARD, BACKWARD and WEIGHT, without run-qu
           that a few disturbed spans do not matter
 compute   the same of those spans whose length the device decides, not the host that launches their kernels
 bound     whether the host decides the length of most of these spans, or enough of them to make compute unknown
-stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
-idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
+stall     seconds before each FORWARD in which the rank was in no span (median over microbatches), without the wait for
+          data that another member of its unit reads
+idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay and this
+          wait
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
 crowded   run-queue delay of the whole step per microbatch
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matched_step import MatchedStep
-from megatronapp_analyzer.graph.matching import Messages, meetings_of
+from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.topology import RankRole
@@ -84,6 +86,8 @@ class _StepSpans:
     columns: rec.SpanColumns
     clean: Floats
     stops: Stops
+    awaited: Floats
+    """Seconds after each span in which its rank waits for data that another one reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +153,15 @@ def extract_matched(step: MatchedStep, layout: JobLayout, model: WorkModel | Non
     lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
     off_cpu = columns.queue_s + worked.within(columns.rank, start, end) + lengthened
     clean = np.maximum(columns.duration_s - off_cpu, 0.0)
+    awaited = np.zeros(len(spans))
     if layout.tp * layout.cp * layout.ep > 1:
-        clean = np.maximum(clean - _shared_waits(spans, start, off_cpu, layout), 0.0)
+        meetings = meetings_of(spans, _unit_of_rank(layout))
+        clean = np.maximum(clean - _shared_waits(meetings, start, off_cpu), 0.0)
+        reader, waiter = handovers_of(spans, meetings, end)
+        awaited[waiter - 1] = np.maximum(np.minimum(end[reader], start[waiter]) - end[waiter - 1], 0.0)
         clean[_incomplete_spans(columns.rank, layout)] = np.nan
     clean, work = (clean, None) if model is None else model.normalise(view.records, spans, clean)
-    laid = _StepSpans(spans=spans, columns=columns, clean=clean, stops=worked)
+    laid = _StepSpans(spans=spans, columns=columns, clean=clean, stops=worked, awaited=awaited)
     passes = _Passes.of(spans, columns, layout)
     forwards = _passes(columns, layout.world)
     launched_late = _launched_late(spans, flags)
@@ -218,17 +226,16 @@ def _incomplete_spans(rank: Ints, layout: JobLayout) -> NDArray[np.bool_]:
     return mask
 
 
-def _shared_waits(spans: RankRecords, start: Floats, off_cpu: Floats, layout: JobLayout) -> Floats:
+def _shared_waits(meetings: Collectives, start: Floats, off_cpu: Floats) -> Floats:
     """Return seconds that each span waits inside for other members of its unit, as far as they are known.
 
     Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
     and time `off_cpu` of one (in its run queue, or stopped) costs all of them. Neither is a rank's own time.
     """
-    meetings = meetings_of(spans, _unit_of_rank(layout))
     where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
     last = np.full(len(meetings), -np.inf)
     np.maximum.at(last, where, start[meetings.record])
-    waits = np.zeros(len(spans))
+    waits = np.zeros(len(start))
     own = off_cpu[meetings.record]
     longest = np.zeros(len(meetings))
     np.maximum.at(longest, where, own)
@@ -292,7 +299,8 @@ def _stalls(laid: _StepSpans, world: int) -> Floats:
     main = main[(main > 0) & (kind[main] == np.where(has_forwards[rank[main]], *_MAIN_PASSES))]
     forward = main[rank[main] == rank[main - 1]]
     begin, end = laid.columns.end_s[forward - 1], laid.columns.start_s[forward]
-    gap = np.maximum(end - begin - laid.stops.within(rank[forward], begin, end), 0.0)
+    own = end - begin - laid.awaited[forward - 1]
+    gap = np.maximum(own - laid.stops.within(rank[forward], begin, end), 0.0)
     return segment_medians(rank[forward], gap, world)
 
 
@@ -303,7 +311,8 @@ def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, fo
     rank, start, end = columns.rank[work], columns.start_s[work], columns.end_s[work]
     covered = np.bincount(rank, weights=end - start, minlength=world)
     queued = np.bincount(rank, weights=columns.queue_s[work], minlength=world)
-    idle = step_s - covered - np.maximum(step_queue_s - queued, 0.0)
+    awaited = np.bincount(columns.rank, weights=laid.awaited, minlength=world)
+    idle = step_s - covered - awaited - np.maximum(step_queue_s - queued, 0.0)
     if laid.stops.any:
         first, last = np.full(world, np.inf), np.full(world, -np.inf)
         np.minimum.at(first, columns.rank, columns.start_s)

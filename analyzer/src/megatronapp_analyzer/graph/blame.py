@@ -158,7 +158,8 @@ def _causes(graph: StepGraph) -> Index:
     found[edges.kind == EdgeKind.TRANSFER] = order.index(BlamedCause.COLLECTIVE)
     found[is_kind(kinds, P2P_KINDS)] = order.index(BlamedCause.LINK)
     found[is_kind(kinds, COMPUTE_KINDS)] = order.index(BlamedCause.COMPUTE)
-    found[(kinds == RecordKind.DATA) | (edges.kind == EdgeKind.GAP)] = order.index(BlamedCause.HOST)
+    gaps = np.isin(edges.kind, (EdgeKind.GAP, EdgeKind.HANDOVER))
+    found[(kinds == RecordKind.DATA) | gaps] = order.index(BlamedCause.HOST)
     return found
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matched_step import MatchedStep
-from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, meetings_of
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, handovers_of, meetings_of
 from megatronapp_analyzer.model import RankRecords, StepRecords
 from megatronapp_native import sort_by_level
 
@@ -39,6 +39,8 @@ class EdgeKind(enum.IntEnum):
     """A member reaches its collective; weight 0."""
     TRANSFER = 5
     """Time from when the last member reached a collective to this member's end."""
+    HANDOVER = 6
+    """As GAP, from the end of the DATA of another member of the unit, which reads for this rank, too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +96,12 @@ def build_matched(
     spans, messages, collectives = step.spans, step.messages, step.collectives
     origin = int(spans["start_ns"].min()) if len(spans) else 0
     start, end = rec.laid_out_s(spans, origin)
-    parts, roots = _stream_edges(spans, start, end)
     waits, free, unmatched = _message_edges(messages, start, end, tolerance_s)
     groups, in_group = _group_edges(collectives, start, end, 2 * len(spans))
     free[in_group] = False
     units = np.arange(int(spans["rank"].max(initial=-1)) + 1) if unit_of_rank is None else unit_of_rank
     meetings = meetings_of(spans, units)
+    parts, roots = _stream_edges(spans, start, end, handovers_of(spans, meetings, end))
     inside, in_meeting = _group_edges(meetings, start, end, 2 * len(spans) + len(collectives))
     free[in_meeting] = False
     own = np.flatnonzero(free)
@@ -153,13 +155,23 @@ def _taken(edges: Edges, order: Index) -> Edges:
     )
 
 
-def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edges, Index]:
-    """Return gaps between consecutive spans of a rank, and the first span of each rank."""
+def _stream_edges(
+    spans: RankRecords, start: Seconds, end: Seconds, handovers: tuple[Index, Index]
+) -> tuple[Edges, Index]:
+    """Return gaps between consecutive spans of a rank, and the first span of each rank.
+
+    What waits for data that another rank reads has its gap after both. `handovers` are those of `handovers_of`.
+    """
     rank = spans["rank"]
     follows = rank[1:] == rank[:-1]
     later = np.flatnonzero(follows) + 1
     first = np.flatnonzero(np.append(True, ~follows)) if len(spans) else np.empty(0, np.int64)
-    return _edges(2 * (later - 1) + 1, 2 * later, start[later] - end[later - 1], EdgeKind.GAP, later), first
+    reader, waiter = handovers
+    ready = np.append(end[:1], end[:-1])
+    ready[waiter] = np.maximum(ready[waiter], end[reader])
+    gaps = _edges(2 * (later - 1) + 1, 2 * later, start[later] - ready[later], EdgeKind.GAP, later)
+    handed = _edges(2 * reader + 1, 2 * waiter, start[waiter] - ready[waiter], EdgeKind.HANDOVER, waiter)
+    return _joined([gaps, handed]), first
 
 
 def _message_edges(

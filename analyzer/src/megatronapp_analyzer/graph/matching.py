@@ -125,3 +125,20 @@ def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
         record=where[order],
         expected=size[keys >> 40],
     )
+
+
+def handovers_of(spans: RankRecords, meetings: Collectives, end_s: NDArray[np.float64]) -> tuple[Index, Index]:
+    """Return pairs of spans: a DATA that ends last in its unit, and what another member begins next after its own.
+
+    The other member has queued the copy that it gets, and begins when the reader has handed it over.
+    """
+    instance = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
+    chosen = (meetings.kind == RecordKind.DATA)[instance]
+    member, instance = meetings.record[chosen], instance[chosen]
+    order = np.lexsort((end_s[member], instance))
+    member, instance = member[order], instance[order]
+    final = np.flatnonzero(np.diff(instance, append=-1))
+    last = np.repeat(member[final], np.diff(final, prepend=-1))
+    following = np.minimum(member + 1, len(spans) - 1)
+    waits = (last != member) & (following > member) & (spans["rank"][following] == spans["rank"][member])
+    return last[waits], following[waits]
