@@ -288,4 +288,4 @@ async def test_the_event_loop_runs_while_the_process_of_the_detector_ends() -> N
             task.cancel()
         await until(judge.closing.is_set)
         judge.released.set()
-    assert judge.was_released
+        await until(lambda: judge.was_released)  # to leave cancels the queue again, which then waits no longer
