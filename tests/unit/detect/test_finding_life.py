@@ -1,5 +1,7 @@
 """Life of findings: what a larger subject does to those that it includes."""
 
+import dataclasses
+
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
 from megatronapp_analyzer.detect.settings import DetectorSettings
@@ -49,3 +51,16 @@ def test_findings_of_another_cause_and_of_equal_subjects_stay() -> None:
         (RANK, Cause.COMPUTE),
         (NODE, Cause.HOST),
     }
+
+
+def test_columns_of_groups_and_of_pairs_are_not_the_same() -> None:
+    """Both have the cause of links; a group's column 0 says nothing of the pair in column 0."""
+    group = candidate(VerdictSubject(type=SubjectType.GROUP, ranks=(0, 1)), Cause.LINK)
+    pair = candidate(VerdictSubject(type=SubjectType.LINK, ranks=(0, 1)), Cause.LINK)
+    receiver = dataclasses.replace(candidate(RANK, Cause.LINK), columns=(0, 1, 2))
+    tracker = FindingTracker(DetectorSettings())
+    step(tracker, 1, dataclasses.replace(group, columns=(0,)))
+    step(tracker, 2, dataclasses.replace(pair, columns=(0,)))
+    assert {track.subject.type for track in tracker.live.values()} == {SubjectType.GROUP, SubjectType.LINK}
+    step(tracker, 3, receiver)
+    assert {track.subject.type for track in tracker.live.values()} == {SubjectType.GROUP, SubjectType.RANK}

@@ -225,7 +225,7 @@ class FindingTracker:
         parts = {
             key: track
             for key, track in self.live.items()
-            if track.candidate.cause is whole.candidate.cause and set(track.candidate.columns) < columns
+            if _have_the_same_columns(track.candidate, whole.candidate) and set(track.candidate.columns) < columns
         }
         for key, track in parts.items():
             track.until = now
@@ -270,7 +270,7 @@ class FindingTracker:
         """Return true if a named finding of the same cause has these columns; a larger subject replaces it."""
         columns = set(candidate.columns)
         for key, track in list(self.live.items()):
-            if key == candidate.key or track.candidate.cause is not candidate.cause:
+            if key == candidate.key or not _have_the_same_columns(track.candidate, candidate):
                 continue
             if columns & set(track.candidate.columns):
                 if len(columns) <= len(track.candidate.columns):
@@ -278,3 +278,9 @@ class FindingTracker:
                 if candidate.votes >= self._settings.confirm_votes and not track.named:
                     del self.live[key]
         return False
+
+
+def _have_the_same_columns(first: SuspectCandidate, second: SuspectCandidate) -> bool:
+    """Return whether columns of the two are of one table: those of groups are others than those of pairs of ranks."""
+    of_groups = [candidate.subject.type is SubjectType.GROUP for candidate in (first, second)]
+    return first.cause is second.cause and of_groups[0] == of_groups[1]
