@@ -237,7 +237,7 @@ void ColumnTest::grow(std::span<const std::int64_t> peers) {
     level_.resize(peers.size(), kUnknown);
     before_.resize(peers.size(), kUnknown);
     learned_.resize(peers.size(), 0);
-    offset_.resize(peers.size(), 0.0);
+    offset_.resize(peers.size(), kUnknown);
     residuals_.grow(peers.size());
     shifts_.grow(peers.size());
     distances_.grow(peers.size());
@@ -426,7 +426,10 @@ void ColumnTest::learn_levels(std::span<const std::uint8_t> learns) {
         const double change = own_[column] - zero_if_unknown(others.without(own_[column]));
         const double limited = std::min(std::max(change, -limits_.largest_step), limits_.largest_step);
         level_[column] = level_[column] + rate * zero_if_unknown(limited);
-        offset_[column] = offset_[column] + rate * (distance_[column] - offset_[column]);
+        if (const double distance = distance_[column]; std::isfinite(distance)) {  // else its peers are lost this time
+            const double before = offset_[column];
+            offset_[column] = std::isnan(before) ? distance : before + rate * (distance - before);
+        }
     }
 }
 

@@ -169,7 +169,7 @@ class PlainReferences:
         self._least_window = least_window
         self._level = np.full(columns, np.nan)
         self._learned = np.zeros(columns, np.int64)
-        self._offset = np.zeros(columns)
+        self._offset = np.full(columns, np.nan)
         self._before = np.full(columns, np.nan)
         self._residuals = ColumnHistory(columns, settings.window)
         self._shifts = RecentValues(columns)
@@ -190,7 +190,7 @@ class PlainReferences:
         self._level = np.pad(self._level, (0, missing), constant_values=np.nan)
         self._before = np.pad(self._before, (0, missing), constant_values=np.nan)
         self._learned = np.pad(self._learned, (0, missing))
-        self._offset = np.pad(self._offset, (0, missing))
+        self._offset = np.pad(self._offset, (0, missing), constant_values=np.nan)
         self._residuals.grow(len(peers))
         self._shifts.grow(len(peers))
         self._distances.grow(len(peers))
@@ -285,7 +285,9 @@ class PlainReferences:
         change = np.clip(own - np.nan_to_num(plain_median_of_others(others)), -limits.largest_step, limits.largest_step)
         with np.errstate(invalid="ignore"):
             self._level = np.where(healthy, self._level + rate * np.nan_to_num(change), self._level)
-            self._offset = np.where(healthy, self._offset + rate * (distance - self._offset), self._offset)
+            before = np.where(np.isnan(self._offset), distance, self._offset)
+            learns = healthy & np.isfinite(distance)
+            self._offset = np.where(learns, before + rate * (distance - before), self._offset)
 
     def _learn_noise(self, shift: Floats) -> None:
         """Learn how much shifts differ from step to step: a lasting one does not look like noise then."""

@@ -81,6 +81,29 @@ def test_columns_may_be_added(seed: int, columns: int, more: int) -> None:
             assert_equal_readings(found, plain.read(known, DEVICE, lambda shift, zeros=zeros: zeros))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("references", [TwoReferences, PlainReferences])
+@pytest.mark.parametrize("lost_steps", [(), (40, 60)])
+def test_steps_without_peers_do_not_end_what_is_known_of_them(
+    references: type[TwoReferences | PlainReferences], lost_steps: tuple[int, ...]
+) -> None:
+    """Peers are alike to a thousandth: a new one that is 2.5 % slower from its first step on is found by that."""
+    rng, peers = np.random.default_rng(2), np.array([0, 0, 1, 1, 2, 2, 3, 3, 0, 1])
+    test = references(peers[:8], SETTINGS)
+    found = []
+    for step in range(110):
+        values = rng.normal(0.0, 0.001, 10)
+        values[8] += 0.025
+        if step in lost_steps:
+            values[lost_steps.index(step) : 8 : 2] = np.nan
+        if step == 80:
+            test.grow(peers)
+        known = values[: 8 if step < 80 else 10]
+        zeros = np.zeros(len(known))
+        reading = test.read(known, DEVICE, lambda shift, zeros=zeros: zeros)  # type: ignore[misc]
+        found.append(reading.over[8:].tolist())
+    assert np.array(found[90:]).mean(axis=0).tolist() == [1.0, 0.0]
+
+
 @given(
     rows=st.lists(
         st.tuples(st.integers(-1, 4), st.sampled_from([0.0, 1.0, -1.0, 2.5, math.nan, math.inf]) | st.floats(-9, 9)),
