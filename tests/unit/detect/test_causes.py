@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.causes.collective_transfers import transfers_of
 from megatronapp_analyzer.detect.causes.compute_cause import PassParts, compute_cause
+from megatronapp_analyzer.detect.causes.group_links import GroupLinks
+from megatronapp_analyzer.detect.causes.growth import PartBaselines
 from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
 from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import RANK_RECORD, Cause, Communicator, JobLayout, StepRecords
 from megatronapp_common.trace import Flag, LayerSite, RecordKind, pass_ordinal
 
+LAYOUT = JobLayout.grid(tp=2)
 NAN = float("nan")
 ratios = st.floats(1.0, 4.0)
 parts_of_growth = st.one_of(st.just(NAN), st.floats(-0.5, 1.5))
@@ -82,21 +86,43 @@ def test_a_transfer_lasts_as_long_as_on_its_last_member() -> None:
     np.testing.assert_allclose(found.groups_s, [100 * 8e-9])
 
 
-def test_transfers_of_nccl_are_taken_where_they_are_recorded() -> None:
+def nccl_step() -> StepRecords:
+    """Return a step of two ranks with the kernels of their collectives, of which the last ends last."""
     table = {0: Communicator("tp", (0, 1)), 1: Communicator("dp", (0, 1))}
     rows = [record(rank, RecordKind.GRAD_REDUCE, 900, comm=1) for rank in (0, 1)]
+    passes = [pass_ordinal(RecordKind.FORWARD, 0, microbatch, 0) for microbatch in range(3)]
+    rows += [record(rank, RecordKind.TP_REDUCE, 300, number) for rank in (0, 1) for number in passes]
     rows += [
         record(rank, RecordKind.NCCL, 10 * (number + 1) + 500 * (rank == number), number, comm)
-        for comm in (0, 1)
+        for comm in (1, 0)
         for rank in (0, 1)
         for number in (0, 1)
     ]
-    view = StepRecords(attempt=0, step=0, records=np.array(rows, RANK_RECORD), comms={0: table, 1: table})
+    rows.append(rows.pop(11))
+    return StepRecords(attempt=0, step=0, records=np.array(rows, RANK_RECORD), comms={0: table, 1: table})
+
+
+def test_transfers_of_nccl_are_taken_where_they_are_recorded() -> None:
+    view = nccl_step()
     found = transfers_of(view, np.array([0, 0]))
     np.testing.assert_allclose(found.units_s, [15 * 8e-9])
     np.testing.assert_allclose(found.groups_s, [30 * 8e-9])
     late = dataclasses.replace(view, records=view.records[:-1])  # the last is written in the next step
     np.testing.assert_allclose(transfers_of(late, np.array([0, 0])).groups_s, [900 * 8e-9])
+
+
+def test_a_step_measured_by_spans_is_not_compared_with_those_measured_by_nccl() -> None:
+    """Spans of collectives last longer than their kernels: what is written late is no slow link."""
+    whole = nccl_step()
+    late = dataclasses.replace(whole, records=whole.records[:-2])
+    links, parts = GroupLinks(LAYOUT, DetectorSettings()), PartBaselines(LAYOUT, Units.of(LAYOUT), DetectorSettings())
+    over, grown = [], []
+    for step in range(60):
+        found = transfers_of(late if step >= 40 and step % 3 else whole, np.array([0, 0]))
+        over.append(links.read(found, 1e-4).over.any())
+        grown.append(parts.transfers(found, np.ones(1, np.bool_))[0])
+    assert not any(over)
+    assert np.nanmax(grown) < 0.1
 
 
 def layers(step: int, norms: dict[int, int], products: dict[int, int]) -> StepRecords:

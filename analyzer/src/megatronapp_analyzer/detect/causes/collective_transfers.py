@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.features import Floats, Ints, segment_medians
+from megatronapp_analyzer.detect.features import Floats, Ints, Mask, segment_medians
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import collectives_of
 from megatronapp_analyzer.model import Communicator, RankRecords, StepRecords
@@ -27,10 +27,13 @@ class CollectiveTransfers:
 
     units_s: Floats
     """Median over the first collective of each kind in each pass of a unit, or all of NCCL; NaN where unknown."""
+    units_by_nccl: Mask
+    """True where NCCL's records say so; these are shorter, and to be compared with each other alone."""
     groups: tuple[tuple[int, ...], ...]
     """Ranks of each group that reduces gradients or gathers parameters."""
     groups_s: Floats
     """Seconds of these in the step, by group."""
+    groups_by_nccl: Mask
 
 
 def transfers_of(view: StepRecords, unit_of_rank: Ints) -> CollectiveTransfers:
@@ -40,13 +43,22 @@ def transfers_of(view: StepRecords, unit_of_rank: Ints) -> CollectiveTransfers:
     """
     units_s = _unit_transfers_s(view.records, unit_of_rank)
     totals = _group_transfers(view)
-    nccl = _nccl_transfers(view)
-    for communicator, seconds in nccl:
+    units_by_nccl = np.zeros(len(units_s), np.bool_)
+    by_nccl: set[tuple[int, ...]] = set()
+    for communicator, seconds in _nccl_transfers(view):
         if communicator.kind == TENSOR_GROUP:
-            units_s[unit_of_rank[communicator.members[0]]] = float(np.median(seconds))
+            unit = unit_of_rank[communicator.members[0]]
+            units_s[unit], units_by_nccl[unit] = float(np.median(seconds)), True
         elif communicator.kind == REPLICA_GROUP:
             totals[communicator.members] = float(seconds.sum())
-    return CollectiveTransfers(units_s=units_s, groups=tuple(totals), groups_s=np.array(list(totals.values())))
+            by_nccl.add(communicator.members)
+    return CollectiveTransfers(
+        units_s=units_s,
+        units_by_nccl=units_by_nccl,
+        groups=tuple(totals),
+        groups_s=np.array(list(totals.values()), np.float64),
+        groups_by_nccl=np.array([group in by_nccl for group in totals], np.bool_),
+    )
 
 
 def _nccl_transfers(view: StepRecords) -> list[tuple[Communicator, Floats]]:

@@ -19,18 +19,20 @@ class GroupLinks:
     def __init__(self, layout: JobLayout, settings: DetectorSettings) -> None:
         self._nodes = layout.nodes
         self._settings = settings
-        self._columns: dict[Group, int] = {}
+        self._columns: dict[tuple[Group, bool], int] = {}
+        """By ranks and whether NCCL's records say how long transfers take: spans of collectives last longer."""
         self._channel = DelayChannel(np.empty(0, np.int64), settings)
         self._votes = VoteWindow(0, settings.votes)
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Ranks of each column."""
-        return tuple(self._columns)
+        return tuple(group for group, _ in self._columns)
 
     def read(self, transfers: CollectiveTransfers, step_s: float) -> CauseEvidence:
         """Judge one step, whose usual length is `step_s`."""
-        columns = [self._columns.setdefault(group, len(self._columns)) for group in transfers.groups]
+        keys = zip(transfers.groups, transfers.groups_by_nccl.tolist(), strict=True)
+        columns = [self._columns.setdefault(key, len(self._columns)) for key in keys]
         if len(self._columns) > self._votes.columns:
             self._channel.grow(self._peers())
             self._votes.grow(len(self._columns))
@@ -53,7 +55,9 @@ class GroupLinks:
 
     def _peers(self) -> Ints:
         """Number the groups that are expected to take equally long: of a size, and all or none within one node."""
-        kinds = [(len(group), len({self._nodes[rank] for rank in group}) == 1) for group in self._columns]
+        kinds = [
+            (len(group), len({self._nodes[rank] for rank in group}) == 1, by_nccl) for group, by_nccl in self._columns
+        ]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds)) if kinds.count(kind) > 1}
         return np.array([numbers.get(kind, -1) for kind in kinds], np.int64)
 

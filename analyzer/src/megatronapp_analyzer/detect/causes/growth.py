@@ -54,14 +54,23 @@ class PartBaselines:
     def __init__(self, layout: JobLayout, units: Units, settings: DetectorSettings) -> None:
         self._of_rank = units.of_rank
         self._optimizer = GrowthBaseline(np.array(layout.stages, np.int64), settings)
-        self._transfers = GrowthBaseline(units.stage, settings)
+        self._spans = GrowthBaseline(units.stage, settings)
+        self._kernels = GrowthBaseline(units.stage, settings)
 
     def read(self, features: StepFeatures, transfers: CollectiveTransfers, healthy: Mask) -> PartGrowth:
         """Judge one step, and learn from units that are `healthy`."""
         return PartGrowth(
             optimizer=self._optimizer.read(features.optimizer_s, healthy[self._of_rank]),
-            transfers=self._transfers.read(transfers.units_s, healthy),
+            transfers=self.transfers(transfers, healthy),
         )
+
+    def transfers(self, transfers: CollectiveTransfers, healthy: Mask) -> Floats:
+        """Return the growth of the collectives of each unit."""
+        spans, kernels = (
+            baseline.read(np.where(transfers.units_by_nccl == by_nccl, transfers.units_s, np.nan), healthy)
+            for baseline, by_nccl in ((self._spans, False), (self._kernels, True))
+        )
+        return np.where(transfers.units_by_nccl, kernels, spans)
 
 
 def _median(values: Floats) -> float:
