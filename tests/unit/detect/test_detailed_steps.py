@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatronapp_analyzer.detect import engine
+from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
 from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
 
@@ -46,6 +47,18 @@ def test_a_fault_after_a_window_is_found(steps: Callable[..., list[StepRecords]]
     run = judge(LAYOUT, views)
     assert run.subjects == {("rank", (1,), "compute")}
     assert run.first_step() >= 40
+
+
+def test_layers_of_captured_steps_are_not_read(
+    steps: Callable[..., list[StepRecords]], judge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks lengthen what they are on, norms as much as MLPs, which do much more."""
+    read: list[int] = []
+    monkeypatch.setattr(LayerParts, "read", lambda self, view, healthy: read.append(view.step))
+    views = [in_detail(view) if view.step >= 5 else view for view in steps(1.0)[:9]]
+    views[7].records["kind"][views[7].records["kind"] == RecordKind.OPTIMIZER] = RecordKind.CAPTURE
+    judge(LAYOUT, views)
+    assert read == [4, 5, 6, 8]
 
 
 def test_a_long_window_is_judged_by_itself(

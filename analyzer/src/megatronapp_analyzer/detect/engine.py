@@ -80,10 +80,12 @@ class Detector:
         if not len(view.records):
             return ended
         aligned = aligned or self._aligner.align(MatchedStep(view))
+        kinds = np.bincount(view.records["kind"], minlength=256)
+        if kinds[list(UNJUDGED_KINDS)].any():
+            return ended
         if self._steps_seen > self._settings.warmup_steps:
             self._layers.read(view, self._channels.healthy_ranks)
-        kinds = np.bincount(view.records["kind"], minlength=256)
-        if kinds[list(UNJUDGED_KINDS)].any() or not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
+        if not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
             return ended
         features = extract_matched(aligned.step, self._layout, self._work)
         features = _without_doubtful_links(features, aligned.clocks)
