@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.settings import DetectorSettings
-from megatronapp_analyzer.detect.work import WorkModel
+from megatronapp_analyzer.detect.work import StepWork, WorkModel, work_details
 from megatronapp_analyzer.model import RANK_RECORD, JobLayout, RankRecords
 from megatronapp_common.trace import Flag, RecordKind
 
@@ -87,6 +87,29 @@ def test_without_reports_lengths_stay_as_they_are() -> None:
     lengths, work = model.normalise(passes()[:0], passes(), seconds)
     assert work is None
     assert lengths is seconds
+
+
+def test_work_of_microbatches_that_no_pass_has_is_ignored() -> None:
+    """A damaged record must not cost a table of 65,535 microbatches for each replica."""
+    equal = np.full((REPLICAS, MICROBATCHES), 4000)
+    reported = work_records(equal, equal)
+    damaged = reported[-1:].copy()
+    damaged["microbatch"] = 60_000
+    model = WorkModel(LAYOUT, DetectorSettings())
+    _, work = model.normalise(np.concatenate([reported, damaged]), passes(), np.ones(equal.size))
+    assert work is not None
+    assert work.tokens.shape == equal.shape
+    assert WorkModel(LAYOUT, DetectorSettings()).normalise(damaged, passes(), np.ones(equal.size))[1] is None
+
+
+@pytest.mark.parametrize(("lost", "lines"), [(0, 0), (slice(1, None), 2), (slice(0, 0), 2)])
+def test_a_replica_whose_reports_are_lost_is_not_described(lost: int | slice, lines: int) -> None:
+    tokens = np.ones((REPLICAS, MICROBATCHES))
+    tokens[lost] = np.nan
+    work = StepWork(tokens=tokens, pairs=tokens, usual_tokens=4000.0, growth=(1.0, 0.0))
+    details = work_details(work, 0, 1.5)
+    assert len(details) == lines
+    assert "nan" not in " ".join(details)
 
 
 def watched(grid: Grid, faults: str, seed: int = 5, uneven: float = 0.0) -> Window:

@@ -88,7 +88,7 @@ class WorkModel:
 
         None: no work is reported, and lengths are as given. Learns from the passes.
         """
-        table = self._table(records)
+        table = self._table(records, spans)
         if table is None:
             return clean_s, None
         passes = np.flatnonzero(rec.is_kind(spans["kind"], PASS_KINDS) & (spans["microbatch"] < table.shape[2]))
@@ -104,10 +104,16 @@ class WorkModel:
         out[passes] /= np.nan_to_num(work.factors[place], nan=1.0)
         return out, work
 
-    def _table(self, records: RankRecords) -> Floats | None:
-        """Return tokens and pairs over the usual ones, [2, replica, microbatch]; None without any."""
+    def _table(self, records: RankRecords, spans: RankRecords) -> Floats | None:
+        """Return tokens and pairs over the usual ones, [2, replica, microbatch]; None without any.
+
+        Of microbatches that some pass has: a damaged record could make the table as large as numbers go.
+        """
         reported = records[(records["kind"] == RecordKind.WORK) & (records["microbatch"] != NO_MICROBATCH)]
         reported = reported[(reported["aux"] > 0) & (reported["rank"] < len(self._replica_of))]
+        of_passes = spans["microbatch"][rec.is_kind(spans["kind"], PASS_KINDS)]
+        most = int(of_passes[of_passes != NO_MICROBATCH].max(initial=0))
+        reported = reported[reported["microbatch"] <= most]
         if not len(reported):
             return None
         out = np.full((2, int(self._replica_of.max()) + 1, int(reported["microbatch"].max()) + 1), np.nan)
@@ -149,11 +155,16 @@ class WorkModel:
 
 
 def work_details(work: StepWork, replica: int, ratio: float) -> tuple[str, ...]:
-    """Describe what a replica was given, whose passes are expected to take `ratio` times as long for it."""
-    others = [work.mean_tokens(other) for other in range(len(work.tokens)) if other != replica]
-    given = (
-        f"its microbatches had {work.mean_tokens(replica):,.0f} tokens, those of the others {np.nanmedian(others):,.0f}"
-    )
+    """Describe what a replica was given, whose passes are expected to take `ratio` times as long for it.
+
+    Nothing where it did not report in this step.
+    """
+    reporting = np.flatnonzero(np.isfinite(work.tokens).any(axis=1)).tolist()
+    if replica not in reporting:
+        return ()
+    given = f"its microbatches had {work.mean_tokens(replica):,.0f} tokens"
+    if others := [work.mean_tokens(other) for other in reporting if other != replica]:
+        given += f", those of the others {np.median(others):,.0f}"
     by_tokens, by_pairs = work.growth
     learned = f"passes grow by {by_tokens:.2f} of the growth of tokens and {by_pairs:.2f} of that of pairs of tokens"
     return given, f"{learned}: {ratio:.2f} times as long; compared for equal work, its devices are not slow for it"
