@@ -144,15 +144,6 @@ def parse(text: str, grid: Grid) -> tuple[SimulatedFault, ...]:
     return tuple(_parse_line(line, grid) for line in lines if line)
 
 
-def _is_within_node(ranks: tuple[int, ...], grid: Grid) -> bool:
-    """Return true if all links between ranks lie within a node; of a single rank, those to its pipeline's stages."""
-    if len(ranks) == 1:
-        stage, place = divmod(ranks[0], grid.stage_size)
-        stages = {(stage + step) % grid.pp for step in (-1, 0, 1)}
-        ranks = tuple(other * grid.stage_size + place for other in stages)
-    return len({int(grid.node_of[rank]) for rank in ranks}) == 1
-
-
 def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     kind, *options = line.split()
     if kind not in _OPTIONS:
@@ -173,7 +164,7 @@ def _parse_line(line: str, grid: Grid) -> SimulatedFault:
     return SimulatedFault(
         kind=kind,
         ranks=ranks,
-        within_node=kind in {"link", "collective"} and _is_within_node(ranks, grid),
+        within_node=kind in {"link", "collective"} and _is_within_node(grid, ranks),
         optimizer=values.get("optimizer", 1.0),
         tensor=values.get("tensor", 1.0),
         data=values.get("data", 1.0),
@@ -220,6 +211,12 @@ def _replica(line: str, values: dict[str, float], grid: Grid) -> tuple[int, ...]
     if not 0 <= replica < grid.dp:
         raise ValueError(f"'{line}' needs replica=, one of the {grid.dp} replicas of the job, from 0 on")
     return tuple(grid.rank(stage, replica, tensor) for stage in range(grid.pp) for tensor in range(grid.tp))
+
+
+def _is_within_node(grid: Grid, ranks: tuple[int, ...]) -> bool:
+    """Return whether links between ranks, or all those of one rank, are within a node."""
+    ends = [*ranks, *(rank for rank in range(grid.world) if len(ranks) == 1 and _exchange(grid, ranks[0], rank))]
+    return len({int(grid.node_of[rank]) for rank in ends}) == 1
 
 
 def _exchange(grid: Grid, source: int, target: int) -> bool:

@@ -188,3 +188,19 @@ def test_a_slow_member_of_a_unit_is_no_slow_link() -> None:
     named = run(case, ["ours"]).windows["ours"].named
     causes = {verdict.cause for verdicts in named.values() for verdict in verdicts}
     assert causes == {"compute"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("link source=4 delay=1", "link"),
+        ("link target=4 delay=1", "link"),
+        ("link source=0 delay=1", "nvlink-pcie"),
+        ("link source=0 target=2 delay=1", "nvlink-pcie"),
+        ("link source=2 target=4 delay=1", "link"),
+    ],
+)
+def test_the_true_cause_of_late_messages_is_what_lies_between_their_ranks(text: str, cause: str) -> None:
+    """Two stages of two ranks share a node; the messages of rank 4 also go to rank 2, on another node."""
+    (fault,) = parse(text, Grid(dp=2, pp=4, ranks_per_node=4))
+    assert fault.cause == cause
