@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
+import detect
 import numpy as np
 from detect.noise import Floats
 from detect.progress import OutcomeFile, key_of, version_of
@@ -29,7 +30,6 @@ from detect.score import quantile, score
 from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
 from exact_bounds import with_bounds
 
-import detect
 import megatronapp_analyzer
 
 AHEAD = 2
