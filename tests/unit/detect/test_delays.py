@@ -53,6 +53,18 @@ def test_a_delay_that_is_there_from_the_start_is_found_by_peers() -> None:
     assert np.array(judged(slow))[20:, 3].mean() > 0.9
 
 
+def test_a_step_without_length_is_not_learned_from() -> None:
+    """A damaged STEP record makes delays infinite parts of it."""
+    channel, slow = DelayChannel(np.full(COLUMNS, -1), DetectorSettings()), delays(120)
+    slow[60:, 3] += 0.01
+    no_doubt, over = np.zeros(COLUMNS), []
+    for step, row in enumerate(slow):
+        budget_s = BUDGET_S if step else 0 * BUDGET_S
+        over.append(channel.read(row * BUDGET_S, budget_s, DEVICE, no_doubt).over)
+    assert np.array(over)[62:, 3].mean() > 0.9
+    assert not np.array(over)[0].any()
+
+
 def stopped_record(rank: int, start_s: float, length_s: float) -> NDArray[np.void]:
     out = np.zeros(1, RANK_RECORD)
     out["kind"], out["rank"] = RecordKind.STOPPED, rank

@@ -84,7 +84,8 @@ class DelayChannel:
         `budget_s` is the usual step time per occurrence of each column. `doubt_s` is the amount by which each value may
         be too large.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
+        budget_s = np.where(budget_s > 0, budget_s, np.nan)
+        with np.errstate(invalid="ignore"):
             parts, doubt = values_s / budget_s, np.nan_to_num(doubt_s / budget_s)
         limits = ReferenceLimits(
             floor=noise.share_floor,
