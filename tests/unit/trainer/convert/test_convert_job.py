@@ -345,7 +345,7 @@ def command(*arguments: str) -> int:
     return code
 
 
-def test_a_model_with_experts_is_not_announced_as_one_to_serve(tmp_path: pathlib.Path) -> None:
+def test_a_model_with_experts_is_not_offered_to_serve(tmp_path: pathlib.Path) -> None:
     from megatronapp_trainer.convert.cli import report
     from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
 
