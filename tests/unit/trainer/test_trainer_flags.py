@@ -339,6 +339,8 @@ MISTAKES = {
     "--fp16 --bf16": "--bf16 and --fp16 exclude each other",
     "--async-save": "--async-save is a flag of Megatron-LM that this trainer does not support yet",
     "--loss-scale-window=7": "--loss-scale-window is about the loss scale of --fp16",
+    "--fp16 --loss-scale 8 --hysteresis 3": "--hysteresis is for a scale that adapts, and --loss-scale 8.0 fixes it",
+    "--fp16 --initial-loss-scale 1e39": "--initial-loss-scale 1e+39 must be above 0 and below 1e+38",
     "--fp16 --min-loss-scale 8 --initial-loss-scale 4": "--min-loss-scale 8 is above --initial-loss-scale 4",
     "--ignore-forward-tensor-parallel": "--ignore-forward-tensor-parallel needs --forward-backward-disaggregating",
     "--use-dpp": "--use-dpp needs --pipeline-model-parallel-size above 1",

@@ -377,6 +377,10 @@ def _precision(config: TrainerConfig) -> Iterator[str]:
             precision.fp16 or getattr(precision, name) == getattr(plain, name),
             f"{flag} is about the loss scale of --fp16; omit it, or add --fp16",
         )
+        yield from require(
+            precision.loss_scale is None or name == "loss_scale" or getattr(precision, name) == getattr(plain, name),
+            f"{flag} is for a scale that adapts, and --loss-scale {precision.loss_scale} fixes it; omit either",
+        )
     yield from require(
         precision.min_loss_scale <= precision.initial_loss_scale,
         f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "

@@ -16,9 +16,9 @@ class PrecisionConfig:
     bf16: bool = option(False, "bf16 weights and activations; master weights and gradient reduction stay in fp32")
     fp16: bool = option(False, "fp16 weights and activations with a scaled loss; master weights stay in fp32")
     loss_scale: float | None = option(
-        None, "fixed factor of the loss with --fp16; default: one that adapts to overflows", bounds="(0, inf)"
+        None, "fixed factor of the loss with --fp16; default: one that adapts to overflows", bounds="(0, 1e38)"
     )
-    initial_loss_scale: float = option(2.0**32, "factor of the loss at the start", bounds="(0, inf)")
+    initial_loss_scale: float = option(2.0**32, "factor of the loss at the start", bounds="(0, 1e38)")
     min_loss_scale: float = option(1.0, "least factor of the loss", bounds="(0, inf)")
     loss_scale_window: int = option(
         1000, "steps in a row without overflow after which the factor doubles", bounds="[1, inf)"
