@@ -139,3 +139,11 @@ def test_experts_of_two_devices_train_as_those_of_a_single_device(run_ranks: Run
     assert losses_of(run_ranks(2, on_device, pair)) == pytest.approx(
         losses_of(run_ranks(1, on_device, EXPERTS)), rel=TOLERANCE
     )
+
+
+@pytest.mark.gpus(2)
+def test_experts_in_fp16_follow_a_single_device(run_ranks: RunRanks) -> None:
+    pair = f"{EXPERTS} {FP16} --moe-router-dtype fp32 --expert-model-parallel-size 2 --use-distributed-optimizer"
+    assert losses_of(run_ranks(2, on_device, pair)) == pytest.approx(
+        losses_of(run_ranks(1, on_device, EXPERTS)), abs=0.03
+    )
