@@ -54,7 +54,7 @@ describe("stored hours", () => {
     );
     const dropped = { files: 2, records: 12_345, bytes: 5, until: "2026-11-28T20" };
     expect(historyText({ ...HISTORY, dropped, damagedFiles: 1 })).toContain(
-      "Older ones, 12,345 spans, were deleted for space. Damaged files in quarantine: 1.",
+      "Older ones, 12,345 records, were deleted for space. Files that cannot be read: 1.",
     );
     expect(historyText({ ...HISTORY, hours: [] })).toBe("");
   });

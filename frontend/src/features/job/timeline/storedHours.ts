@@ -40,8 +40,8 @@ export function historyText(history: History): string {
   if (!oldest) return "";
   const size = `${bytes(history.bytes)} of ${bytes(history.limitBytes)}`;
   const { until, records } = history.dropped;
-  const dropped = until === null ? "" : ` Older ones, ${integer(records)} spans, were deleted for space.`;
+  const dropped = until === null ? "" : ` Older ones, ${integer(records)} records, were deleted for space.`;
   const damaged =
-    history.damagedFiles === 0 ? "" : ` Damaged files in quarantine: ${integer(history.damagedFiles)}.`;
+    history.damagedFiles === 0 ? "" : ` Files that cannot be read: ${integer(history.damagedFiles)}.`;
   return `Spans are stored since ${hourText(oldest.hour)} (${size}).${dropped}${damaged}`;
 }
