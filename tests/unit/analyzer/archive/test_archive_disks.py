@@ -1,5 +1,6 @@
 """Files of the archive that cannot be read now, or are those of another release: they are neither moved nor lost."""
 
+import json
 import resource
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog, DroppedHours
 from megatronapp_analyzer.hub.archive.schema import VERSION
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_analyzer.hub.settings import load_job_file
+from megatronapp_common.job.api.quantity import quantity_value
 
 
 @pytest.fixture
@@ -138,3 +141,11 @@ def test_rings_in_the_archive_stay_where_the_spool_has_lost_them(job: SpooledJob
     third = SpooledJob(job.folder, job._step_rows, job._ring_header)
     assert set(third.stored.newest_rings(0)) == {(0, 0), (1, 1)}
     third.spooled.close()
+
+
+@pytest.mark.parametrize(("size", "part"), [("128Mi", 7 / 8), ("1Gi", 3 / 4), ("10Gi", 3 / 4), ("1Ti", 3 / 4)])
+def test_what_a_hub_stores_fits_into_its_volume(tmp_path: Path, size: str, part: float) -> None:
+    manifest = {"metadata": {"name": "job"}, "spec": {"analyzer": {"volume": {"sizeLimit": size}}}}
+    (tmp_path / "job.yaml").write_text(json.dumps(manifest))
+    limits = load_job_file(tmp_path / "job.yaml", name=None, uid=None).spool
+    assert limits.total_bytes + limits.sums_bytes + limits.archive_bytes <= part * quantity_value(size)
