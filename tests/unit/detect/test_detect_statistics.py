@@ -101,8 +101,14 @@ def bounds() -> ModuleType:
 
 @pytest.mark.parametrize(
     ("successes", "trials", "expected"),
-    [(60, 60, (0.9404, 1.0)), (0, 60, (0.0, 0.0596)), (5, 10, (0.1871, 0.8129)), (0, 0, (0.0, 1.0))]
-    + [(0, 5000, (0.0, 0.0007)), (2500, 5000, (0.4860, 0.5140))],
+    [
+        (60, 60, (0.9404, 1.0)),
+        (0, 60, (0.0, 0.0596)),
+        (5, 10, (0.1871, 0.8129)),
+        (0, 0, (0.0, 1.0)),
+        (0, 5000, (0.0, 0.0007)),
+        (2500, 5000, (0.4860, 0.5140)),
+    ],
 )
 def test_exact_bounds(bounds: ModuleType, successes: int, trials: int, expected: tuple[float, float]) -> None:
     """Values of published tables."""
