@@ -297,6 +297,8 @@ def test_clocks_of_the_steps_are_in_the_archive(tmp_path: Path, even_rows: Any, 
     )
     job.spooled.take_reading(reading)
     job.write(range(6, 60))
+    # Before that, a reader may see the records of a step whose clocks are not written yet.
+    job.spooled._writer.wait_until_written()  # type: ignore[union-attr]
     for _ in range(2):
         rows = all_rows(job.stored)
         assert set((real - monotonic - rows["offset_ns"][rows["rank"] == 0]).tolist()) == {0}
