@@ -63,7 +63,7 @@ def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
         assert (code, text) == (0, f"{out}: 0.00 MB, from the running hub; open it at https://ui.perfetto.dev\n")
         assert {values["step"] for values in read_perfetto(out.read_bytes()).arguments} >= {2, 3, 4}
         code, _, problem = run(*export, "--from", "900")
-        assert (code, problem) == (1, "error: no step of that range is held in full; leave out from and to.\n")
+        assert (code, problem) == (1, "error: no step of that range is stored\n")
         assert "cannot write the trace" in run(*export[:4], str(tmp_path / "none" / "t"), *export[5:])[2]
     assert "outside of this world" in run("inject", "--gateway", reviewing.url, *fault[:2], "99", *fault[3:])[2]
     assert "--to is before --from" in run(*export, "--from", "4", "--to", "2")[2]

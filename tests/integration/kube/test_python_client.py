@@ -92,7 +92,7 @@ def test_a_hub_is_read_through_the_gateway(
             assert hub.steps(number, number).step.tolist() == [number]
             assert hub.series("loss").columns.tolist() == ["attempt", "step", "value"]
             assert hub.verdicts() == []
-            with pytest.raises(HubError, match="step 900000 is not held in full"):
+            with pytest.raises(HubError, match="step 900000 is neither in memory nor stored"):
                 hub.timeline(900_000)
         with job.page() as page:
             parts = urllib.parse.urlsplit(page.address)

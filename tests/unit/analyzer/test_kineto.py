@@ -38,7 +38,10 @@ def of_step(job: RecordedJob, rank: int, step: int) -> list[tuple[RecordKind, in
 
 
 def profiled(path: str) -> None:
-    """Write the trace of three steps of two microbatches with a gloo group of one rank and Adam."""
+    """Write the trace of three steps of two microbatches with a gloo group of one rank and Adam.
+
+    Passes take milliseconds: where one waits for a processor, others must not be a twentieth of it.
+    """
     import warnings
 
     import torch
@@ -47,12 +50,12 @@ def profiled(path: str) -> None:
 
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
     optimizer = torch.optim.Adam(model.parameters())
     with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=3)) as profiler:
         for _ in range(5):
             for _ in range(2):
-                model(torch.randn(2, 8)).square().mean().backward()
+                model(torch.randn(512, 256)).square().mean().backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()
