@@ -44,7 +44,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-others ## What must hold for each commit: Python, C++, page (about 10 minutes on two cores)
+test: test-py test-others ## What must hold for each commit: Python, C++, page (about 15 minutes on two cores)
 
 # One is downloaded while the other is compiled; apt-get first, as only one may run.
 test-py:

@@ -5,20 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_training import STEPS, train
+from device_training import losses_of, train
 
 RunRanks = Callable[..., list[Any]]
 TOLERANCE = 1e-4
 """Relative, in fp32 over eight steps of Adam: kernels of devices and processors, and layouts, add in other orders."""
-
-
-def losses_of(results: list[dict[str, Any]]) -> list[float]:
-    """Losses of the ranks that know them; they all agree."""
-    known = [result["losses"] for result in results if any(result["losses"])]
-    assert known
-    assert all(losses == known[0] for losses in known)
-    assert len(known[0]) == STEPS
-    return list(known[0])
 
 
 def bert(flags: str) -> dict[str, Any]:

@@ -122,3 +122,12 @@ def _ring(rank: int) -> dict[str, Any]:
     reader = native.RingReader(str(path))
     data, lost = reader.read(1_000_000)
     return {"metadata": json.loads(reader.info().metadata), "records": data, "lost": lost}
+
+
+def losses_of(results: list[dict[str, Any]]) -> list[float]:
+    """Losses of the ranks that know them; they all agree."""
+    known = [result["losses"] for result in results if any(result["losses"])]
+    assert known
+    assert all(losses == known[0] for losses in known)
+    assert len(known[0]) == STEPS
+    return list(known[0])
