@@ -1,6 +1,10 @@
 """Logits of our model on a rank, after the trainer has loaded its weights."""
 
+import json
+import pathlib
 from typing import Any
+
+import convert_models as models
 
 TRAINING = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --finetune"
 
@@ -58,3 +62,28 @@ def gathered(logits: Any, layout: Any) -> Any:
     parts = [torch.empty_like(logits) for _ in range(layout.tensor_size)]
     dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1)
+
+
+def logit_differences(root: pathlib.Path, names: tuple[str, ...], flags: str) -> dict[str, float]:
+    """Largest difference of the logits of `root/NAME/ours` from `root/NAME/logits`, on ranks that compute logits."""
+    import torch
+
+    from megatronapp_trainer.checkpoint.arguments import model_flags
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+
+    found: dict[str, float] = {}
+    for index, name in enumerate(names):
+        ours = root / name / "ours"
+        manifest = json.loads((ours / "iter_0000000" / "megatronapp.json").read_text())
+        config, layout = configure([*model_flags(manifest["arguments"]), *flags.split(), "--load", str(ours)])
+        device = prepare_device(layout.local_rank)
+        if index == 0:
+            initialize_groups(config, layout, device)
+        logits = loaded_logits(config, layout, device, models.tokens())
+        if logits is not None:
+            vocabulary = manifest["arguments"]["--vocab-size"]
+            expected = torch.load(root / name / "logits")
+            found[name] = float((logits[..., :vocabulary] - expected).abs().max())
+    destroy_groups()
+    return found

@@ -51,29 +51,7 @@ def make_and_convert(root: str) -> dict[str, list[str]]:
 def differences(root: str, flags: str) -> dict[str, float]:
     """Largest difference of each model's logits in this layout, on ranks that compute logits."""
     warnings.simplefilter("ignore")
-    import json
-
-    import torch
-
-    from megatronapp_trainer.checkpoint.arguments import model_flags
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-
-    found: dict[str, float] = {}
-    for index, name in enumerate(models.EXPERT_MODELS):
-        ours = pathlib.Path(root) / name / "ours"
-        manifest = json.loads((ours / "iter_0000000" / "megatronapp.json").read_text())
-        config, layout = ranks.configure([*model_flags(manifest["arguments"]), *flags.split(), "--load", str(ours)])
-        device = prepare_device(layout.local_rank)
-        if index == 0:
-            initialize_groups(config, layout, device)
-        logits = ranks.loaded_logits(config, layout, device, models.tokens())
-        if logits is not None:
-            vocabulary = manifest["arguments"]["--vocab-size"]
-            expected = torch.load(pathlib.Path(root) / name / "logits")
-            found[name] = float((logits[..., :vocabulary] - expected).abs().max())
-    destroy_groups()
-    return found
+    return ranks.logit_differences(pathlib.Path(root), tuple(models.EXPERT_MODELS), flags)
 
 
 @pytest.fixture(scope="module")
