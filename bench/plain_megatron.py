@@ -47,7 +47,7 @@ class Layout:
         return f"TP{self.tensor} PP{self.pipeline}{interleaved}"
 
 
-def transformer_config(shape: Shape, layout: Layout) -> TransformerConfig:
+def transformer_config(shape: Shape, layout: Layout, *, softmax_in_fp32: bool = False) -> TransformerConfig:
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -63,14 +63,16 @@ def transformer_config(shape: Shape, layout: Layout) -> TransformerConfig:
         batch_p2p_comm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        attention_softmax_in_fp32=False,
+        attention_softmax_in_fp32=softmax_in_fp32,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         deallocate_pipeline_outputs=True,
     )
 
 
-def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig, device: str) -> list[Any]:
+def build_chunks(
+    shape: Shape, layout: Layout, config: TransformerConfig, device: str, initialize: Callable[[Any], None] | None
+) -> list[Any]:
     chunks = []
     for chunk in range(layout.chunks):
         stage = chunk if layout.chunks > 1 else None
@@ -84,6 +86,8 @@ def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig, device
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
+        if initialize is not None:
+            initialize(model)
         chunks.append(Float16Module(config, model.to(device)))
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [
@@ -100,12 +104,20 @@ class PlainTraining:
     """One layout, ready to step. `batch(sample)` gives the tokens [microbatch, sequence + 1] of a global sample."""
 
     def __init__(
-        self, shape: Shape, layout: Layout, batch: Callable[[int], torch.Tensor], device: str = "cuda"
+        self,
+        shape: Shape,
+        layout: Layout,
+        batch: Callable[[int], torch.Tensor],
+        device: str = "cuda",
+        *,
+        softmax_in_fp32: bool = False,
+        initialize: Callable[[Any], None] | None = None,
     ) -> None:
+        """Build the model; `initialize` fills the weights of each chunk, by default they are megatron-core's."""
         self.shape, self.layout, self.device = shape, layout, device
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        self.config = transformer_config(shape, layout)
-        self.chunks = build_chunks(shape, layout, self.config, device)
+        self.config = transformer_config(shape, layout, softmax_in_fp32=softmax_in_fp32)
+        self.chunks = build_chunks(shape, layout, self.config, device, initialize)
         options = OptimizerConfig(
             optimizer="adam",
             lr=1e-4,
@@ -138,17 +150,18 @@ class PlainTraining:
 
         def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = per_token.float().mean()
-            return mean, {"loss": mean.detach()}
+            return mean, {"loss": mean.detach().clone()}  # the schedule divides the mean in place
 
         return output, loss
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """Run a step; return the mean loss of each microbatch on the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         many = len(self.chunks) > 1
         replicas = parallel_state.get_data_parallel_world_size()
-        get_forward_backward_func()(
+        reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
             forward_step_func=self.forward,
             data_iterator=[self.samples(step) for _ in self.chunks] if many else self.samples(step),
             model=self.chunks if many else self.chunks[0],
@@ -158,3 +171,4 @@ class PlainTraining:
             forward_only=False,
         )
         self.optimizer.step()
+        return reports

@@ -18,8 +18,10 @@ STEPS = 6
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
     f"--global-batch-size 8 --train-iters {STEPS} --lr 2e-3 --lr-warmup-iters 2 --mock-data --vocab-size 120 "
-    "--eval-iters 0 --deterministic-mode"
+    "--eval-iters 0 --deterministic-mode --no-cross-entropy-loss-fusion --no-gradient-accumulation-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
 )
+"""MegaFBD trains on torch's own operations, so that plain training is compared on them, too."""
 SWITCH = "--forward-backward-disaggregating"
 STILL = "--attention-dropout 0 --hidden-dropout 0"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

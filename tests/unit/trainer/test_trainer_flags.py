@@ -450,6 +450,9 @@ def test_sizes_of_nothing_are_refused(flags: str, message: str) -> None:
         "--use-flash-attn",
         "--attention-backend auto",
         "--attention-backend flash",
+        "--attention-backend fused",
+        "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm",
+        "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --cuda-graph-impl none",
         "--attention-backend local --transformer-impl local",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer",
         "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt",
@@ -467,7 +470,13 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
     [
         ("--use-flash-attn --transformer-impl local", "--use-flash-attn and --transformer-impl local exclude each"),
         ("--attention-backend local", "needs --transformer-impl local"),
-        ("--attention-backend fused", "invalid choice: 'fused'"),
+        ("--attention-backend unfused", "invalid choice: 'unfused'"),
+        (
+            "--attention-backend fused --transformer-impl local",
+            "--attention-backend fused and --transformer-impl local",
+        ),
+        ("--cuda-graph-impl local --use-dpp --pipeline-model-parallel-size 2", "cannot be combined with --pipeline-mo"),
+        ("--cuda-graph-impl transformer_engine", "invalid choice: 'transformer_engine'"),
         ("--tokenizer-type NullTokenizer", "give --vocab-size N + 1"),
         ("--tokenizer-type SentencePieceTokenizer --tokenizer-model t.model", "give --tokenizer-file tokenizer.json"),
         (

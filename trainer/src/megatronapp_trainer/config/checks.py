@@ -13,6 +13,7 @@ from megatronapp_trainer.config.rules.bert import bert_problems
 from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.experts import experts_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
+from megatronapp_trainer.config.rules.graphs import graph_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.config.rules.tokenizer import tokenizer_problems
 from megatronapp_trainer.config.rules.trace import trace_problems
@@ -217,6 +218,7 @@ def _accepted_spellings(config: TrainerConfig) -> Iterator[str]:
     for flag, on in (
         ("--use-flash-attn", model.use_flash_attn),
         ("--attention-backend flash", model.attention_backend == "flash"),
+        ("--attention-backend fused", model.attention_backend == "fused"),
     ):
         yield from require(not (on and local), f"{flag} and --transformer-impl local exclude each other; omit one")
     yield from require(
@@ -490,6 +492,7 @@ _RULES: tuple[Rule, ...] = (
     tokenizer_problems,
     bert_problems,
     experts_problems,
+    graph_problems,
     _intervals,
     control_problems,
 )

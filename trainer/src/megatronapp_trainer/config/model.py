@@ -192,8 +192,9 @@ class ModelConfig(ExpertsConfig):
     use_flash_attn: bool = option(False, "the fused attention that torch has for the device; it is taken anyway")
     attention_backend: str = option(
         "auto",
-        "auto or flash: torch's fused attention; local: --transformer-impl local",
-        choices=("auto", "flash", "local"),
+        "torch's fused attention: fused: cuDNN's first; flash: FlashAttention first; auto: cuDNN's for plain causal "
+        "attention without dropout, FlashAttention otherwise; local: --transformer-impl local",
+        choices=("auto", "flash", "fused", "local"),
     )
     attention_softmax_in_fp32: bool = option(False, "softmax of --transformer-impl local in fp32")
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatronapp_trainer.config.fields import option
+from megatronapp_trainer.config.fields import option, turned_off_by
 
 if TYPE_CHECKING:
     import torch
@@ -63,3 +63,26 @@ class PrecisionConfig:
     def granularity(self) -> str | None:
         """Return full, selective or None."""
         return "selective" if self.recompute_activations else self.recompute_granularity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """Kernels of training on GPUs. On CPUs all of it is plain torch."""
+
+    bias_gelu_fusion: bool = turned_off_by("--no-bias-gelu-fusion", "bias and GELU in plain torch")
+    bias_swiglu_fusion: bool = turned_off_by("--no-bias-swiglu-fusion", "bias and SwiGLU in plain torch")
+    bias_dropout_fusion: bool = turned_off_by("--no-bias-dropout-fusion", "bias and residual sum in plain torch")
+    persist_layer_norm: bool = turned_off_by("--no-persist-layer-norm", "norms in plain torch")
+    fused_cross_entropy: bool = turned_off_by(
+        "--no-cross-entropy-loss-fusion", "cross entropy by megatron-core's separate kernels"
+    )
+    gradient_accumulation_fusion: bool = turned_off_by(
+        "--no-gradient-accumulation-fusion",
+        "weight gradients are rounded to 16 bits before they are added to those in fp32",
+    )
+    cuda_graph_impl: str = option(
+        "auto",
+        "passes of a microbatch as one CUDA graph: local, none, or auto: on one pipeline stage and one tensor rank, "
+        "where nothing needs separate passes",
+        choices=("auto", "none", "local"),
+    )

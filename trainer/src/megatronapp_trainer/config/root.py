@@ -12,7 +12,7 @@ from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.optimizer import OptimizerConfig
 from megatronapp_trainer.config.parallel import ParallelConfig
-from megatronapp_trainer.config.precision import PrecisionConfig
+from megatronapp_trainer.config.precision import KernelConfig, PrecisionConfig
 from megatronapp_trainer.config.training import ControlConfig, TrainingConfig
 
 
@@ -25,6 +25,7 @@ class TrainerConfig:
     dpp: DppConfig = dataclasses.field(default_factory=DppConfig)
     fbd: FbdConfig = dataclasses.field(default_factory=FbdConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    kernels: KernelConfig = dataclasses.field(default_factory=KernelConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

@@ -103,13 +103,13 @@ def captured(compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # n
             compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with _own_workspace(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with own_workspace(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = compute()  # other threads go on
     return graph.replay, result, graph.pool()
 
 
 @contextlib.contextmanager
-def _own_workspace() -> Iterator[None]:
+def own_workspace() -> Iterator[None]:
     """Make cuBLAS take its workspace from the memory of the graph.
 
     torch keeps one for each stream. A graph that uses another's workspace reads freed memory once that is cleared, as

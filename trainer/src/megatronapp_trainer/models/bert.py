@@ -12,6 +12,7 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import LM_LOSS
 from megatronapp_trainer.models.chunks import build_wrapped_chunks
 from megatronapp_trainer.models.initial import initialize_weights
+from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
 from megatronapp_trainer.models.layers import encoder_spec
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
@@ -27,9 +28,10 @@ def build_chunks(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
+    parts = fused_parts(config, device, config.model.transformer_impl or "torch")
 
     def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
-        return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn)
+        return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn, parts=parts)
 
     return build_wrapped_chunks(config, layout, device, build, vocab_size=vocab_size)
 
@@ -104,16 +106,22 @@ def _build_chunk(
     vocab_size: int,
     *,
     drawn: bool,
+    parts: FusedParts,
 ) -> Any:  # noqa: ANN401 - BertEncoder
     with silence_megatron_imports():
         from megatronapp_trainer.models.bert_model import BertEncoder
 
+    model_class: Any = BertEncoder
+    if parts.cross_entropy:
+        from megatronapp_trainer.models.kernels.modules import with_fused_loss
+
+        model_class = with_fused_loss(BertEncoder)
     model, vp_stage = config.model, chunk if layout.virtual_size > 1 else None
     place = layout.place_in_loop(chunk)
-    bert = BertEncoder(
+    bert = model_class(
         core_config,
         2 if model.bert_binary_head else 0,
-        encoder_spec(model, core_config, vp_stage, place),
+        encoder_spec(model, core_config, vp_stage, place, parts=parts),
         vocab_size,
         model.positions,
         pre_process=place == 0 and chunk == 0,

@@ -1,11 +1,14 @@
 """Model chunks of a rank, of any family: built one by one, in the precision of the run, in DistributedDataParallel."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config.rules.graphs import reasons_against_graphs
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.graph_stream import on_graph_stream
 from megatronapp_trainer.models.core_config import transformer_config
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -29,7 +32,12 @@ def build_wrapped_chunks(
         chunks = [_in_half_precision(core_config, chunk) for chunk in chunks]
     if layout.role is RankRole.FORWARD:
         return core_config, chunks
-    return core_config, _distribute(config, core_config, chunks)
+    with on_graph_stream(device.torch_device) if _may_be_captured(config, device) else contextlib.nullcontext():
+        return core_config, _distribute(config, core_config, chunks)
+
+
+def _may_be_captured(config: TrainerConfig, device: Device) -> bool:
+    return device.is_cuda and not reasons_against_graphs(config)
 
 
 def _in_half_precision(core_config: Any, chunk: Any) -> Any:  # noqa: ANN401 - untyped library

@@ -11,12 +11,14 @@ from megatronapp_trainer.hooks.step_observer import LM_LOSS
 from megatronapp_trainer.models.chunks import build_wrapped_chunks
 from megatronapp_trainer.models.core_config import transformer_config
 from megatronapp_trainer.models.initial import initialize_weights
+from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
 from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
 
 LOSSES: tuple[str, ...] = (LM_LOSS,)
+_PLAIN = FusedParts()
 
 
 def build_chunks(
@@ -26,9 +28,10 @@ def build_chunks(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
+    parts = fused_parts(config, device, _implementation(config))
 
     def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
-        return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn)
+        return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn, parts=parts)
 
     return build_wrapped_chunks(config, layout, device, build, vocab_size=vocab_size)
 
@@ -94,6 +97,10 @@ def build_iterators(
     return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)
 
 
+def _implementation(config: TrainerConfig) -> str:
+    return resolve_implementation(config.model, on_any_device=config.fbd.fbd_forward_on_cpu)
+
+
 def _build_chunk(
     config: TrainerConfig,
     core_config: Any,  # noqa: ANN401 - TransformerConfig
@@ -102,15 +109,20 @@ def _build_chunk(
     vocab_size: int,
     *,
     drawn: bool = True,
+    parts: FusedParts = _PLAIN,
 ) -> Any:  # noqa: ANN401 - GPTModel
     from megatron.core.models.gpt import GPTModel
 
+    model_class: Any = GPTModel
+    if parts.cross_entropy:
+        from megatronapp_trainer.models.kernels.modules import with_fused_loss
+
+        model_class = with_fused_loss(GPTModel)
     model, vp_stage = config.model, chunk if layout.virtual_size > 1 else None
     place = layout.place_in_loop(chunk)
-    implementation = resolve_implementation(model, on_any_device=config.fbd.fbd_forward_on_cpu)
-    gpt = GPTModel(
+    gpt = model_class(
         core_config,
-        block_spec(implementation, core_config, vp_stage, place, grouped=model.moe_grouped_gemm),
+        block_spec(_implementation(config), core_config, vp_stage, place, grouped=model.moe_grouped_gemm, parts=parts),
         vocab_size,
         model.positions,
         pre_process=place == 0 and chunk == 0,

@@ -5,6 +5,9 @@ from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.models.kernels.choice import FusedParts
+
+_PLAIN = FusedParts()
 
 
 def resolve_implementation(model: ModelConfig, *, on_any_device: bool = False) -> str:
@@ -29,10 +32,12 @@ def block_spec(
     pp_rank: int,
     *,
     grouped: bool = False,
+    parts: FusedParts = _PLAIN,
 ) -> Any:  # noqa: ANN401 - untyped library
     """Return the spec of one model chunk's transformer block, of chunk `vp_stage` on pipeline rank `pp_rank`.
 
-    `grouped`: the products of a rank's experts in one kernel, where torch has it.
+    `grouped`: the products of a rank's experts in one kernel, where torch has it. `parts`: of the layers that run as
+    kernels of ours.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -40,12 +45,20 @@ def block_spec(
         return get_gpt_decoder_block_spec(
             transformer_config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    return _torch_block(implementation, transformer_config, vp_stage, pp_rank, grouped=grouped)
+    return _torch_block(implementation, transformer_config, vp_stage, pp_rank, grouped=grouped, parts=parts)
 
 
-def encoder_spec(model: ModelConfig, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library
+def encoder_spec(
+    model: ModelConfig,
+    transformer_config: Any,  # noqa: ANN401 - untyped library
+    vp_stage: int | None,
+    pp_rank: int,
+    *,
+    parts: FusedParts = _PLAIN,
+) -> Any:  # noqa: ANN401 - untyped library
     """Return the spec of one model chunk's block of layers that attend to the whole sample, its padding excepted."""
-    return _torch_block(model.transformer_impl or "torch", transformer_config, vp_stage, pp_rank, is_causal=False)
+    implementation = model.transformer_impl or "torch"
+    return _torch_block(implementation, transformer_config, vp_stage, pp_rank, is_causal=False, parts=parts)
 
 
 def _torch_block(
@@ -56,33 +69,43 @@ def _torch_block(
     *,
     is_causal: bool = True,
     grouped: bool = False,
+    parts: FusedParts,
 ) -> Any:  # noqa: ANN401
     """Return layers of megatron-core's linear modules and torch's norms, with either core attention."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatronapp_trainer.models.norm import TorchNorm
-
-    dense = _torch_layer(implementation, transformer_config)
+    dense = _torch_layer(implementation, transformer_config, parts)
     if not is_causal:
         dense.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
     layers = [dense] * get_num_layers_to_build(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
     if transformer_config.num_moe_experts is not None:
         first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
-        layers = _with_experts(layers, implementation, transformer_config, first, grouped=grouped)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+        layers = _with_experts(layers, implementation, transformer_config, first, grouped=grouped, parts=parts)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(parts))
 
 
-def _torch_layer(implementation: str, transformer_config: Any) -> Any:  # noqa: ANN401 - ModuleSpec
+def _norm(parts: FusedParts) -> type:
+    from megatronapp_trainer.models.norm import FusedNorm, TorchNorm
+
+    return FusedNorm if parts.norm else TorchNorm
+
+
+def _torch_layer(implementation: str, transformer_config: Any, parts: FusedParts) -> Any:  # noqa: ANN401 - ModuleSpec
     """Return a layer with a dense MLP."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatronapp_trainer.models.norm import TorchNorm
-
     layer = get_gpt_layer_local_spec(normalization=transformer_config.normalization)
-    layer.submodules.input_layernorm = TorchNorm
-    layer.submodules.pre_mlp_layernorm = TorchNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _norm(parts)
+    if parts.activation:
+        from megatronapp_trainer.models.kernels.modules import FusedMLP
+
+        layer.submodules.mlp.module = FusedMLP
+    if parts.residual:
+        from megatronapp_trainer.models.kernels.modules import fused_bias_dropout_add
+
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = fused_bias_dropout_add
     layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
     return layer
 
@@ -94,11 +117,12 @@ def _with_experts(
     first: int,
     *,
     grouped: bool,
+    parts: FusedParts,
 ) -> list[Any]:
     """Return a chunk's layers from number `first` on, with experts where the configuration's pattern has them."""
     from megatronapp_trainer.models.experts.spec import experts_spec
 
-    layer = _torch_layer(implementation, transformer_config)
+    layer = _torch_layer(implementation, transformer_config, parts)
     layer.submodules.mlp = experts_spec(grouped=grouped)
     pattern = transformer_config.moe_layer_freq
     if pattern == 1:

@@ -21,7 +21,27 @@ class TorchNorm:
     ) -> torch.nn.Module:
         """Return the norm module itself."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm: torch.nn.Module = kind(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+        return _marked(kind(hidden_size, eps=eps), config)
+
+
+class FusedNorm:
+    """Factory like `TorchNorm` of norms in one kernel each way."""
+
+    def __new__(  # type: ignore[misc] # a spec's builder may give any module
+        cls,
+        config: Any,  # noqa: ANN401 - TransformerConfig
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_options: Any,  # noqa: ANN401 - of fused norms
+    ) -> torch.nn.Module:
+        """Return the norm module itself."""
+        from megatronapp_trainer.models.kernels.modules import FusedLayerNorm, FusedRMSNorm
+
+        kind = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
+        return _marked(kind(hidden_size, eps=eps), config)
+
+
+def _marked(norm: torch.nn.Module, config: Any) -> torch.nn.Module:  # noqa: ANN401 - TransformerConfig
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm

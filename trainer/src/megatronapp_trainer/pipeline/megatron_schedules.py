@@ -11,6 +11,7 @@ from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
+from megatronapp_trainer.pipeline.graphs.graphed_step import GraphedStep, uses_graphs
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
@@ -62,17 +63,23 @@ class StaticSchedule:
         self._layout = context.layout
         self._chunks = context.chunks
         self._forward_backward = get_forward_backward_func()
+        self._graphed: GraphedStep | None = None
         if context.optimizer is not None:
             connect_gradients(context)
+            _fuse_gradients(context)
         self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
         self._plain_forward_step = ForwardStep(context.family, None)
+        if context.optimizer is not None and uses_graphs(context):
+            self._graphed = GraphedStep(context, self._forward_step, self._plain_forward_step, self._timers)
         self._transport = _transport_options(context.transport, context.core_config)
         self._shared_transport = context.evaluation_transport
         self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; gradients are reduced. Returns reports on the last stage."""
+        if self._graphed is not None:
+            return self._graphed.train(feed, num_microbatches)
         if self._timers is not None:
             self._timers.begin_step(backward_order(self._layout, num_microbatches))
         return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
@@ -126,6 +133,18 @@ def install_pass_timers(context: ScheduleContext) -> PassTimers | None:
     timers = PassTimers(context.observer, context.core_config.timers)
     context.core_config.timers = timers
     return timers
+
+
+def _fuse_gradients(context: ScheduleContext) -> None:
+    # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+    from megatronapp_trainer.pipeline.split_backward import (
+        fused_gradients,
+        install_direct_gradients,
+        uses_small_kernels,
+    )
+
+    if (gradients := fused_gradients(context)) is not None:
+        install_direct_gradients(context.chunks, sum_rows=gradients, embedding_rows=uses_small_kernels(context.config))
 
 
 def connect_gradients(context: ScheduleContext) -> None:

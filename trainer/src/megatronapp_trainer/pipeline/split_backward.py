@@ -7,6 +7,7 @@ docs/megadpp.md says what is split, and what that costs.
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +16,34 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.models.kernels.choice import launches_are_replayed, reason_against_kernels
+from megatronapp_trainer.models.layers import resolve_implementation
 from megatronapp_trainer.pipeline.reduction_order import order_reductions
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.weight_gradients import (
+    DirectGradients,
+    WeightGradients,
     WeightGradientStore,
     add_fused_product,
+    announce,
     start_gather,
+    sum_rows,
     weight_product,
 )
 
+log = logging.getLogger(__name__)
 _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
 """Modules whose weight gradient is no matrix product: it stays in B, and there is nothing to gain."""
 
 
 def install_split_backward(
-    chunks: list[Any], *, output_layer: bool = True, fused: bool = False
+    chunks: list[Any],
+    *,
+    output_layer: bool = True,
+    fused: bool = False,
+    sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
 ) -> list[WeightGradientStore]:
     """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
 
@@ -43,23 +57,109 @@ def install_split_backward(
         fused: add each product to `main_grad` within the matrix product. Faster, and not bit-equal to megatron-core's
             layers: the product is not rounded to the precision of the weights before it is added. Split and whole
             passes both do it, so results do not depend on which of them run.
+        sum_rows: sums the gradients of outputs over tokens, for biases.
 
     Raises:
         UsageError: the device has no fused product for the model's precision.
     """
     stores = []
     for index, chunk in enumerate(chunks):
-        store = WeightGradientStore(chunk, index=index, fused=fused)
-        for module in _split_layers(chunk, output_layer=output_layer)[0].values():
-            if fused:
-                _require_fused_product(module.weight)
-            whole = module._forward_impl
-            if isinstance(whole, _SplitLayer):
-                whole = whole.whole
-            module._forward_impl = _SplitLayer(module.weight, store, whole)
+        store = WeightGradientStore(chunk, index=index, fused=fused, sum_rows=sum_rows)
+        _install(chunk, store, output_layer=output_layer)
         stores.append(store)
     order_reductions(chunks)
     return stores
+
+
+def install_direct_gradients(
+    chunks: list[Any],
+    *,
+    sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
+    embedding_rows: bool = False,
+) -> None:
+    """Let the linear layers of model chunks add their weight gradients to fp32 within the matrix product.
+
+    For schedules whose backward passes are whole. `embedding_rows`: the embedding of tokens adds its gradient row by
+    row, in a kernel of ours. Raises UsageError as `install_split_backward`.
+    """
+    for chunk in chunks:
+        _install(chunk, DirectGradients(chunk, sum_rows=sum_rows), output_layer=True)
+        if embedding_rows:
+            for module in _own_embeddings(chunk):
+                module.forward = _RowEmbedding(module, chunk, module.forward)
+
+
+def _own_embeddings(chunk: Any) -> list[Any]:  # noqa: ANN401 - DDP
+    """Return the embeddings of tokens whose table is whole on this rank and has no other use in the chunk."""
+    modules = list(chunk.modules())
+    uses = collections.Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
+    return [
+        module
+        for module in modules
+        if isinstance(module, VocabParallelEmbedding)
+        and uses[id(module.weight)] == 1
+        and module.tp_group.size() == 1
+        and not module.reduce_scatter_embeddings
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RowEmbedding:
+    """Takes the place of `forward` of megatron-core's embedding of tokens."""
+
+    module: Any
+    chunk: Any
+    whole: Callable[[torch.Tensor], torch.Tensor]
+    """The module's own, where no gradient is computed."""
+
+    def __call__(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the rows [B, S, H] of tokens [B, S]."""
+        weight = self.module.weight
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return self.whole(input_)
+        from megatronapp_trainer.models.kernels.embedding import embed
+
+        return embed(input_, weight, lambda parameter: announce(self.chunk, parameter))
+
+
+def _install(chunk: Any, gradients: WeightGradients, *, output_layer: bool) -> None:  # noqa: ANN401 - DDP
+    for module in _split_layers(chunk, output_layer=output_layer)[0].values():
+        if gradients.fused:
+            _require_fused_product(module.weight)
+        whole = module._forward_impl
+        if isinstance(whole, _SplitLayer):
+            whole = whole.whole
+        module._forward_impl = _SplitLayer(module.weight, gradients, whole)
+
+
+def fused_gradients(context: ScheduleContext) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Choose whether weight gradients are added to fp32 within the matrix product, and log the choice.
+
+    Returns the function that sums the gradients of biases then; None: gradients as megatron-core's layers compute them.
+    """
+    config = context.config
+    weight = next(context.chunks[0].parameters())
+    implementation = resolve_implementation(config.model)
+    if not weight.is_cuda or not config.precision.reduces_in_fp32 or implementation != "torch":
+        return None
+    if not config.kernels.gradient_accumulation_fusion:
+        log.info("weight gradients: rounded before they are added (--no-gradient-accumulation-fusion)")
+        return None
+    if not has_fused_product(weight.device, weight.dtype, torch.float32):
+        log.info("weight gradients: rounded before they are added, as the device has no fused product")
+        return None
+    log.info("weight gradients: added to fp32 within the matrix product")
+    if not uses_small_kernels(config):
+        return sum_rows
+    from megatronapp_trainer.models.kernels.columns import column_sums
+
+    return column_sums
+
+
+def uses_small_kernels(config: TrainerConfig) -> bool:
+    """Return whether kernels of ours run on the GPU of this process, those included that are short for their launch."""
+    reason = reason_against_kernels(config, is_cuda=True, implementation=resolve_implementation(config.model))
+    return reason is None and launches_are_replayed(config)
 
 
 def unsplit_layers(chunk: Any, *, output_layer: bool = True) -> dict[str, str]:  # noqa: ANN401 - DDP
@@ -130,7 +230,7 @@ class _SplitLayer:
     """Takes the place of `_forward_impl` of megatron-core's column- and row-parallel linear layers."""
 
     weight: torch.nn.Parameter
-    store: WeightGradientStore
+    store: WeightGradients
     whole: Callable[..., torch.Tensor]
     """The module's own, for any weight but its parameter, and for a frozen one."""
 
@@ -174,7 +274,7 @@ class _LayerCall:
     """Arguments of a linear layer that autograd does not follow."""
 
     weight: torch.nn.Parameter
-    store: WeightGradientStore
+    store: WeightGradients
     reduce_group: dist.ProcessGroup | None
     """Ranks over which the input's gradient is summed."""
     gather_group: dist.ProcessGroup | None
@@ -201,6 +301,8 @@ class _LinearFunction(torch.autograd.Function):
         whole, gather = _gather_shared(input, call.gather_group)
         if gather is not None:
             gather.wait()
+        if call.store.fused:  # the bias is added before the product is rounded
+            return torch.nn.functional.linear(whole, weight, bias)
         output = torch.matmul(whole, weight.t())
         return output if bias is None else output + bias
 
@@ -220,7 +322,7 @@ class _LinearFunction(torch.autograd.Function):
             call.store.collect(product)
         else:
             call.store.add_now(product, whole)
-        bias_gradient = product.output_gradient.sum(dim=0) if ctx.has_bias else None
+        bias_gradient = call.store.sum_rows(product.output_gradient) if ctx.has_bias else None
         if reduction is not None:
             reduction.wait()
         return input_gradient, None, bias_gradient, None

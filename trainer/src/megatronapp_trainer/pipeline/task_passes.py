@@ -11,8 +11,9 @@ from megatronapp_trainer.parallel.vee_gradients import finalize_vee
 from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.split_backward import install_split_backward
+from megatronapp_trainer.pipeline.split_backward import fused_gradients, install_split_backward
 from megatronapp_trainer.pipeline.task_random import TaskRandom
+from megatronapp_trainer.pipeline.weight_gradients import sum_rows
 
 
 class TaskFeed:
@@ -50,7 +51,10 @@ class TaskPasses:
         self._core_config = copy.copy(context.core_config)
         self._core_config.deallocate_pipeline_outputs = True
         self._split = split
-        self._stores = install_split_backward(context.chunks)
+        gradients = fused_gradients(context)
+        self._stores = install_split_backward(
+            context.chunks, fused=gradients is not None, sum_rows=sum_rows if gradients is None else gradients
+        )
         self._random = TaskRandom() if context.config.model.has_dropout else None
         self._device = next(context.chunks[0].parameters()).device
 

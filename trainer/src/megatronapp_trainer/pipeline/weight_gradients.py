@@ -6,8 +6,8 @@ T tokens of a microbatch, I inputs and O outputs of a linear layer on this rank.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,74 @@ def add_fused_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tens
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
+def sum_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Add the rows of a matrix [T, O] up -> [O], as autograd does for a bias."""
+    return matrix.sum(dim=0)
+
+
+class WeightGradients(Protocol):
+    """Takes the weight gradients of the linear layers of a model chunk."""
+
+    fused: bool
+    """Products are added to fp32 without rounding before, and a layer's bias is added within its product."""
+    sum_rows: Callable[[torch.Tensor], torch.Tensor]
+    """Sums the gradient of an output over tokens, for the bias."""
+
+    @property
+    def is_collecting(self) -> bool:
+        """True while a backward pass leaves its weight gradients for later."""
+
+    def collect(self, product: WeightProduct) -> None:
+        """Leave a weight gradient for later."""
+
+    def add_now(self, product: WeightProduct, layer_input: torch.Tensor) -> None:
+        """Compute a weight gradient within its backward pass, from the whole input of the layer [.., I]."""
+
+
+class DirectGradients:
+    """Adds each weight gradient of a model chunk to its `main_grad` within the backward pass, in one fused product."""
+
+    fused = True
+    is_collecting = False
+
+    def __init__(self, chunk: Any, *, sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows) -> None:  # noqa: ANN401 - DDP
+        self._chunk = chunk
+        self.sum_rows = sum_rows
+
+    def collect(self, product: WeightProduct) -> None:
+        """Refuse: nothing is left for later."""
+        raise TaskOrderError("weight gradients are computed in each backward pass here, and none is left for later")
+
+    @torch.no_grad()
+    def add_now(self, product: WeightProduct, layer_input: torch.Tensor) -> None:
+        """Compute a weight gradient within its backward pass, from the whole input of the layer [.., I]."""
+        add_product(product, layer_input, fused=True)
+        announce(self._chunk, product.weight)
+
+
+def add_product(product: WeightProduct, layer_input: torch.Tensor, *, fused: bool) -> None:
+    """Add the product to the weight's `main_grad`.
+
+    Not fused it is what autograd and the hook of megatron-core's DistributedDataParallel do: the product in the
+    precision of its operands, then the sum in that of `main_grad`.
+    """
+    total: torch.Tensor = product.weight.main_grad  # type: ignore[attr-defined] # set by megatron-core
+    left, right = product.output_gradient.t(), layer_input.contiguous().flatten(0, -2)
+    if fused:
+        add_fused_product(total, left, right)
+    else:
+        total.add_(left.matmul(right))
+
+
+def announce(chunk: Any, weight: torch.nn.Parameter) -> None:  # noqa: ANN401 - DDP
+    """Register the gradient of a weight at megatron-core's DistributedDataParallel, as its own hook does.
+
+    It counts only the last microbatch's, and begins to reduce a bucket with the last of its parameters.
+    """
+    if chunk.ddp_config.overlap_grad_reduce:
+        chunk.param_to_bucket_group[weight].register_grad_ready(weight, chunk.force_all_reduce)
+
+
 class WeightGradientStore:
     """Weight gradients of one model chunk that backward passes have left for later.
 
@@ -90,10 +158,18 @@ class WeightGradientStore:
     the chunk's output can be one of them.
     """
 
-    def __init__(self, chunk: Any, *, index: int = 0, fused: bool = False) -> None:  # noqa: ANN401 - DDP
+    def __init__(
+        self,
+        chunk: Any,  # noqa: ANN401 - DDP
+        *,
+        index: int = 0,
+        fused: bool = False,
+        sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
+    ) -> None:
         self._chunk = chunk
         self._index = index
-        self._fused = fused
+        self.fused = fused
+        self.sum_rows = sum_rows
         self._microbatches = 0
         self._next_backward = 0
         self._collected: dict[int, list[WeightProduct]] = {}
@@ -167,9 +243,9 @@ class WeightGradientStore:
         is_last = microbatch == self._microbatches - 1
         for product, layer_input in _gathered(collections.deque(self._collected.pop(microbatch))):
             self._refuse_overwritten(product, microbatch)
-            self._add(product, layer_input)
+            add_product(product, layer_input, fused=self.fused)
             if is_last:
-                self._announce(product.weight)
+                announce(self._chunk, product.weight)
 
     def finish_step(self) -> None:
         """End the step. Raises TaskOrderError if a backward pass or a W has not run."""
@@ -189,29 +265,8 @@ class WeightGradientStore:
     def add_now(self, product: WeightProduct, layer_input: torch.Tensor) -> None:
         """Compute a weight gradient within its backward pass, from the whole input of the layer [.., I]."""
         self._refuse_pending("a backward pass adds to the same weights")
-        self._add(product, layer_input)
-        self._announce(product.weight)
-
-    def _add(self, product: WeightProduct, layer_input: torch.Tensor) -> None:
-        """Add the product to the weight's `main_grad`.
-
-        Not fused it is what autograd and the hook of megatron-core's DistributedDataParallel do: the product in the
-        precision of its operands, then the sum in that of `main_grad`.
-        """
-        total: torch.Tensor = product.weight.main_grad  # type: ignore[attr-defined] # set by megatron-core
-        left, right = product.output_gradient.t(), layer_input.contiguous().flatten(0, -2)
-        if self._fused:
-            add_fused_product(total, left, right)
-        else:
-            total.add_(left.matmul(right))
-
-    def _announce(self, weight: torch.nn.Parameter) -> None:
-        """Register the gradient of a weight at megatron-core's DistributedDataParallel, as its own hook does.
-
-        It counts only the last microbatch's, and begins to reduce a bucket with the last of its parameters.
-        """
-        if self._chunk.ddp_config.overlap_grad_reduce:
-            self._chunk.param_to_bucket_group[weight].register_grad_ready(weight, self._chunk.force_all_reduce)
+        add_product(product, layer_input, fused=self.fused)
+        announce(self._chunk, product.weight)
 
     def _refuse_pending(self, what: str) -> None:
         if self._collected:

@@ -1,5 +1,6 @@
 """Construction of a training run: device, groups, model, optimizer, schedules, data."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
+from megatronapp_trainer.models.attention_backends import attention_backends
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout, environment_integer, layout_from_environment
 from megatronapp_trainer.parallel.node_flags import check_node_flags
@@ -42,6 +44,10 @@ class TrainingRun:
     def loss_names(self) -> tuple[str, ...]:
         """Return the names of the losses that a report of a microbatch sums."""
         return model_family(self.config).LOSSES
+
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """Choose the kernels of attention of the passes inside."""
+        return attention_backends(self.config, self.device)
 
 
 def layout_of(config: TrainerConfig) -> Layout:

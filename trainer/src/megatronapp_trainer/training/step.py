@@ -126,7 +126,8 @@ class TrainingStep:
         )
         if self._perturbation is not None:
             self._begin_perturbed(self._perturbation)
-        reports = self._context.schedule.train(feed, microbatches)
+        with self._run.attention():
+            reports = self._context.schedule.train(feed, microbatches)
         if self._perturbation is not None:
             self._perturbation.passes_done()
         if self._capture is not None and self._is_captured:

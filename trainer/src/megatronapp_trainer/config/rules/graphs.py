@@ -1,0 +1,58 @@
+"""Rules for CUDA graphs of training passes: what a graph cannot replay."""
+
+from collections.abc import Iterator
+
+from megatronapp_trainer.config.fields import require
+from megatronapp_trainer.config.root import TrainerConfig
+
+
+def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
+    """Return what keeps the passes of a microbatch out of a CUDA graph, named by flags; empty if nothing does.
+
+    A graph holds the forward and the backward pass of one microbatch with fixed shapes, draws no random numbers, and
+    ends without a transfer.
+    """
+    model, parallel, precision = config.model, config.parallel, config.precision
+    found = {
+        "--pipeline-model-parallel-size above 1": parallel.pipeline_model_parallel_size > 1,
+        "--use-dpp": config.dpp.use_dpp,
+        "--forward-backward-disaggregating": config.fbd.enabled,
+        f"--model-type {model.model_type}": model.model_type != "gpt",
+        "--num-experts": model.num_experts is not None,
+        "dropout": model.has_dropout,
+        "--fp16": precision.fp16,
+        "--recompute-granularity": precision.granularity is not None,
+        "--trace with --tensor-model-parallel-size above 1": config.logging.trace
+        and parallel.tensor_model_parallel_size > 1,
+        "--sequence-parallel": parallel.sequence_parallel,
+        f"--transformer-impl {model.transformer_impl}": model.transformer_impl not in {"", "torch"},
+    }
+    return tuple(name for name, holds in found.items() if holds)
+
+
+def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
+    """Return why the passes of a microbatch are not replayed; empty if they are.
+
+    Besides what a graph cannot hold: what costs more than it saves, or was not measured, unless it is asked for.
+    """
+    requested, parallel = config.kernels.cuda_graph_impl, config.parallel
+    if requested == "none":
+        return ("--cuda-graph-impl none",)
+    obstacles = graph_obstacles(config)
+    if requested == "local":
+        return obstacles
+    found = {
+        "--tensor-model-parallel-size above 1": parallel.tensor_model_parallel_size > 1,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+        "--overlap-param-gather": parallel.overlap_param_gather,
+    }
+    return obstacles + tuple(name for name, holds in found.items() if holds)
+
+
+def graph_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield a sentence if graphs are asked for where they cannot be."""
+    obstacles = graph_obstacles(config) if config.kernels.cuda_graph_impl == "local" else ()
+    yield from require(
+        not obstacles,
+        f"--cuda-graph-impl local cannot be combined with {', '.join(obstacles)}; leave one of them out",
+    )

@@ -1,0 +1,1 @@
+"""Kernels of training in Triton, and the choice between them and plain torch."""
