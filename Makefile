@@ -44,23 +44,34 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-others ## What must hold for each commit: Python, C++, page (about 15 minutes on two cores)
+test: ready ## What must hold for each commit: Python, C++, page (about 15 minutes on two cores)
+	$(MAKE) --keep-going -j1 test-together test-e2e
+
+test-py: ready
+	$(MAKE) --keep-going -j1 test-files test-e2e
+
+# The tests of C++ wait nine tenths of their time for deadlines, and those of the page for a single process that transforms
+# it: next to the files of Python they use processor time that would be idle.
+.PHONY: test-together
+test-together:
+	$(MAKE) --keep-going -j3 test-files test-others
 
 # One is downloaded while the other is compiled; apt-get first, as only one may run.
-test-py:
+.PHONY: ready
+ready:
 	scripts/system_packages.sh build test native
 	$(MAKE) -j2 test-tools setup
-	$(MAKE) --keep-going -j1 test-files test-e2e
 
 .PHONY: test-tools
 test-tools:
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
 
-# Separate targets of a second make, so that test-e2e also runs after failed tests, but not after an interruption.
+# Separate targets of a second make, so that test-e2e also runs after failed tests, but not after an interruption. It runs
+# alone, because it judges measured times.
 .PHONY: test-files test-e2e
 test-files:
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)
+	MAKEFLAGS= $(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)
 
 test-e2e:
 	$(BIN)/python -m pytest tests/e2e --timeout 600
@@ -80,10 +91,10 @@ test-full: test-full-tools test ## Those of test and all that are too long for i
 test-full-tools:
 	for tool in cluster kueue kwok scheduler-plugins api-1.30; do scripts/kube_tools.sh $$tool || exit; done
 
-# Both wait for much of their time: C++ for deadlines of transfers, the page for a single process that transforms it.
+# The output of each is printed when it has ended, not between lines of the tests of Python.
 .PHONY: test-others
 test-others:
-	$(MAKE) --keep-going --output-sync=target -j2 test-cpp test-ui
+	$(MAKE) --keep-going --output-sync=target test-cpp test-ui
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native
