@@ -20,7 +20,7 @@ from hypothesis import settings
 
 pytest_plugins = ["pytest_workers"]
 
-EXAMPLES = 100 if os.environ.get("MEGATRONAPP_FULL") else 40
+EXAMPLES = 100 if os.environ.get("MEGATRONAPP_FULL") else 25
 settings.register_profile("shared", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared")

@@ -47,7 +47,7 @@ CASES = [
     *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS),
     *((*operation, GenerationMode.NEGATIVE) for operation in OPERATIONS[2:]),  # probes take nothing that could be wrong
 ]
-EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "80" if FULL else "6"))
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "80" if FULL else "4"))
 """Fewer than of other interfaces, because each request is reviewed by the API server."""
 
 

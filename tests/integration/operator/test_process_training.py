@@ -173,18 +173,18 @@ def perturb(job: Served, path: pathlib.Path) -> int:
     change = {"kind": "storage", "parameter": "mlp.linear_fc1", "action": {"type": "gaussian", "coefficient": 0.01}}
     path.write_text(json.dumps({"perturbations": [change]}), encoding="utf-8")
     order = ("training", job.name, "perturb", str(path), "--target", "master")
-    (digest,) = re.findall(r"perturbs with recipe ([0-9a-f]{12}) after 7 steps", job.cli(*order))
-    assert f"step 8 by recipe {digest}, in force" in job.cli("training", job.name, "status")
-    assert job.cli("training", job.name, "perturb", "--undo") == "perturbs no longer after 7 steps\n"
-    assert "Perturbed" not in job.cli("training", job.name, "status")
-    job.cli(*order)
-    job.cli("training", job.name, "step", "1")
+    (digest,) = re.findall(r"perturbs with recipe ([0-9a-f]{12}) after 7 steps", job.call(*order))
+    assert f"step 8 by recipe {digest}, in force" in job.call("training", job.name, "status")
+    assert job.call("training", job.name, "perturb", "--undo") == "perturbs no longer after 7 steps\n"
+    assert "Perturbed" not in job.call("training", job.name, "status")
+    job.call(*order)
+    job.call("training", job.name, "step", "1")
     job._until(lambda: until_state(job, "paused", 0)["step"] == 8)
     state = until_state(job, "paused", 0)
     span = {"digest": digest, "parameters": "master", "replica": None, "firstStep": 8, "lastStep": 8}
     assert (state["perturbation"], state["perturbed"]) == (None, [span])
     with pytest.raises(AssertionError, match="step 8 has used the perturbed parameters"):
-        job.cli("training", job.name, "perturb", "--undo")
+        job.call("training", job.name, "perturb", "--undo")
     return 5
 
 
@@ -195,14 +195,14 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
     assert job.status()["phase"] == "Running"
     check_captures(job)
     check_probe_texts(job)
-    assert job.cli("training", job.name, "capture", "--off") == "captures no step from now on, after 3 steps\n"
-    job.cli("training", job.name, "step", "1")
+    assert job.call("training", job.name, "capture", "--off") == "captures no step from now on, after 3 steps\n"
+    job.call("training", job.name, "step", "1")
     job._until(lambda: until_state(job, "paused", 0)["step"] == 4)
-    assert job.cli("training", job.name, "capture") == "captures the next step, after 4 steps\n"
-    job.cli("training", job.name, "step", "3")
+    assert job.call("training", job.name, "capture") == "captures the next step, after 4 steps\n"
+    job.call("training", job.name, "step", "3")
     assert until_state(job, "paused", 0)["captureEvery"] is None
     job._until(lambda: captured_steps(job) == [2, 5])
-    assert "Running,Paused" in job.cli("get", job.name)
+    assert "Running,Paused" in job.call("get", job.name)
     given_before = 5 + perturb(job, tmp_path / "recipe.json")
 
     attempt = 0
@@ -218,7 +218,7 @@ def test_a_job_is_paused_stepped_killed_fought_over_and_stopped(job: Served, tmp
         rival.join(600)
     assert [rival.accepted for rival in rivals] >= [ORDERS // 2] * 2
     assert {code for rival in rivals for code in rival.codes} <= {"lease-lost", "order-refused", "orders-wait"}
-    stopped = job.cli("training", job.name, "stop", "--force")
+    stopped = job.call("training", job.name, "stop", "--force")
     step = int(re.findall(r"stops after (\d+) steps", stopped)[0])
     job._until(lambda: job.status().get("phase") == "Succeeded")
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(step)

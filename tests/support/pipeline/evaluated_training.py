@@ -2,14 +2,17 @@
 
 from typing import Any
 
+from pytest_workers import FULL
 from recording_reporter import RecordingReporter
 
 Record = tuple[list[float], list[float], list[float]]
 """Losses, gradient norms, and losses of evaluations."""
 
+BATCH = 8 if FULL else 4
+"""Samples of a step: two microbatches for each of two stages are the fewest with which passes take turns."""
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 8 --train-iters 3 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    f"--global-batch-size {BATCH} --train-iters 3 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
     "--vocab-size 120 --eval-iters 1 --eval-interval 2"
 )
 

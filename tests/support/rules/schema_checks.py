@@ -17,7 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 SEEDS = (1, 2, 3, 4) if FULL else (1, 2)
-EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "320" if FULL else "6"))
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "320" if FULL else "4"))
 """Requests of each kind to an operation, over all seeds."""
 REQUEST_TIMEOUT_S = 120
 TOO_LARGE = "413"

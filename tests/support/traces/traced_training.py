@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from pytest_workers import FULL
 
 from megatronapp_common.trace import RECORD
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 6
-MICROBATCHES = 4
+MICROBATCHES = 4 if FULL else 2
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     f"--train-iters {STEPS} --lr 2e-3 --mock-data --vocab-size 120 --attention-dropout 0 --hidden-dropout 0 "

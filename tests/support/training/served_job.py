@@ -1,6 +1,7 @@
 """Job `megatronapp serve` of a tiny model as users start it: a gang of real ranks with its hub, on this machine."""
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
+import pytest
 import served_model
 
+from megatronapp_common import cli
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 DEADLINE_S = 120.0
@@ -35,12 +38,26 @@ class Served:
         self.folder = state / "megatronapp" / "jobs" / name
 
     def cli(self, *arguments: str) -> str:
+        """Return the output of `megatronapp`, run as a process."""
         command = [*self.megatronapp, *arguments]
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def call(self, *arguments: str) -> str:
+        """Return the same, run within this process, which takes a second of processor time less."""
+        out, errors = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as changed,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(errors),
+        ):
+            changed.setenv("XDG_STATE_HOME", self.environment["XDG_STATE_HOME"])
+            code = cli.main(arguments)
+        assert code == 0, out.getvalue() + errors.getvalue()
+        return out.getvalue()
 
     def status(self) -> dict[str, Any]:
         try:
@@ -70,7 +87,7 @@ class Served:
             time.sleep(0.05)
 
     def client(self) -> httpx.Client:
-        lines = self.cli("serve", "--print", self.name).splitlines()
+        lines = self.call("serve", "--print", self.name).splitlines()
         url, key = (line.partition("=")[2] for line in lines)
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)

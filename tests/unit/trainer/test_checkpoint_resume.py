@@ -18,10 +18,11 @@ RunRanks = Callable[..., list[Any]]
 
 STOP, END = (6, 10) if FULL else (3, 5)
 """Steps after which a run is saved, and at its end."""
+BATCH = 8 if FULL else 4
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --lr-warmup-iters 2 --mock-data "
-    f"--train-iters {END} --vocab-size 120 --eval-iters 0"
+    f"--global-batch-size {BATCH} --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --lr-warmup-iters 2 "
+    f"--mock-data --train-iters {END} --vocab-size 120 --eval-iters 0"
 )
 STEADY = "--attention-dropout 0 --hidden-dropout 0"
 TP2 = "--tensor-model-parallel-size 2"
@@ -122,7 +123,7 @@ def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path)
     ]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
     manifest = json.loads((save / "iter_0000006" / "megatronapp.json").read_text())
-    assert manifest["consumed_samples"] == 48
+    assert manifest["consumed_samples"] == 6 * BATCH
     assert manifest["attempt"] == 0
 
 

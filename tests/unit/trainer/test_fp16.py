@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import small_training
+from pytest_workers import FULL
 
 from megatronapp_trainer.errors import NotFiniteError
 
@@ -15,9 +16,10 @@ pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
 Figures = list[tuple[float, float | None, bool]]
 STEPS = 8
+BATCH = 8 if FULL else 4
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 61 "
-    "--make-vocab-size-divisible-by 4 --global-batch-size 8 --lr 3e-3 --lr-decay-style constant --mock-data "
+    f"--make-vocab-size-divisible-by 4 --global-batch-size {BATCH} --lr 3e-3 --lr-decay-style constant --mock-data "
     f"--train-iters {STEPS} --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --clip-grad 0.7"
 )
 LOW = "--fp16 --initial-loss-scale 1024 --loss-scale-window 3"

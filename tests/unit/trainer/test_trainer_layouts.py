@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
 
-STEPS = 10 if FULL else 4
+STEPS = 10 if FULL else 3
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     f"--global-batch-size 8 --train-iters {STEPS} --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import small_training
+from pytest_workers import FULL
 
 pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
 
 STOP, END = 2, 4
+BATCH = 8 if FULL else 4
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --mock-data --vocab-size 61 "
+    f"--global-batch-size {BATCH} --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --mock-data --vocab-size 61 "
     f"--make-vocab-size-divisible-by 4 --train-iters {END} --eval-iters 0"
 )
 BERT = f"--model-type bert {MODEL}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import small_training
+from pytest_workers import FULL
 
 from megatronapp_trainer.checkpoint import arguments
 from megatronapp_trainer.config import parse
@@ -14,9 +15,10 @@ from megatronapp_trainer.config import parse
 RunRanks = Callable[..., list[Any]]
 
 STOP, END = 2, 4
+BATCH = 8 if FULL else 4
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 61 "
-    f"--global-batch-size 8 --train-iters {END} --eval-iters 0 --lr 1e-2 --lr-decay-style constant --mock-data "
+    f"--global-batch-size {BATCH} --train-iters {END} --eval-iters 0 --lr 1e-2 --lr-decay-style constant --mock-data "
     "--normalization RMSNorm --swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 "
     "--moe-shared-expert-intermediate-size 16 --moe-layer-freq [0]+[1]*3 --moe-aux-loss-coeff 0.1 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --init-method-std 0.2"

@@ -31,7 +31,7 @@ CASES = {
     "PP2": (2, f"{PP2} --fbd-ship full"),
     "VPP2-untied": (2, f"{VPP2} --untie-embeddings-and-output-weights --fbd-ship selective"),
     "VPP2-full": (2, f"{VPP2} --fbd-ship full"),
-    "TP2": (2, f"{TP2} --fbd-ship full"),
+    "TP2": (2, f"{TP2} --fbd-ship full --num-layers 2"),
     "TP2-saved": (2, f"{TP2} {FULL_RECOMPUTE} --fbd-ship saved"),
     "one-forward-for-two": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship full"),
     "one-forward-for-two-selective": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship selective"),
@@ -194,7 +194,7 @@ def test_a_resumed_run_measures_again(run_ranks: RunRanks, tmp_path: pathlib.Pat
 MERGED = "--ignore-forward-tensor-parallel"
 CLOSE = {
     "TP2": (2, f"{TP2} --attention-dropout 0 --hidden-dropout 0"),
-    "TP2-dropout": (2, "--tensor-model-parallel-size 2 --attention-dropout 0 --fbd-ship full"),
+    "TP2-dropout": (2, "--tensor-model-parallel-size 2 --attention-dropout 0 --fbd-ship full --num-layers 2"),
     "TP2xPP2-recomputed": (
         4,
         f"{TP2} {PP2} {FULL_RECOMPUTE} --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear",
