@@ -20,6 +20,12 @@ from hypothesis import settings
 
 pytest_plugins = ["pytest_workers"]
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Threads of torch in a process of tests, and in what it starts: launchers give ranks the same number.
+
+With two, they wait for each other by turning in a loop, which takes a hundred times the processor time of tiny tensors
+where other processes use the processors."""
+
 EXAMPLES = 100 if os.environ.get("MEGATRONAPP_FULL") else 25
 settings.register_profile("shared", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
