@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 version="${1:-3.12}"
 names=(
   annotated-doc annotated-types anyio cachetools cel-expr-python certifi click einops fastapi h11 httpcore httpx hypothesis idna
-  iniconfig jinja2 libucx-cu13 markupsafe megatron-core msgpack nvidia-ml-py opentelemetry-api packaging pathspec pluggy prometheus-client psutil pybind11 pydantic
+  iniconfig jinja2 libucx-cu13 markupsafe megatron-core msgpack nvidia-ml-py opentelemetry-api packaging pathspec pluggy prometheus-client psutil pyarrow pybind11 pydantic
   pydantic-core pygments pytest pytest-asyncio pytest-timeout pyyaml safetensors scikit-build-core setuptools shtab
   sniffio sortedcontainers starlette tokenizers tqdm typing-extensions typing-inspection uvicorn websockets
 )
@@ -20,16 +20,5 @@ for name in "${names[@]}"; do
   .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -d .whl \
     --python-version "$version" --implementation cp "${platforms[@]}" "${pinned:-$name}" || echo "no wheel: $name" >&2
 done
-.venv/bin/python - .whl/libucx_cu13-*.whl <<'PY'
-"""Keep what UCX needs to run: the static libraries, test programs and third copies are most of its wheel."""
-import pathlib, sys, zipfile
-
-wheel = pathlib.Path(sys.argv[1])
-with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(wheel.with_suffix(".small"), "w", zipfile.ZIP_DEFLATED) as target:
-    for entry in source.infolist():
-        name = entry.filename
-        if not name.endswith((".a", ".so.0.0.0", ".h")) and "perftest" not in name and "/bin/" not in name:
-            target.writestr(entry, source.read(entry))
-wheel.with_suffix(".small").replace(wheel)
-PY
+.venv/bin/python bench/small_wheels.py .whl/*.whl
 du -sh .whl
