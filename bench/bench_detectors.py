@@ -4,6 +4,7 @@
     python bench/bench_detectors.py --windows 200 --published     # the seeds of published tables
     python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --minutes 60   # in several parts
     python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --processes 16
+    python bench/bench_detectors.py --rows @healthy --windows 1112 --published --continue run.outcomes --processes 16
     python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
 
 Every window is a separate job, watched from its first step. All detectors get the same records.
@@ -27,7 +28,7 @@ from detect.noise import Floats
 from detect.progress import OutcomeFile, key_of, version_of
 from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
 from detect.score import quantile, score
-from detect.suite import LAYOUTS, PUBLISHED, ROWS, TABLE, DetectionCase, draw
+from detect.suite import LAYOUTS, PUBLISHED, ROW_GROUPS, ROWS, DetectionCase, draw
 from exact_bounds import with_bounds
 
 import megatronapp_analyzer
@@ -40,7 +41,7 @@ APART = ("compute 3 %", "compute 2 %", "ramp", "2 to 5 faults", "20 % lost recor
 
 def main() -> None:
     options = parse_options()
-    rows = chosen(options.rows or ",".join(TABLE), ROWS, "--rows")
+    rows = chosen_rows(options.rows or "@faults,@healthy")
     names = chosen(options.detectors, DETECTORS, "--detectors")
     first = options.seed + (PUBLISHED - 1 if options.published else 0)
     layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
@@ -159,6 +160,13 @@ def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:
             print(f"{case.row} {case.layout} seed {case.seed}: {window.truths} named {verdicts_by_step}")
 
 
+def chosen_rows(text: str) -> list[str]:
+    """Return the rows of a list of names of rows and of groups of them (`@healthy`)."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    rows = [row for name in names for row in ROW_GROUPS.get(name, (name,))]
+    return chosen(",".join(dict.fromkeys(rows)), dict.fromkeys((*ROWS, *ROW_GROUPS)), "--rows")
+
+
 def chosen(text: str, known: Mapping[str, object], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
     if unknown := [name for name in names if name not in known]:
@@ -169,7 +177,9 @@ def chosen(text: str, known: Mapping[str, object], option: str) -> list[str]:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10, help="windows of each row")
-    parser.add_argument("--rows", default="", help="rows, comma-separated; by default all but streams")
+    parser.add_argument(
+        "--rows", default="", help="rows, comma-separated; @faults, @healthy and @streams stand for all of these"
+    )
     parser.add_argument("--layouts", default="", help="layouts, comma-separated; those of the row by default")
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
     parser.add_argument("--seed", type=int, default=1, help="first seed: for tuning, or of the published ones")
@@ -177,12 +187,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--continue", dest="resume", metavar="FILE", type=pathlib.Path, help="store outcomes, and skip those stored"
     )
-    parser.add_argument("--minutes", type=float, default=np.inf, help="with --continue: begin no window afterwards")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="with --continue: begin no window afterwards")
     parser.add_argument("--processes", type=int, default=1, help="processes that windows are spread over")
     parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
     parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume is None and options.minutes != math.inf:
+        parser.error("--minutes: write --continue FILE, too, with which the rest can be run later")
+    return options
 
 
 if __name__ == "__main__":

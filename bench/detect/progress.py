@@ -1,9 +1,12 @@
 """Outcomes of a long benchmark in a file, so that a run that was ended continues where it was."""
 
+import gzip
 import hashlib
 import pathlib
 import pickle
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 
 from detect.runner import DetectionOutcome
 from detect.suite import DetectionCase
@@ -11,43 +14,52 @@ from detect.suite import DetectionCase
 Key = tuple[str, str, int, int]
 
 
+GZIP = 16 + zlib.MAX_WBITS
+"""Window bits with which zlib reads members of gzip."""
+CHUNK = 1 << 16
+
+
 class OutcomeFile:
-    """Outcomes of cases that have been run, each appended to a file as it ends.
+    """Outcomes of cases that have been run, each appended to a gzip file as it ends.
 
     All are of one version of the code: rates over several versions would be those of none.
     """
 
     def __init__(self, path: pathlib.Path, version: str) -> None:
-        """Read what is there. Raises ValueError where another version has begun the file."""
-        self._path = path
+        """Read what is there. Raises ValueError where another version, or another program, has begun the file."""
         self.outcomes: dict[Key, DetectionOutcome] = {}
         end = 0
-        if path.exists():
-            with path.open("rb") as stream:
-                begun_by = pickle.load(stream)
-                if begun_by != version:
-                    raise ValueError(
-                        f"{path} has outcomes of version {begun_by}, and the code is {version}; write another file"
-                    )
-                end = stream.tell()
-                while (outcome := _next(stream)) is not None:
-                    self.outcomes[key_of(outcome.case)] = outcome
-                    end = stream.tell()
-        self._stream = path.open("r+b" if path.exists() else "wb")
+        self._stream: BinaryIO = path.open("r+b" if path.exists() else "w+b")
+        for number, (content, end_of_member) in enumerate(_members(self._stream)):
+            if number:
+                outcome: DetectionOutcome = pickle.loads(content)
+                self.outcomes[key_of(outcome.case)] = outcome
+            elif (begun_by := content.decode()) != version:
+                self._stream.close()
+                raise ValueError(
+                    f"{path} has outcomes of version {begun_by}, and the code is {version}; write another file"
+                )
+            end = end_of_member
+        if not end and self._stream.seek(0, 2):
+            self._stream.close()
+            raise ValueError(f"{path} is not a file of outcomes; write another file")
         self._stream.truncate(end)  # an outcome that was being written when the run ended
         self._stream.seek(end)
         if not end:
-            pickle.dump(version, self._stream)
+            self._append(version.encode())
 
     def add(self, outcome: DetectionOutcome) -> None:
         """Append an outcome to the file."""
         self.outcomes[key_of(outcome.case)] = outcome
-        pickle.dump(outcome, self._stream)
-        self._stream.flush()
+        self._append(pickle.dumps(outcome))
 
     def close(self) -> None:
         """Close the file; its outcomes stay readable."""
         self._stream.close()
+
+    def _append(self, content: bytes) -> None:
+        self._stream.write(gzip.compress(content))
+        self._stream.flush()
 
 
 def key_of(case: DetectionCase) -> Key:
@@ -64,10 +76,17 @@ def version_of(folders: Iterable[pathlib.Path], options: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def _next(stream: object) -> DetectionOutcome | None:
-    """Return the next outcome of a file; None at its end, or where it was cut."""
-    try:
-        outcome: DetectionOutcome = pickle.load(stream)  # type: ignore[arg-type]
-    except (EOFError, pickle.UnpicklingError):
-        return None
-    return outcome
+def _members(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield the content of each complete member of a gzip file, and the position in the file at which it ends."""
+    reader, parts, position = zlib.decompressobj(GZIP), list[bytes](), 0
+    while chunk := stream.read(CHUNK):
+        while chunk:
+            try:
+                parts.append(reader.decompress(chunk))
+            except zlib.error:
+                return
+            position += len(chunk) - len(reader.unused_data)
+            chunk = reader.unused_data
+            if reader.eof:
+                yield b"".join(parts), position
+                reader, parts = zlib.decompressobj(GZIP), []

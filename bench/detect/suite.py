@@ -299,5 +299,9 @@ ROWS = {
         stream("stream: eventful", lambda rng: dataclasses.replace(eventful(rng), ramp_up=((40, 5), (80, 6)))),
     )
 }
-TABLE = tuple(name for name, row in ROWS.items() if row.steps < STREAM_STEPS)
-"""Rows of the main table."""
+ROW_GROUPS = {
+    "@faults": tuple(name for name, row in ROWS.items() if row.faults is not None),
+    "@healthy": tuple(name for name, row in ROWS.items() if row.faults is None and row.steps < STREAM_STEPS),
+    "@streams": tuple(name for name, row in ROWS.items() if row.steps == STREAM_STEPS),
+}
+"""Rows of which all windows have a fault, of which none has, and long healthy jobs."""

@@ -1,10 +1,12 @@
 """Long runs of the detector benchmark: outcomes in a file, and their sums over rows."""
 
 import dataclasses
+import gzip
 import pathlib
+import pickle
 
 import pytest
-from bench_detectors import run_all, run_in_order, totals_table
+from bench_detectors import chosen_rows, main, run_all, run_in_order, totals_table
 from detect.layout import Grid
 from detect.progress import OutcomeFile, key_of, version_of
 from detect.protocol import NamedSubject, Verdict
@@ -44,6 +46,47 @@ def test_an_interrupted_run_continues_with_its_complete_outcomes(tmp_path: pathl
     stored = OutcomeFile(path, "a")
     assert list(stored.outcomes.values()) == outcomes
     stored.close()
+
+
+def test_outcomes_are_compressed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.outcomes"
+    found = outcome("ramp", 1, faulty=True, named=True)
+    verdict = found.windows["ours"].named[8]
+    named = {step: tuple(dataclasses.replace(each, cost_s=0.1 + step) for each in verdict) for step in range(8, 400)}
+    found = dataclasses.replace(found, windows={"ours": dataclasses.replace(found.windows["ours"], named=named)})
+    stored = OutcomeFile(path, "a")
+    stored.add(found)
+    stored.close()
+    assert path.stat().st_size < len(pickle.dumps(found)) / 3
+    with gzip.open(path) as stream:
+        assert stream.read(1) == b"a"
+        assert pickle.load(stream) == found
+
+
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("important")
+    with pytest.raises(ValueError, match="notes is not a file of outcomes; write another file"):
+        OutcomeFile(path, "a")
+    assert path.read_text() == "important"
+
+
+def test_rows_are_named_alone_or_in_groups() -> None:
+    assert chosen_rows("ramp, healthy") == ["ramp", "healthy"]
+    every = chosen_rows("@faults,@healthy,@streams,ramp")
+    assert every == list(ROWS)
+    assert all(ROWS[row].faults is None for row in chosen_rows("@healthy,@streams"))
+    with pytest.raises(SystemExit, match="no '@ramps'; write some of: compute 10 % to 3x"):
+        chosen_rows("@ramps")
+
+
+def test_a_limit_of_time_needs_a_file_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_detectors.py", "--minutes", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--minutes: write --continue FILE, too" in capsys.readouterr().err
 
 
 def test_outcomes_of_another_version_are_refused(tmp_path: pathlib.Path) -> None:
