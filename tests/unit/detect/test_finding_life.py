@@ -27,7 +27,13 @@ def candidate(subject: VerdictSubject, cause: Cause = Cause.COMPUTE) -> SuspectC
 def step(tracker: FindingTracker, number: int, *candidates: SuspectCandidate) -> list[FindingTrack]:
     """Let all that is proposed, or live, be over in a step; return what changed."""
     now = JobMoment(attempt=0, step=number, time=float(number))
-    tracker.propose(candidates, lambda votes: now, lambda suspect: False, hits=lambda suspect: 3)
+    tracker.propose(
+        candidates,
+        lambda votes: now,
+        lambda suspect: False,
+        hits=lambda suspect: 3,
+        healthy=lambda suspect: frozenset({7}),
+    )
     changed = tracker.advance(now, lambda track: (True, 5))
     return changed + tracker.confirm(now, lambda track: True, lambda track: track.cause)
 
@@ -41,6 +47,42 @@ def test_a_node_ends_the_finding_of_its_rank() -> None:
     assert states == {RANK: VerdictState.CLEARED, NODE: VerdictState.CONFIRMED}
     assert named.until == JobMoment(attempt=0, step=2, time=2.0)
     assert [track.candidate.subject for track in tracker.live.values()] == [NODE]
+
+
+def test_a_member_continues_the_finding_of_its_unit() -> None:
+    unit = dataclasses.replace(candidate(VerdictSubject(type=SubjectType.RANK, ranks=(0, 1))), columns=(3,))
+    member = dataclasses.replace(unit, subject=RANK)
+    tracker = FindingTracker(DetectorSettings())
+    (named,) = step(tracker, 1, unit)
+    since, wide = named.since, named.id
+    changed = {track.id: track for track in step(tracker, 2, member)}
+    (track,) = tracker.live.values()
+    assert track.subject == RANK
+    assert (track.since, track.hits, track.state) == (since, 6, VerdictState.CONFIRMED)
+    assert {id: track.state for id, track in changed.items()} == {
+        wide: VerdictState.CLEARED,
+        track.id: VerdictState.CONFIRMED,
+    }
+    assert changed[wide].until == JobMoment(attempt=0, step=2, time=2.0)
+    assert [track.subject for track in step(tracker, 3, unit)] == [RANK]
+
+
+def test_links_within_a_unit_are_not_narrowed_to_a_member() -> None:
+    unit = dataclasses.replace(candidate(VerdictSubject(type=SubjectType.RANK, ranks=(0, 1))), columns=(3,))
+    tracker = FindingTracker(DetectorSettings())
+    (named,) = step(tracker, 1, unit)
+    named.confirmed_cause = Cause.LINK
+    step(tracker, 2, dataclasses.replace(unit, subject=RANK))
+    assert [track.subject.ranks for track in tracker.live.values()] == [(0, 1)]
+
+
+def test_what_was_healthy_when_a_finding_became_certain_is_remembered() -> None:
+    tracker = FindingTracker(DetectorSettings())
+    step(tracker, 1, dataclasses.replace(candidate(RANK), votes=3))
+    assert tracker.healthy_then(Cause.COMPUTE) == {}
+    step(tracker, 2, candidate(RANK))
+    assert tracker.healthy_then(Cause.COMPUTE) == {0: frozenset({7})}
+    assert tracker.healthy_then(Cause.HOST) == {}
 
 
 def test_findings_of_another_cause_and_of_equal_subjects_stay() -> None:

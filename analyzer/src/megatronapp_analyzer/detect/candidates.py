@@ -1,7 +1,7 @@
 """Grouping of slow columns into subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -152,25 +152,40 @@ class SubjectResolver:
         )
 
 
+HealthyThen = Mapping[int, frozenset[int]]
+"""Columns that were still healthy when a column had become slow for certain; columns without such are absent."""
+
+
 def of_compute(
-    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
+    evidence: CauseEvidence,
+    active: Ints,
+    places: SubjectResolver,
+    settings: DetectorSettings,
+    healthy_then: HealthyThen,
 ) -> list[SuspectCandidate]:
     """Return slow units, grouped where they share a node, a worker, or (all of them) a stage."""
     left = {int(unit) for unit in active}
     found = []
     ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
     for subject, ranks in places.shared():
-        inside = tuple(sorted(unit for unit in left if ranks_of[unit] <= ranks))
+        inside = _slow_together(sorted(unit for unit in left if ranks_of[unit] <= ranks), healthy_then)
         most = sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks)
         if len(inside) > 1 and most and _has_common_reason(evidence, inside, ranks, places):
             found.append(_candidate(evidence, inside, subject))
             left -= set(inside)
     for stage in sorted({int(places.units.stage[unit]) for unit in left}):
         inside = tuple(int(unit) for unit in np.flatnonzero(places.units.stage == stage))
-        if len(inside) > 1 and set(inside) <= left and len(inside) < len(places.units):
+        together = inside == _slow_together(inside, healthy_then)
+        if len(inside) > 1 and together and set(inside) <= left and len(inside) < len(places.units):
             found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
             left -= set(inside)
     return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
+
+
+def _slow_together(columns: Iterable[int], healthy_then: HealthyThen) -> tuple[int, ...]:
+    """Return the columns without those that were slow before others of them: two faults, not one of their node."""
+    inside = frozenset(columns)
+    return tuple(sorted(column for column in inside if not healthy_then.get(column, frozenset()) & inside))
 
 
 def _has_common_reason(
@@ -188,13 +203,17 @@ def _has_common_reason(
 
 
 def of_host(
-    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
+    evidence: CauseEvidence,
+    active: Ints,
+    places: SubjectResolver,
+    settings: DetectorSettings,
+    healthy_then: HealthyThen,
 ) -> list[SuspectCandidate]:
     """Return stalling ranks, grouped where they share a node or a worker."""
     left = {int(rank) for rank in active}
     found = []
     for subject, ranks in places.shared():
-        inside = tuple(sorted(left & ranks))
+        inside = _slow_together(left & ranks, healthy_then)
         if len(inside) > 1 and len(inside) >= settings.group_share * len(ranks):
             found.append(_candidate(evidence, inside, subject))
             left -= set(inside)

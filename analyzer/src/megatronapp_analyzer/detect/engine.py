@@ -17,6 +17,7 @@ from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract_matched
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
+from megatronapp_analyzer.detect.findings.neighbours import RISING_VOTES, Neighbours
 from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
 from megatronapp_analyzer.detect.hang_tracker import HangTracker
 from megatronapp_analyzer.detect.localize import MemberLocalizer
@@ -25,6 +26,7 @@ from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.work import WorkModel
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build_matched
+from megatronapp_analyzer.graph.deciding_part import deciding_part
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
@@ -62,6 +64,8 @@ class Detector:
         self._settings = settings or DetectorSettings()
         self._units = Units.of(layout)
         self._places = SubjectResolver(layout=layout, units=self._units)
+        self._near = Neighbours(self._places, self._settings.group_share)
+        self._replica_of_rank = np.array([at.dp for at in layout.coordinates], np.int64)
         self._attempt: int | None = None
         self._hangs = HangTracker(layout, self._settings)
         self._tracks = FindingTracker(self._settings)
@@ -158,8 +162,11 @@ class Detector:
         self._tracks.propose(
             found,
             lambda votes: self._since(view, votes),
-            lambda one: self._hold(one, evidence),
-            hits=lambda one: self._hits(one, evidence),
+            lambda suspect: self._near.may_be_slow_too(
+                suspect, evidence.part(suspect), self._tracks.healthy_then(suspect.cause)
+            ),
+            hits=lambda suspect: self._hits(suspect, evidence),
+            healthy=lambda suspect: self._near.healthy(suspect, evidence.part(suspect)),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         doubt_s = aligned.clocks.worst_ns() * 1e-9
@@ -185,13 +192,18 @@ class Detector:
         self, evidence: StepEvidence, view: StepRecords, features: StepFeatures, step_s: float
     ) -> list[SuspectCandidate]:
         """Return the subjects that the last steps are evidence against."""
-        host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
-        data = cand.of_host(evidence.data, self._active(evidence.data), self._places, self._settings)
+        host, data = (
+            cand.of_host(part, self._active(part), self._places, self._settings, self._tracks.healthy_then(part.cause))
+            for part in (evidence.host, evidence.data)
+        )
         on_device = evidence.on_device
         link = cand.of_links(
             evidence.link, self._active(evidence.link), evidence.pairs, self._places, on_device=on_device
         )
-        compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
+        earlier = self._tracks.healthy_then(Cause.COMPUTE)
+        compute = cand.of_compute(
+            evidence.compute, self._active(evidence.compute), self._places, self._settings, earlier
+        )
         groups = cand.of_groups(evidence.collective, self._active(evidence.collective), evidence.groups, self._places)
         link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link
@@ -228,25 +240,6 @@ class Detector:
     def _active(self, evidence: CauseEvidence) -> Ints:
         return np.flatnonzero(evidence.votes >= self._settings.suspect_votes - evidence.harmful)
 
-    def _hold(self, candidate: SuspectCandidate, evidence: StepEvidence) -> bool:
-        """Return true if neighbours on the node are about to become suspects too: the node may then be the subject."""
-        if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (
-            Cause.COMPUTE,
-            Cause.HOST,
-            Cause.DATA,
-        ):
-            return False
-        by_rank, own = evidence.part(candidate).votes, set(candidate.subject.ranks)
-        if candidate.cause is Cause.COMPUTE:
-            by_rank = evidence.compute.votes[self._units.of_rank]
-            own = {rank for unit in candidate.columns for rank in self._units.ranks(unit)}
-        for ranks in self._places.crowds():
-            if own < ranks:
-                rising = sum(by_rank[rank] >= RISING_VOTES for rank in ranks)
-                if rising > len(own) and rising >= self._settings.group_share * len(ranks):
-                    return True
-        return False
-
     def _over(self, track: FindingTrack, evidence: StepEvidence) -> tuple[bool, int]:
         """Return whether most of a track's columns are over in this step, and its votes."""
         part = evidence.part(track.candidate)
@@ -268,10 +261,10 @@ class Detector:
 
     def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
-        view = step.view
-        hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
+        hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == step.view.step]
         if not hit:
             return
+        step = deciding_part(step, self._replica_of_rank, [track.candidate.subject.ranks for track in hit])
         try:
             tolerance_s = CLOCK_TOLERANCE_S + doubt_s
             graph = build_matched(step, tolerance_s=tolerance_s, unit_of_rank=self._units.of_rank)
@@ -290,7 +283,7 @@ class Detector:
             for one in hit
         ]
         waits = attribute(graph)
-        lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_s(graph, view))
+        lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_s(graph, step.view))
         if graph.unmatched > HOLES_PART * (len(graph.messages) + len(graph.collectives)):
             # Where many waits lack their partner's record, a replay cannot shorten them: take the excess itself.
             lost_s = np.maximum(lost_s, [track.candidate.excess_s for track in hit])
@@ -343,8 +336,6 @@ def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepF
     return features.with_delivery(delivery)
 
 
-RISING_VOTES = 2
-"""Votes from which on a column is about to be a suspect."""
 LINK_WEAKER = 0.35
 """Part of the strongest subject's excess that the delays of a link must reach to be named, too."""
 HOLES_PART = 0.1

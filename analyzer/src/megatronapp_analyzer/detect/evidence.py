@@ -29,6 +29,9 @@ from megatronapp_analyzer.model import Cause, JobLayout, SubjectType
 IDLE_WEIGHT = 2.0
 """Factor on the cost that idle time must reach to be named: a whole step has more disturbances than stalls have."""
 
+HARMFUL_RATIO = 1.08
+"""Slowdown of a device from which on fewer steps suffice: one of 10 % is seldom measured as less."""
+
 CROWDED_STEPS = 28
 """Shortest time in which a crowded processor is evidence: other processes run for bursts of some steps."""
 
@@ -179,7 +182,11 @@ class ChannelSet:
         reading = self._compute.read(values, noise, doubt, usual=usual).or_else(launches.passes)
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards / self._chunks)
-        return _evidence(Cause.COMPUTE, reading, self._votes_compute, count, self._harm_s(features, step_s))
+        evidence = _evidence(Cause.COMPUTE, reading, self._votes_compute, count, self._harm_s(features, step_s))
+        if not features.on_device:
+            return evidence
+        # While others compute or wait, its passes are a part of the step: a tenth of them costs less than that of it.
+        return dataclasses.replace(evidence, harmful=evidence.harmful | (reading.ratio >= HARMFUL_RATIO))
 
     def _read_host(
         self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading, *, whole: bool

@@ -6,11 +6,11 @@ import numpy as np
 
 from megatronapp_analyzer.detect.candidates import SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.detect.features import Floats
-from megatronapp_analyzer.detect.units import Units, last_member, lateness_s
+from megatronapp_analyzer.detect.units import Units, last_member, lateness
 from megatronapp_analyzer.model import StepRecords, SubjectType
 
 LEAST_PART = 0.1
-"""Part of the unit's excess by which the late member must trail."""
+"""Part of the excess of the unit's passes by which the late member must trail."""
 FORGET = 0.7
 """Weight of the past in the running mean of lateness."""
 
@@ -27,10 +27,10 @@ class MemberLocalizer:
         if candidate.subject.type is not SubjectType.RANK or len(candidate.subject.ranks) < 2:
             return candidate
         unit = candidate.columns[0]
-        now = lateness_s(view, self._units.ranks(unit))
+        now = lateness(view, self._units.ranks(unit))
         before = self._late.get(unit, now)
         self._late[unit] = late = FORGET * before + (1 - FORGET) * now
-        member = last_member(late, LEAST_PART * candidate.occurrence_s / 2)
+        member = last_member(late, LEAST_PART * (1 - 1 / max(candidate.ratio, 1.0)))
         if member is None:
             return candidate
         rank = int(np.array(self._units.ranks(unit))[member])

@@ -64,29 +64,34 @@ class Units:
         return mask
 
 
-def lateness_s(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
-    """Return how much later than the first of `ranks` each leaves its compute spans, median in seconds.
+def lateness(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
+    """Return how much later than the first of `ranks` each leaves its compute spans, as a part of them, median.
 
     Members of a unit wait for each other inside a span, so its length is the same for all; the slow one leaves last.
+    Of long spans by more seconds than of short ones: the parts are alike, whichever spans are lost.
     """
     spans = view.records[np.isin(view.records["rank"], ranks)]
     spans = spans[rec.is_kind(spans["kind"], PASS_KINDS)]
-    end = rec.starts_s(spans, view.start_ns) + rec.durations_s(spans)
+    length = rec.durations_s(spans)
+    end = rec.starts_s(spans, view.start_ns) + length
     work = (spans["kind"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
     names, row = np.unique(work, return_inverse=True)
-    table = np.full((len(names), len(ranks)), np.nan)
-    table[row, np.searchsorted(ranks, spans["rank"])] = end
-    whole = table[np.isfinite(table).all(axis=1)]
-    if not len(whole):
+    table, lengths = np.full((2, len(names), len(ranks)), np.nan)
+    place = row, np.searchsorted(ranks, spans["rank"])
+    table[place], lengths[place] = end, length
+    known = np.isfinite(table).all(axis=1) & (lengths > 0).all(axis=1)
+    if not known.any():
         return np.zeros(len(ranks))
-    late: Floats = np.median(whole - whole.min(axis=1, keepdims=True), axis=0)
+    whole = table[known]
+    parts = (whole - whole.min(axis=1, keepdims=True)) / lengths[known].max(axis=1, keepdims=True)
+    late: Floats = np.median(parts, axis=0)
     return late
 
 
-def last_member(late_s: Floats, least_s: float) -> int | None:
+def last_member(late: Floats, least: float) -> int | None:
     """Return the index of the member that is clearly the last, or None."""
-    order = np.argsort(late_s)
-    first, second = late_s[order[-1]], late_s[order[-2]]
-    if first < least_s or first < CLEARLY_LATER * second:
+    order = np.argsort(late)
+    first, second = late[order[-1]], late[order[-2]]
+    if first < least or first < CLEARLY_LATER * second:
         return None
     return int(order[-1])

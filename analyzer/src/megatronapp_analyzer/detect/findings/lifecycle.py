@@ -28,6 +28,8 @@ class FindingTrack:
     """Steps for which confirmation was deferred."""
     certain: bool = False
     """True if this step's votes suffice to confirm it."""
+    healthy_then: frozenset[int] | None = None
+    """Columns of its neighbours that were healthy when the votes first sufficed: they have no fault in common."""
     clean: int = 0
     steps_seen: int = 0
     hits: int = 0
@@ -149,6 +151,8 @@ class FindingTracker:
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
         self.live: dict[Key, FindingTrack] = {}
+        self._narrowed: list[FindingTrack] = []
+        """Named findings, as they were before their subject became narrower in this step."""
 
     def propose(
         self,
@@ -157,15 +161,18 @@ class FindingTracker:
         hold: Callable[[SuspectCandidate], bool],
         *,
         hits: Callable[[SuspectCandidate], int],
+        healthy: Callable[[SuspectCandidate], frozenset[int]],
     ) -> None:
         """Take this step's candidates: new suspects, and suspects with enough votes to be confirmed.
 
         `when(votes)` is the moment at which the last `votes` votes began; `hold` is true while more evidence is
-        awaited; `hits(candidate)` steps, this one included, must be evidence against a subject that is named.
+        awaited; `hits(candidate)` steps, this one included, must be evidence against a subject that is named;
+        `healthy(candidate)` are the columns of its neighbours that are healthy in this step.
         """
         for known in self.live.values():
             known.certain = False
         for candidate in candidates:
+            self._narrow(candidate)
             if self._covered(candidate):
                 continue
             track = self.live.get(candidate.key)
@@ -184,10 +191,13 @@ class FindingTracker:
                     track.held += 1
                     continue
                 track.certain = True
+                if track.healthy_then is None:
+                    track.healthy_then = healthy(candidate)
 
     def advance(self, now: JobMoment, over: Callable[[FindingTrack], tuple[bool, int]]) -> list[FindingTrack]:
         """Age every track by one step; return those whose verdict changed. `over` returns (over now, votes)."""
-        told = []
+        told = [dataclasses.replace(track, state=VerdictState.CLEARED, until=now) for track in self._narrowed]
+        self._narrowed.clear()
         for key, track in list(self.live.items()):
             before = track.state
             hit, votes = over(track)
@@ -243,6 +253,15 @@ class FindingTracker:
         self.live.clear()
         return ended
 
+    def healthy_then(self, cause: Cause) -> dict[int, frozenset[int]]:
+        """Return, for each column of a finding of `cause`, the columns that were healthy when it became certain."""
+        return {
+            column: track.healthy_then
+            for track in self.live.values()
+            if track.candidate.cause is cause and track.healthy_then
+            for column in track.candidate.columns
+        }
+
     def strongest_s(self) -> float:
         """Return the current cost of the costliest named finding, in seconds per step."""
         return max(
@@ -265,6 +284,21 @@ class FindingTracker:
             track.state = VerdictState.RECOVERING
         elif track.state is VerdictState.RECOVERING and track.clean >= self._settings.clear_steps:
             track.state, track.until = VerdictState.CLEARED, now
+
+    def _narrow(self, candidate: SuspectCandidate) -> None:
+        """Continue a finding about several ranks, such as a tensor-parallel unit, as that about the one at fault."""
+        for key, track in list(self.live.items()):
+            known = track.candidate
+            if (
+                _have_the_same_columns(known, candidate)
+                and known.columns == candidate.columns
+                and set(candidate.subject.ranks) < set(known.subject.ranks)
+                and track.cause not in LINK_CAUSES
+                and candidate.key not in self.live
+            ):
+                if track.named:
+                    self._narrowed.append(dataclasses.replace(track))
+                self.live[candidate.key] = self.live.pop(key)
 
     def _covered(self, candidate: SuspectCandidate) -> bool:
         """Return true if a named finding of the same cause has these columns; a larger subject replaces it."""

@@ -1,0 +1,81 @@
+"""The replicas of a large job by which the length of a step is decided, as a step of their own.
+
+Until they meet in a collective, data-parallel replicas do not depend on each other, and in it all wait for the last.
+So a replay without a slowness needs the replicas that have it, and those that are the last without them.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.matching import Index
+from megatronapp_analyzer.graph.records import is_kind
+from megatronapp_analyzer.model import Communicator, StepRecords, select_rows
+from megatronapp_common.trace import PASS_KINDS
+
+MOST_WHOLE = 16
+"""Replicas of a job that is replayed whole."""
+LAST_OTHERS = 7
+"""Replicas without a slowness that are replayed: those whose passes end last, one of which is waited for next."""
+LAST_SLOW = 4
+"""The same of the replicas of one subject, as of a stage, which all replicas have."""
+
+
+def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[tuple[int, ...]]) -> MatchedStep:
+    """Return the records of the replicas that decide the step, with and without the slowness of any of `subjects`.
+
+    The step itself where the job is small or most replicas are needed. `subjects` are the ranks of each.
+    """
+    replicas = int(replica_of_rank.max(initial=-1)) + 1
+    if replicas <= MOST_WHOLE or not len(step.view.records):
+        return step
+    latest = _by_end_of_passes(step, replica_of_rank, replicas)
+    place = np.argsort(latest)
+    chosen = np.zeros(replicas, np.bool_)
+    for ranks in subjects:
+        own = np.unique(replica_of_rank[list(ranks)])
+        chosen[own[np.argsort(place[own])][:LAST_SLOW]] = True
+    others = latest[~chosen[latest]]
+    chosen[others[:LAST_OTHERS]] = True
+    if chosen.sum() > replicas / 2:
+        return step
+    return MatchedStep(_of_ranks(step.view, chosen[replica_of_rank]))
+
+
+def _by_end_of_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:
+    """Return the replicas, that whose passes end last first."""
+    columns = step.columns
+    first = np.flatnonzero(np.diff(columns.rank, prepend=-1))
+    ends = np.full(replicas, -np.inf)
+    if len(first):
+        of_rank = np.maximum.reduceat(np.where(is_kind(columns.kind, PASS_KINDS), columns.end_s, -np.inf), first)
+        np.maximum.at(ends, replica_of_rank[columns.rank[first]], of_rank)
+    order: Index = np.argsort(-ends, kind="stable")
+    return order
+
+
+def _of_ranks(view: StepRecords, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> StepRecords:
+    """Return the records of the chosen ranks; of the communicators, the members among them."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def reduced(comm: Communicator) -> Communicator:
+        members = known.get(comm.members)
+        if members is None:
+            members = known[comm.members] = tuple(rank for rank in comm.members if chosen[rank])
+        return Communicator(comm.kind, members)
+
+    tables: Mapping[int, Mapping[int, Communicator]] = {
+        rank: {slot: reduced(comm) for slot, comm in table.items()}
+        for rank, table in view.comms.items()
+        if chosen[rank]
+    }
+    return StepRecords(
+        attempt=view.attempt,
+        step=view.step,
+        records=select_rows(view.records, chosen[view.records["rank"]]),
+        comms=tables,
+        boot_ids={rank: boot_id for rank, boot_id in view.boot_ids.items() if chosen[rank]},
+        real_time_s=view.real_time_s,
+        lost=view.lost,
+    )
