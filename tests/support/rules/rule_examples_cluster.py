@@ -97,11 +97,16 @@ _RESOURCES = [
         ),
         ({"spec.shm.sizeLimit": "1.5Gi", "spec.resources.limits": {"memory": "1.6G"}}, "1.5Gi is not below"),
     ),
-    *good("analyzer.volume.sizeLimit-above-zero", {"spec.analyzer.volume.sizeLimit": ".5G"}),
+    *good(
+        "analyzer-volume-has-space",
+        {"spec.analyzer.volume.sizeLimit": "128Mi"},
+        {"spec.analyzer.volume.sizeLimit": ".5G"},
+    ),
     *bad(
-        "analyzer.volume.sizeLimit-above-zero",
+        "analyzer-volume-has-space",
         "spec.analyzer.volume.sizeLimit",
-        ({"spec.analyzer.volume.sizeLimit": "0"}, "must be above 0"),
+        ({"spec.analyzer.volume.sizeLimit": "0"}, "0 is less than 128Mi; write more, such as 10Gi"),
+        ({"spec.analyzer.volume.sizeLimit": "127Mi"}, "127Mi is less than 128Mi"),
     ),
 ]
 _VOLUMES = [

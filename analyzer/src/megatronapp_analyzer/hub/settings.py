@@ -18,6 +18,7 @@ from megatronapp_common.errors import JobError
 from megatronapp_common.job import load_stored_job, parse_manifest
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.arguments import obeys_orders
+from megatronapp_common.job.rules.cluster import LEAST_STORE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +135,15 @@ def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
         size = int(quantity_value(str(given)))
     except ValueError as error:
         raise SettingsError(f"{path}: spec.analyzer.volume.sizeLimit: {error}") from error
+    if size < quantity_value(LEAST_STORE):
+        raise SettingsError(
+            f"{path}: spec.analyzer.volume.sizeLimit: {given} is less than {LEAST_STORE}; write more, such as 10Gi"
+        )
     plain = SpoolLimits()
-    # The newest segments of the spool and one file of the archive always have space.
+    # The newest segments of the spool always have space.
     total = max(min(plain.total_bytes, size // 8), 2 * plain.segment_bytes)
     sums = min(plain.sums_bytes, size // 8)
-    return SpoolLimits(total_bytes=total, sums_bytes=sums, archive_bytes=max(size // 2, plain.segment_bytes))
+    return SpoolLimits(total_bytes=total, sums_bytes=sums, archive_bytes=size // 2)
 
 
 def _price(path: pathlib.Path, analyzer: dict[str, Any]) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from spooled_job import JOB, SpooledJob, all_rows
 
+from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog, DroppedHours
 from megatronapp_analyzer.hub.archive.schema import VERSION
@@ -149,3 +150,10 @@ def test_what_a_hub_stores_fits_into_its_volume(tmp_path: Path, size: str, part:
     (tmp_path / "job.yaml").write_text(json.dumps(manifest))
     limits = load_job_file(tmp_path / "job.yaml", name=None, uid=None).spool
     assert limits.total_bytes + limits.sums_bytes + limits.archive_bytes <= part * quantity_value(size)
+
+
+def test_a_volume_without_space_for_an_archive_is_refused(tmp_path: Path) -> None:
+    manifest = {"metadata": {"name": "job"}, "spec": {"analyzer": {"volume": {"sizeLimit": "100Mi"}}}}
+    (tmp_path / "job.yaml").write_text(json.dumps(manifest))
+    with pytest.raises(SettingsError, match="sizeLimit: 100Mi is less than 128Mi; write more, such as 10Gi"):
+        load_job_file(tmp_path / "job.yaml", name=None, uid=None)

@@ -7,6 +7,9 @@ _DATA, _SAVED = "self.data.volume", "self.checkpoint.volume"
 _PATH = "^(/[^/:]+)+/?$"
 _UP = "matches('(^|/)[.][.](/|$)')"
 _SHM, _LIMITS = "self.shm.sizeLimit", "self.resources.limits"
+_STORE = "self.analyzer.volume.sizeLimit"
+LEAST_STORE = "128Mi"
+"""Least size of the hub's volume: in less, two segments of the spool, sums of steps and the archive have no space."""
 _TAKEN = ("/dev", "/proc", "/sys", "/run/megatronapp")
 """Directories of the kernel, of the container runtime and of the operator's mounts."""
 OUR_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
@@ -109,7 +112,15 @@ _RESOURCES = (
             f"{{{_SHM}}} is not below resources.limits.memory {{{_LIMITS}['memory']}}, which it is charged to"
         ),
     ),
-    _above_zero("analyzer.volume.sizeLimit", "self.analyzer.volume.sizeLimit"),
+    Rule(
+        id="analyzer-volume-has-space",
+        field=".analyzer.volume.sizeLimit",
+        rule=f"!{given(_STORE)} || !quantity(string({_STORE})).isLessThan(quantity('{LEAST_STORE}'))",
+        message=f"must be at least {LEAST_STORE}, such as 10Gi: half of it is for archived traces",
+        message_expression=cel_message(
+            f"{{{_STORE}}} is less than {LEAST_STORE}; write more, such as 10Gi: half of it is for archived traces"
+        ),
+    ),
 )
 
 
