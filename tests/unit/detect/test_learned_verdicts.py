@@ -84,6 +84,29 @@ def test_another_fault_is_not_continued(changes: dict[str, object]) -> None:
     assert not learned.match([dataclasses.replace(old, **changes).to_json()])  # type: ignore[arg-type]
 
 
+def test_a_verdict_whose_cause_is_seen_differently_afterwards_is_continued() -> None:
+    costs = [1.0] * 12
+    new = dataclasses.replace(verdict_of(costs, 6, 11), cause=Cause.MEMORY)
+    learned = LearnedVerdicts()
+    learned.add((0, 11), [new])
+    old = verdict_of(costs, 0, 8)
+    (older,) = learned.match([old.to_json()]).values()
+    found = older.continued_by(new)
+    assert (found.id, found.since, found.cause) == (old.id, old.since, Cause.MEMORY)
+    network = dataclasses.replace(old, cause=Cause.LINK)  # of a rank: its messages are late, its passes are not longer
+    assert not learned.match([network.to_json()])
+    group = dataclasses.replace(network, subject=dataclasses.replace(old.subject, type=SubjectType.GROUP))
+    assert set(learned.match([group.to_json()])) == {new.id}
+
+
+def test_the_same_cause_is_continued_before_another() -> None:
+    costs = [1.0] * 12
+    learned = LearnedVerdicts()
+    same, other = verdict_of(costs, 7, 11), dataclasses.replace(verdict_of(costs, 6, 11), cause=Cause.MEMORY)
+    learned.add((0, 11), [other, same])
+    assert set(learned.match([verdict_of(costs, 0, 8).to_json()])) == {same.id}
+
+
 def test_of_two_verdicts_about_a_subject_the_first_continues_the_older() -> None:
     costs = [1.0] * 12
     learned = LearnedVerdicts()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_analyzer.hub.ingest.store import StepKey
-from megatronapp_analyzer.model import JobMoment, Verdict
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectType, Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +58,22 @@ class LearnedVerdicts:
         return next((lost_s for key, lost_s in reversed(self._lost_s[id_]) if key <= last), 0.0)
 
     def match(self, stale: Iterable[Mapping[str, Any]]) -> dict[str, OlderVerdict]:
-        """Return which of the stale verdicts, in the form of the contract, are continued, by the id of the new one."""
-        older = {_fault_of(document): document for document in stale if document["id"] not in self.newest}
+        """Return which of the stale verdicts, in the form of the contract, are continued, by the id of the new one.
+
+        Why the passes of a subject are long is seen in parts of them, of which the steps in memory may show others than
+        those before: such causes may change, where no verdict has the same one.
+        """
+        older = [document for document in stale if document["id"] not in self.newest]
         found = {}
-        for verdict in sorted(self.newest.values(), key=lambda verdict: (verdict.since.attempt, verdict.since.step)):
-            fault = _fault_of(verdict.to_json())
-            if fault in older and older[fault]["since"]["step"] < verdict.since.step:
-                found[verdict.id] = self._continue(older.pop(fault), verdict)
+        new = sorted(self.newest.values(), key=lambda verdict: (verdict.since.attempt, verdict.since.step))
+        for fault_of in (_fault_of, _slowness_of):
+            for verdict in new:
+                fault = fault_of(verdict.to_json())
+                document = next((each for each in older if fault is not None and fault_of(each) == fault), None)
+                if verdict.id in found or document is None or document["since"]["step"] >= verdict.since.step:
+                    continue
+                older.remove(document)
+                found[verdict.id] = self._continue(document, verdict)
         return found
 
     def _continue(self, document: Mapping[str, Any], verdict: Verdict) -> OlderVerdict:
@@ -74,7 +83,19 @@ class LearnedVerdicts:
         return OlderVerdict(id=document["id"], since=since, lost_s=lost_s)
 
 
-def _fault_of(document: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, int]:
+def _fault_of(document: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return subject, cause and attempt; a detector ends its verdicts with the attempt."""
     subject = document["subject"]
     return subject["type"], tuple(subject["ranks"]), document["cause"], document["since"]["attempt"]
+
+
+def _slowness_of(document: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the ranks and attempt of a verdict about long passes, whichever their cause; None for all others.
+
+    Slow links make passes long where they are between the ranks of a group that meets inside them.
+    """
+    cause, subject = document["cause"], document["subject"]
+    between = cause in LINK_CAUSES and subject["type"] == SubjectType.GROUP
+    if cause not in (Cause.COMPUTE, Cause.MEMORY) and not between:
+        return None
+    return tuple(subject["ranks"]), document["since"]["attempt"]
