@@ -7,6 +7,7 @@ So a replay without a slowness needs the replicas that have it, and those that a
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
@@ -46,16 +47,23 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
 def _by_end_of_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:
     """Return the replicas, that whose passes end last first."""
     columns = step.columns
-    first = np.flatnonzero(np.diff(columns.rank, prepend=-1))
+    begin = _begin_of_ranks(columns.rank, len(replica_of_rank))
+    ranks = np.flatnonzero(np.diff(begin))
     ends = np.full(replicas, -np.inf)
-    if len(first):
-        of_rank = np.maximum.reduceat(np.where(is_kind(columns.kind, PASS_KINDS), columns.end_s, -np.inf), first)
-        np.maximum.at(ends, replica_of_rank[columns.rank[first]], of_rank)
+    if len(ranks):
+        ended = np.where(is_kind(columns.kind, PASS_KINDS), columns.end_s, -np.inf)
+        np.maximum.at(ends, replica_of_rank[ranks], np.maximum.reduceat(ended, begin[ranks]))
     order: Index = np.argsort(-ends, kind="stable")
     return order
 
 
-def _of_ranks(view: StepRecords, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> StepRecords:
+def _begin_of_ranks(sorted_ranks: NDArray[np.integer], world: int) -> Index:
+    """Return the row at which the rows of each rank begin, and their number."""
+    begin: Index = np.searchsorted(sorted_ranks, np.arange(world + 1))
+    return begin
+
+
+def _of_ranks(view: StepRecords, chosen: NDArray[np.bool_]) -> StepRecords:
     """Return the records of the chosen ranks; of the communicators, the members among them."""
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -70,10 +78,12 @@ def _of_ranks(view: StepRecords, chosen: np.ndarray[tuple[int], np.dtype[np.bool
         for rank, table in view.comms.items()
         if chosen[rank]
     }
+    begin = _begin_of_ranks(np.ascontiguousarray(view.records["rank"]), len(chosen))
+    rows = np.concatenate([np.arange(begin[rank], begin[rank + 1]) for rank in np.flatnonzero(chosen)])
     return StepRecords(
         attempt=view.attempt,
         step=view.step,
-        records=select_rows(view.records, chosen[view.records["rank"]]),
+        records=select_rows(view.records, rows),
         comms=tables,
         boot_ids={rank: boot_id for rank, boot_id in view.boot_ids.items() if chosen[rank]},
         real_time_s=view.real_time_s,
