@@ -54,8 +54,34 @@ _MODEL = [
         ),
         ({**_MOCK_BERT, "spec.model.vocabSize": 15}, "for data.mock vocabSize 16, or more"),
     ),
-    *good("context-unsupported", {"spec.parallelism.context": 1}),
-    *bad("context-unsupported", "spec.parallelism.context", ({"spec.parallelism.context": 2}, "2 is not supported")),
+    *good(
+        "context-unsupported",
+        {"spec.parallelism.context": 1, **_BERT},
+        {
+            "spec.parallelism": {"tensor": 1, "context": 2, "pipeline": 2},
+            "spec.dpp.enabled": True,
+            "spec.model.transformerImpl": "torch",
+        },
+    ),
+    *bad(
+        "context-unsupported",
+        "spec.parallelism.context",
+        *(
+            ({"spec.parallelism": {"tensor": 1, "context": 2}, **changes}, "must be 1 with bert, serve, fbd")
+            for changes in (
+                _BERT,
+                {"spec.fbd.enabled": True},
+                {"spec.model.transformerImpl": "local"},
+                {"spec.analyzer.enabled": True, "spec.scope.training.captureEvery": 5},
+            )
+        ),
+    ),
+    *good("sequence-of-context", {"spec.model.seqLength": 12, "spec.parallelism": {"tensor": 1, "context": 2}}),
+    *bad(
+        "sequence-of-context",
+        "spec.model.seqLength",
+        ({"spec.model.seqLength": 10, "spec.parallelism": {"tensor": 1, "context": 2}}, "a multiple of 2 x"),
+    ),
     *good(
         "expert-of-replicas",
         {"spec.parallelism.expert": 1, "spec.dpp.enabled": True},

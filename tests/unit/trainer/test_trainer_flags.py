@@ -129,11 +129,7 @@ def test_no_flag_is_both_ours_and_refused() -> None:
 def test_a_flag_is_called_unavailable_where_it_is_refused() -> None:
     ours = set(_flags(build_parser()))
     named = {*FLAGS, *ANSWERS, *megatron_flags()}
-    assert {flag for flag in named if unavailable(flag) is None} == named & ours - {
-        "--context-parallel-size",
-        "--workload",
-    }
-    assert "only 1 is" in refusal("--context-parallel-size 2")
+    assert {flag for flag in named if unavailable(flag) is None} == named & ours - {"--workload"}
     assert "1 to 64" in refusal("--pipeline-model-parallel-size 2 --use-dpp --workload 65")
 
 
@@ -180,7 +176,6 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--lr-decay-style WSD --lr-decay-iters 5 --lr-wsd-decay-iters 6", "give 5 or less"),
         ("--decoupled-lr 1e-4 --min-lr 5e-4", "--min-lr 0.0005 is above --decoupled-lr 0.0001"),
         ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
-        ("--context-parallel-size 2", "not supported yet"),
         ("--save-interval 5", "needs --save"),
         ("--faults []", "needs --trace"),
         ("--reset-position-ids --position-embedding-type rope", "no effect on rotary"),
@@ -360,7 +355,7 @@ MISTAKES = {
     "--eval-interval 0": "--eval-interval must be above 0",
     "--use-rope-scaling": "--use-rope-scaling needs --position-embedding-type rope",
     "--window-size 5,5": "--window-size 5,5: write",
-    "--context-parallel-size 2": "--context-parallel-size 2 is not supported yet",
+    "--cp-comm-type a2a": "--cp-comm-type needs --context-parallel-size above 1",
     "--vocab-file v": "--vocab-file and --merge-file belong together",
     "--faults []": "--faults needs --trace",
     "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size above 1",

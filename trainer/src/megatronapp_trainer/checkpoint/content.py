@@ -97,5 +97,5 @@ def _sharded_random_states(layout: Layout, *, loading: bool) -> Any:  # noqa: AN
         None if loading else random_states.capture(),
         (layout.pipeline_size, layout.tensor_size),
         (layout.pipeline_rank, layout.tensor_rank),
-        replica_id=layout.data_rank,
+        replica_id=layout.data_rank * layout.context_size + layout.context_rank,
     )

@@ -10,6 +10,7 @@ from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.precision import PrecisionConfig
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.bert import bert_problems
+from megatronapp_trainer.config.rules.context import context_problems
 from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.experts import experts_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
@@ -52,6 +53,7 @@ def _divisible(config: TrainerConfig) -> TrainerConfig:
             parallel,
             tensor_model_parallel_size=max(parallel.tensor_model_parallel_size, 1),
             pipeline_model_parallel_size=max(parallel.pipeline_model_parallel_size, 1),
+            context_parallel_size=max(parallel.context_parallel_size, 1),
             num_layers_per_virtual_pipeline_stage=_check_positive(parallel.num_layers_per_virtual_pipeline_stage),
         ),
     )
@@ -132,6 +134,7 @@ def _group_sizes(config: TrainerConfig) -> Iterator[str]:
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--context-parallel-size": parallel.context_parallel_size,
         "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
         "--num-query-groups": config.model.num_query_groups,
         "--make-vocab-size-divisible-by": config.model.make_vocab_size_divisible_by,
@@ -255,8 +258,6 @@ def _tensor_parallel(config: TrainerConfig) -> Iterator[str]:
         f"--ffn-hidden-size {model.mlp_width}{'' if model.ffn_hidden_size else ', which follows from --hidden-size,'} "
         f"must be a multiple of --tensor-model-parallel-size {tensor}",
     )
-    context = parallel.context_parallel_size
-    yield from require(context == 1, f"--context-parallel-size {context} is not supported yet; only 1 is")
     yield from require(
         parallel.ranks_per_gpu == 1 or parallel.distributed_backend == "gloo",
         f"--ranks-per-gpu {parallel.ranks_per_gpu} needs --distributed-backend gloo: NCCL has one rank on a GPU",
@@ -493,6 +494,7 @@ _RULES: tuple[Rule, ...] = (
     bert_problems,
     experts_problems,
     graph_problems,
+    context_problems,
     _intervals,
     control_problems,
 )

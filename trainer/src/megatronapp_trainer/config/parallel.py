@@ -4,6 +4,9 @@ import dataclasses
 
 from megatronapp_trainer.config.fields import option, turned_off_by
 
+CONTEXT_EXCHANGES = ("p2p", "a2a")
+"""Values of --cp-comm-type."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -22,7 +25,14 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = option(False, "the embedding counts as a layer of the first stage")
     account_for_loss_in_pipeline_split: bool = option(False, "the loss counts as a layer of the last stage")
     sequence_parallel: bool = option(False, "norms and dropout work on slices of the sequence within a tensor group")
-    context_parallel_size: int = option(1, "only 1 is supported")
+    context_parallel_size: int = option(
+        1, "ranks that share each sequence, with two chunks of its tokens each", bounds="[1, inf)"
+    )
+    cp_comm_type: tuple[str, ...] = option(
+        ("p2p",),
+        f"attention over the ranks that share a sequence: {', '.join(CONTEXT_EXCHANGES)}; p2p passes keys and values "
+        "around a ring, a2a exchanges heads for tokens",
+    )
     expert_model_parallel_size: int = option(
         1,
         "replicas that share the experts, each with a part of them; divides the number of replicas",

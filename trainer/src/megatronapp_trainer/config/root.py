@@ -65,6 +65,7 @@ class TrainerConfig:
         """Return the number of ranks that train this number of replicas."""
         trained = Topology(
             tensor=self.parallel.tensor_model_parallel_size,
+            context=self.parallel.context_parallel_size,
             pipeline=self.parallel.pipeline_model_parallel_size,
             data=data_size,
         )

@@ -16,6 +16,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.sequence import part_of_rank
 
 TOGETHER = 8
 """Microbatches that are copied to the device, and sent to the tensor group, at once: each copy and each broadcast costs
@@ -76,7 +77,7 @@ class RepeatableBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One microbatch of this rank's replica, on its device."""
+    """One microbatch of this rank's replica, on its device. S: the tokens of this rank, where ranks share samples."""
 
     tokens: torch.Tensor
     """int64 [B, S]"""
@@ -90,6 +91,10 @@ class Microbatch:
     """int64 [B, S]"""
     attention_mask: torch.Tensor | None
     """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
+    sample_tokens: torch.Tensor
+    """float32 [], the sum of the loss mask over whole samples"""
+    context_size: int
+    """Ranks that share the samples."""
 
 
 class MicrobatchWork(NamedTuple):
@@ -122,7 +127,9 @@ class BatchSource:
         self.reading_chunks = chunks_that_need_data(config, layout)
         self._device = device
         self._size = (config.training.micro_batch_size, config.model.seq_length)
-        self._causal_positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
+        self._layout = layout
+        positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
+        self._causal_positions = self._part(positions)
         self._planes = 4 if config.data.reset_position_ids else 3
         self._masked = config.data.reset_attention_mask
         self._reads = layout.tensor_rank == 0
@@ -136,19 +143,30 @@ class BatchSource:
         """Return the next `count` microbatches of this iterator; collective over the tensor group."""
         batches = list(itertools.islice(iterator, count)) if self._reads else []
         planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
+        sample_tokens_G = planes_GPBS[:, 2].float().sum((1, 2)).unbind()
+        planes_GPBS = self._part(planes_GPBS)
         loss_mask_GBS = planes_GPBS[:, 2].float()
+        loss_tokens_G = sample_tokens_G
+        if self._layout.context_size > 1:
+            loss_tokens_G = loss_mask_GBS.sum((1, 2)).unbind()
         columns = (
             planes_GPBS[:, 0].unbind(),
             planes_GPBS[:, 1].unbind(),
             loss_mask_GBS.unbind(),
-            loss_mask_GBS.sum((1, 2)).unbind(),
+            loss_tokens_G,
             planes_GPBS[:, 3].unbind() if self._planes == 4 else [self._causal_positions] * count,
             self._masks(batches, count),
+            sample_tokens_G,
+            [self._layout.context_size] * count,
         )
         return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
 
     def work(self, batch: Microbatch) -> None:
         """Return None: all microbatches have the same shape, and padding is computed like text."""
+
+    def _part(self, planes: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of [..., S]."""
+        return part_of_rank(planes, -1, rank=self._layout.context_rank, size=self._layout.context_size)
 
     def _packed(self, batches: list[HostMicrobatch]) -> torch.Tensor | None:
         """Pack the planes to send, int64 [G, P, B, S]; a loss mask has only 0 and 1."""

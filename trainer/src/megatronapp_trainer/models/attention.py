@@ -36,8 +36,6 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
         pg_collection: Any | None = None,  # noqa: ANN401 - ProcessGroupCollection
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError("TorchAttention does not split the sequence; context_parallel_size must be 1")
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._heads_per_key = config.num_attention_heads // config.num_query_groups

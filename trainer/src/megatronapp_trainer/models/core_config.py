@@ -126,6 +126,8 @@ def _parallelism(config: TrainerConfig) -> dict[str, Any]:
     overlap = interleaved and parallel.overlap_p2p_comm
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "cp_comm_type": parallel.cp_comm_type[0],
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": config.virtual_size if interleaved else None,
         "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,

@@ -64,8 +64,15 @@ def forward(model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN4
 
 
 def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum the loss of each token, which the last chunk puts out, over the unmasked tokens of a microbatch."""
-    return token_loss(output, batch.loss_mask, batch.loss_tokens)
+    """Sum the loss of each token, which the last chunk puts out, over the unmasked tokens of a microbatch.
+
+    Ranks that share samples each report their own tokens. Gradients are averaged over these ranks, too, so that each
+    counts the tokens of whole samples, and its own as often as there are ranks.
+    """
+    total, tokens, report = token_loss(output, batch.loss_mask, batch.loss_tokens)
+    if batch.context_size > 1:
+        return total * batch.context_size, batch.sample_tokens.to(torch.int), report
+    return total, tokens, report
 
 
 def example_batch(config: TrainerConfig, layout: Layout, device: Device) -> Microbatch:
@@ -98,7 +105,8 @@ def build_iterators(
 
 
 def _implementation(config: TrainerConfig) -> str:
-    return resolve_implementation(config.model, on_any_device=config.fbd.fbd_forward_on_cpu)
+    is_shared = config.fbd.fbd_forward_on_cpu or config.parallel.context_parallel_size > 1
+    return resolve_implementation(config.model, ours=is_shared)
 
 
 def _build_chunk(

@@ -10,10 +10,11 @@ from megatronapp_trainer.models.kernels.choice import FusedParts
 _PLAIN = FusedParts()
 
 
-def resolve_implementation(model: ModelConfig, *, on_any_device: bool = False) -> str:
+def resolve_implementation(model: ModelConfig, *, ours: bool = False) -> str:
     """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed.
 
-    `on_any_device`: whether they must be the same on ranks without a GPU, where Transformer Engine does not run.
+    `ours`: whether Transformer Engine is taken only by its name: where ranks without a GPU have the same layers, or
+    ranks share a sequence.
     """
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.transformer_impl == "transformer_engine" and not has_engine:
@@ -21,7 +22,7 @@ def resolve_implementation(model: ModelConfig, *, on_any_device: bool = False) -
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "install it or take --transformer-impl torch"
         )
-    takes_engine = has_engine and not on_any_device and model.num_experts is None
+    takes_engine = has_engine and not ours and model.num_experts is None
     return model.transformer_impl or ("transformer_engine" if takes_engine else "torch")
 
 
@@ -106,7 +107,7 @@ def _torch_layer(implementation: str, transformer_config: Any, parts: FusedParts
         from megatronapp_trainer.models.kernels.modules import fused_bias_dropout_add
 
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = fused_bias_dropout_add
-    layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
+    layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation, transformer_config)
     return layer
 
 
@@ -131,7 +132,9 @@ def _with_experts(
     return [layer if has_experts else dense for dense, has_experts in zip(layers, pattern, strict=True)]
 
 
-def _core_attention(implementation: str) -> type:
+def _core_attention(implementation: str, transformer_config: Any) -> type:  # noqa: ANN401 - untyped library
+    if transformer_config.context_parallel_size > 1:
+        return _context_attention(transformer_config.cp_comm_type)
     if implementation == "torch":
         from megatronapp_trainer.models.attention import TorchAttention
 
@@ -139,3 +142,14 @@ def _core_attention(implementation: str) -> type:
     from megatronapp_trainer.models.local import LocalAttention
 
     return LocalAttention
+
+
+def _context_attention(exchange: str) -> type:
+    """Return the attention over ranks that share a sequence, by `--cp-comm-type`."""
+    if exchange == "a2a":
+        from megatronapp_trainer.models.context.head_exchange import HeadExchangeAttention
+
+        return HeadExchangeAttention
+    from megatronapp_trainer.models.context.ring import RingAttention
+
+    return RingAttention

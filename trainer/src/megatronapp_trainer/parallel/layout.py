@@ -149,14 +149,16 @@ def environment_integer(name: str, default: int) -> int:
         raise UsageError(f"the variable {name} is {text!r}; the launcher must set it to an integer") from error
 
 
-def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> None:
+def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int, context_size: int = 1) -> None:
     """Raise UsageError if a world is not made of whole replicas. The sizes of groups are above 0."""
     if world_size < 1:
         raise UsageError(f"{world_size} ranks cannot train; start 1 or more")
-    if world_size % (tensor_size * pipeline_size):
+    replica = tensor_size * context_size * pipeline_size
+    if world_size % replica:
+        context = f"--context-parallel-size {context_size} x " if context_size > 1 else ""
         raise UsageError(
-            f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x "
-            f"--pipeline-model-parallel-size {pipeline_size}; start a multiple of {tensor_size * pipeline_size} ranks"
+            f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x {context}"
+            f"--pipeline-model-parallel-size {pipeline_size}; start a multiple of {replica} ranks"
         )
 
 
@@ -190,7 +192,7 @@ def layout_from_environment(
     if fbd is not None:
         role, rank = _checked_role(fbd.role_of(rank), rank), fbd.role_rank(rank)
         tensor_size, world = fbd.topology_of(role).tensor, fbd.topology_of(role).world_size
-    check_divides(world, tensor_size=tensor_size, pipeline_size=pipeline_size)
+    check_divides(world, tensor_size=tensor_size, pipeline_size=pipeline_size, context_size=context_size)
     return Layout(
         rank=rank,
         world_size=world,

@@ -195,10 +195,11 @@ class DynamicSchedule:
         return LaunchRule(lead_seconds=REACTION.lead_seconds, tolerance_seconds=tolerance)
 
     def _policy(self, num_microbatches: int) -> Policy:
-        if self._layout.tensor_rank > 0:
+        layout = self._layout
+        if layout.tensor_rank > 0 or layout.context_rank > 0:
             return Following(self._transport)
-        policy = self._plan.policy(self._layout.pipeline_rank, num_microbatches)
-        return Leading(policy, self._transport) if self._layout.tensor_size > 1 else policy
+        policy = self._plan.policy(layout.pipeline_rank, num_microbatches)
+        return Leading(policy, self._transport) if layout.tensor_size * layout.context_size > 1 else policy
 
 
 def check_memory(config: TrainerConfig, layout: Layout) -> None:

@@ -1,7 +1,8 @@
 """One order of tasks for all ranks of a tensor group: the first rank chooses, the others follow.
 
 The ranks of a tensor group meet in the collectives of each layer, so that they must run the same tasks in the same
-order. Their inputs arrive at different times; the leader decides by its own, and publishes each task as it begins.
+order. Those that share a sequence meet in its attention, and are with the group here. Inputs arrive at different times;
+the leader decides by its own, and publishes each task as it begins.
 """
 
 from typing import Protocol

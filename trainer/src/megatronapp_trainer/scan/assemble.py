@@ -125,7 +125,7 @@ def _rank_file(context: RunContext, table: list[Communicator]) -> RankFile | Non
     if folder is None or not path.exists():
         return None
     place = RankPlace(
-        data=layout.data_rank,
+        data=layout.data_rank * layout.context_size + layout.context_rank,
         pipeline=layout.pipeline_rank,
         tensor=layout.tensor_rank,
         rank=layout.global_rank,

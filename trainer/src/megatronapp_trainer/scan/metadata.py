@@ -37,7 +37,7 @@ def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
     """Return the pairs (source, destination) between this rank and its neighbours in the pipeline's ring, each once."""
     if layout.pipeline_size == 1:
         return []
-    stride = layout.tensor_size * layout.data_size
+    stride = layout.tensor_size * layout.context_size * layout.data_size
     stage, size = layout.pipeline_rank, layout.pipeline_size
     around = [layout.rank + ((stage + way) % size - stage) * stride for way in (-1, 1)]
     pairs = [pair for peer in around for pair in ((peer, layout.rank), (layout.rank, peer))]
@@ -84,13 +84,13 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
             "pipeline": layout.pipeline_size,
             "virtualPipeline": layout.virtual_size,
             "data": layout.data_size,
-            "context": 1,
+            "context": layout.context_size,
             "expert": layout.expert_size,
             **({"vee": 1} if layout.is_vee else {}),
         },
         "coordinates": {
             "tp": layout.tensor_rank,
-            "cp": 0,
+            "cp": layout.context_rank,
             "ep": layout.expert_rank,
             "dp": layout.data_rank,
             "pp": layout.pipeline_rank,

@@ -94,9 +94,11 @@ def _data_size(config: TrainerConfig, world_size: int) -> int:
     fbd = config.fbd_world(world_size)
     if fbd is not None:
         return fbd.trained.data
-    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline)
-    return world_size // (tensor * pipeline)
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context = parallel.context_parallel_size
+    check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline, context_size=context)
+    return world_size // (tensor * context * pipeline)
 
 
 def _foreign_load(config: TrainerConfig) -> ArgumentProblem | None:

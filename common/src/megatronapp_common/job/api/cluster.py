@@ -76,9 +76,8 @@ class PodTemplate(ManifestModel):
     """Changes to the worker pods that no field of this spec makes. They are applied last."""
 
     metadata: PodMetadata = PodMetadata()
-    """Labels and annotations. Workers have no PodDisruptionBudget: where nodes are removed to save money, annotate them
-    with cluster-autoscaler.kubernetes.io/safe-to-evict: "false" (Cluster Autoscaler) or karpenter.sh/do-not-disrupt:
-    "true" (Karpenter)."""
+    """Labels and annotations. Workers have no PodDisruptionBudget; against an autoscaler write
+    cluster-autoscaler.kubernetes.io/safe-to-evict: "false" or karpenter.sh/do-not-disrupt: "true"."""
     spec: dict[str, Any] = Field(default={})
     """A part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (the trainer's container
     is `trainer`, the analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or the
@@ -126,7 +125,7 @@ class Initializer(ManifestModel):
     secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None
-    """Resources of the container; a namespace with a quota for CPU or memory refuses pods without. By default nothing
-    is reserved for it with scope Job, and with scope Node it has those of the trainer."""
+    """Resources of the container; a namespace with a quota refuses pods without. Defaults to none with scope Job, and
+    to those of the trainer with scope Node."""
     scope: Literal["Job", "Node"] = "Job"
     """Run once before all workers of the job, or in every worker, for local disks."""

@@ -18,13 +18,13 @@ class Rdma(ManifestModel):
 
     enabled: bool = False
     """Request devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails where it would fall
-    back to TCP. For vpc.amazonaws.com/efa it is AWS Libfabric, the network of the plugin aws-ofi-nccl, which the image
-    of the trainer does not have: build an image with it and with libfabric. Another value under nccl or env wins."""
+    back to TCP; for vpc.amazonaws.com/efa AWS Libfabric, which needs an image with libfabric and aws-ofi-nccl. Another
+    value under nccl or env wins."""
     resource_name: QualifiedName | None = None
     """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""
     devices: Literal["Resource", "HostPath"] = "Resource"
-    """Source of the devices: the device plugin's resource, or, with mode HostNetwork, all of the node's
-    /dev/infiniband, for which the trainer is privileged and sees all devices of the node, GPUs included."""
+    """Source of the devices: the device plugin's resource, or, with mode HostNetwork, the node's /dev/infiniband, for
+    which the trainer is privileged and sees all devices of the node."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of each worker."""
     ipc_lock: bool = True

@@ -34,8 +34,8 @@ class NodeExclusion(ManifestModel):
     """Exclude nodes; if false, no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
     """Largest number of excluded nodes; a node that fails replaces the oldest, a slow one waits for a free place. If a
-    gang finds no capacity within startDeadlineSeconds, a slow node may be used again and is then tolerated (see
-    status.toleratedNodes); the next time the oldest of all."""
+    gang finds no capacity within startDeadlineSeconds, a slow node is used again (status.toleratedNodes), the next time
+    the oldest of all."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""
     allowed_nodes: Annotated[tuple[ObjectName, ...], Field(max_length=256)] = ()
@@ -89,21 +89,19 @@ class RunPolicy(ManifestModel):
     reset_after_seconds: Seconds = 3600
     """Seconds of a healthy run after which the count of restarts is reset."""
     active_deadline_seconds: Seconds | None = None
-    """Longest life of the job over all attempts; defaults to no limit. For a gang that a queue or gang scheduler
-    places, only time in which it held a node is counted. For other jobs all time is counted from the first pods on,
-    waiting for nodes and pauses after a release included. At the deadline workers have their grace period to write a
-    checkpoint, then the job fails."""
+    """Longest life of the job over all attempts; defaults to no limit. Of a gang that a queue or gang scheduler places,
+    time in which it held a node is counted, of other jobs all time from the first pods on. At the deadline workers have
+    their grace period to write a checkpoint, then the job fails."""
     start_deadline_seconds: Seconds = 900
-    """Longest time until all workers of an attempt have nodes; then all of them are released and retried later. The
-    same limit applies until all run; then the job fails, because an image or a volume is wrong, or, if it has run
-    before, the gang is restarted. It applies once more until they have gathered (reason NotGathered; that restart is
-    counted). Time in which initializers run is not counted."""
+    """Longest time until all workers of an attempt have nodes (otherwise they are released and retried later), again
+    until all run (otherwise the job fails or, if it has run before, the gang is restarted), and again until they have
+    gathered (reason NotGathered; that restart is counted). Initializers are not counted."""
     progress_deadline_seconds: Seconds | None = None
     """Longest time without a finished step; defaults to no limit. While neither hub nor launcher answers the operator
     it waits for them, up to an hour more."""
     lost_node_timeout_seconds: Seconds = 300
     """Seconds that a worker may be unreachable (node not ready, pod terminating after its grace period) until it is
-    lost; the gang restarts then, which is not counted against maxRestarts."""
+    lost; the gang restarts then, uncounted."""
     termination_grace_period_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
     """Time to write a checkpoint after SIGTERM, before SIGKILL."""
     clean_pod_policy: Literal["None", "Running", "All"] = "Running"

@@ -30,22 +30,11 @@ _UNEVEN_FLAGS = (
 _OF_CHUNKS = f"{_PIPED} > 1 ? {cel_message(f' of {{{_PIPED}}} chunks')} : ''"
 
 
-def _only_one(name: str) -> Rule:
-    value = f"self.parallelism.{name}"
-    return Rule(
-        id=f"{name}-unsupported",
-        field=f".parallelism.{name}",
-        rule=f"{value} == 1",
-        message="is not supported yet; write 1 or leave it out",
-        message_expression=cel_message(f"{{{value}}} is not supported yet; write 1 or leave it out"),
-    )
-
-
 def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "", why: str = "") -> Rule:
     return multiple(rule_id, field, value=value, factor=TENSOR, named="parallelism.tensor", unless=unless, why=why)
 
 
-_EXPERT, _DATA = "self.parallelism.expert", "self.parallelism.data"
+_EXPERT, _DATA, _CONTEXT = "self.parallelism.expert", "self.parallelism.data", "self.parallelism.context"
 _POSITIONS, _LAYERS = "self.model.positionEmbeddingType", "self.model.transformerImpl"
 _NOT_OF_BERT = (
     "self.fbd.enabled",
@@ -60,6 +49,13 @@ _NOT_OF_BERT = (
     "self.model.seqLength < 8",
     "(self.data.mock && has(self.model.vocabSize) && self.model.vocabSize < 16)",
 )
+_NOT_OF_CONTEXT = (
+    "self.mode == 'serve'",
+    "self.model.type == 'bert'",
+    "self.fbd.enabled",
+    "has(self.scope)",
+    f"(has({_LAYERS}) && {_LAYERS} != 'torch')",
+)
 _SUPPORT = (
     Rule(
         id="bert-unsupported",
@@ -68,7 +64,18 @@ _SUPPORT = (
         message="bert has no fbd, vee, scope, calculatePerTokenLoss, eodMaskLoss or resets, no transformer_engine, and "
         "no positions but learned_absolute; leave them out, and write seqLength 8, for data.mock vocabSize 16, or more",
     ),
-    _only_one("context"),
+    Rule(
+        id="context-unsupported",
+        field=".parallelism.context",
+        rule=f"{_CONTEXT} == 1 || !({' || '.join(_NOT_OF_CONTEXT)})",
+        message="must be 1 with bert, serve, fbd, scope and transformerImpl, except torch; write 1",
+    ),
+    Rule(
+        id="sequence-of-context",
+        field=".model.seqLength",
+        rule=f"{_CONTEXT} == 1 || self.model.seqLength % (2 * {_CONTEXT}) == 0",
+        message="must be a multiple of 2 x parallelism.context",
+    ),
     Rule(
         id="expert-of-replicas",
         field=".parallelism.expert",

@@ -10,11 +10,13 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
     """Return what keeps the passes of a microbatch out of a CUDA graph, named by flags; empty if nothing does.
 
     A graph holds the forward and the backward pass of one microbatch with fixed shapes, draws no random numbers, and
-    ends without a transfer.
+    ends without a transfer. The parts that packed documents are computed in differ from one microbatch to the next.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
     found = {
         "--pipeline-model-parallel-size above 1": parallel.pipeline_model_parallel_size > 1,
+        "--context-parallel-size above 1": parallel.context_parallel_size > 1,
+        "--reset-attention-mask": config.data.reset_attention_mask,
         "--use-dpp": config.dpp.use_dpp,
         "--forward-backward-disaggregating": config.fbd.enabled,
         f"--model-type {model.model_type}": model.model_type != "gpt",

@@ -36,7 +36,8 @@ class TaskAddresses(NamedTuple):
     pipeline: Sequence[int]
     """By pipeline rank."""
     tensor: Sequence[int]
-    """By tensor rank; the first one leads."""
+    """Ranks that meet inside of tasks: those of the tensor group, of each rank that shares a sequence. The first one
+    leads."""
 
 
 class TransportAgreement(NamedTuple):
@@ -202,7 +203,7 @@ def inboxes_of(config: TrainerConfig, layout: Layout, plan: DppPlan) -> Inboxes:
 
     addresses = TaskAddresses(
         pipeline=pipeline_ranks(),
-        tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
+        tensor=dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group()),
     )
     return inboxes_at(config, layout, plan, addresses)
 

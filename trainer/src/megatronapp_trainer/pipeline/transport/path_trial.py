@@ -105,6 +105,7 @@ def _layout(config: TrainerConfig) -> Layout:
     return layout_from_environment(
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
+        context_size=config.parallel.context_parallel_size,
         virtual_size=config.virtual_size,
         is_vee=config.is_vee,
         fbd=config.fbd_world(environment_integer("WORLD_SIZE", 1)),
@@ -114,10 +115,11 @@ def _layout(config: TrainerConfig) -> Layout:
 def _inboxes(config: TrainerConfig, layout: Layout) -> Inboxes:
     """Return the inboxes as `inboxes_of` does, without the groups of megatron-core, which take seconds to build."""
     stride = layout.world_size // layout.pipeline_size
-    first = layout.rank // layout.tensor_size * layout.tensor_size
+    together = layout.tensor_size * layout.context_size
+    first = layout.rank // together * together
     addresses = TaskAddresses(
         pipeline=range(layout.rank % stride, layout.world_size, stride),
-        tensor=range(first, first + layout.tensor_size),
+        tensor=range(first, first + together),
     )
     shape = Shape.VEE if layout.is_vee else Shape.LOOP
     plan = DppPlan(config.dpp, Placement(layout.pipeline_size, layout.virtual_size, shape))

@@ -44,6 +44,7 @@ class RankPlace:
     """Rank of a file."""
 
     data: int
+    """Number of the replica. Ranks that share a sequence are counted as replicas: files have no number for them."""
     pipeline: int
     tensor: int
     rank: int
