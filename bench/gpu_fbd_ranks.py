@@ -288,7 +288,6 @@ def sampled_iterators(run: Any, layout: Any) -> Any:  # noqa: ANN401 - TrainingR
                 "labels": tokens[:, 1:].contiguous(),
                 "loss_mask": mask,
                 "position_ids": positions,
-                "attention_mask": None,
             }
 
     feed: Any = batches()

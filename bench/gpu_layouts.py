@@ -101,7 +101,6 @@ class Samples:
                 "labels": tokens[:, 1:].contiguous(),
                 "loss_mask": self.loss_mask,
                 "position_ids": self.positions,
-                "attention_mask": None,
             }
 
 

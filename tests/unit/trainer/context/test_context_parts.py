@@ -49,6 +49,34 @@ def test_each_visible_pair_is_in_a_single_block(size: int, chunk: int) -> None:
     assert torch.equal(counts, torch.ones_like(counts).tril())
 
 
+@given(
+    size=st.integers(1, 4),
+    chunk=st.integers(1, 3),
+    ends=st.lists(st.lists(st.booleans(), min_size=24, max_size=24), min_size=1, max_size=2),
+)
+def test_each_visible_pair_of_a_document_is_in_a_single_block(size: int, chunk: int, ends: list[list[bool]]) -> None:
+    import torch
+
+    from megatronapp_trainer.models.context.visible_blocks import blocks_of_documents
+    from megatronapp_trainer.models.packed_documents import document_bounds, document_mask
+    from megatronapp_trainer.parallel.sequence import part_of_rank
+
+    length = 2 * size * chunk
+    places = torch.arange(length)
+    begins = torch.tensor([[True, *sample[: length - 1]] for sample in ends])
+    positions = places - torch.where(begins, places, 0).cummax(1).values
+    bounds = document_bounds(positions).tolist()
+    parts = [part_of_rank(places, 0, rank=rank, size=size) for rank in range(size)]
+    counts = torch.zeros(len(ends), length, length, dtype=torch.int)
+    for rank in range(size):
+        for source in range(size):
+            for block in blocks_of_documents(rank, source, size, 2 * chunk, bounds):
+                queries, keys = parts[rank][block.queries], parts[source][block.keys]
+                seen = torch.ones(len(queries), len(keys), dtype=torch.int)
+                counts[block.samples.start, queries[:, None], keys] += seen.tril() if block.is_causal else seen
+    assert torch.equal(counts, (~document_mask(positions)[:, 0]).int())
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 99), ends=st.lists(st.integers(1, 11), min_size=1, max_size=3, unique=True))
 def test_merged_blocks_are_the_attention_to_all_keys(seed: int, ends: list[int]) -> None:
@@ -115,7 +143,7 @@ def test_flash_attention_takes_and_gives_the_shapes_of_blocks(is_causal: bool, m
 
     from megatronapp_trainer.models.context import blocks
 
-    monkeypatch.setattr(blocks, "_has_flash", lambda _query: True)
+    monkeypatch.setattr(blocks, "has_flash", lambda _query: True)
     query, gradient = (torch.empty(2, 6, 4, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
     key, value = (torch.empty(2, 6, 2, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
     merged = blocks.attend(query, key, value, scale=0.3, is_causal=is_causal)

@@ -1,6 +1,7 @@
 """Sequences that are divided over ranks train as whole ones, in every layout, by both ways of attention."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,55 @@ def trained(flags: str) -> Figures | None:
     """Losses and gradient norms of a run, on the reporting rank."""
     recorder = small_training.train(small_training.prepare(f"{MODEL} {flags}"))
     return None if recorder is None else (recorder.losses, recorder.grad_norms)
+
+
+def with_documents(batches: Iterator[Any], first: int) -> Iterator[Any]:
+    """The same batches with documents that end at random, where no loss is counted."""
+    import torch
+
+    generator = torch.Generator().manual_seed(first)
+    for batch in batches:
+        begins = torch.rand(batch["tokens"].shape, generator=generator) < 0.15
+        begins[:, 0] = True
+        places = torch.arange(begins.size(1))
+        positions = places - torch.where(begins, places, 0).cummax(1).values
+        yield {**batch, "position_ids": positions, "loss_mask": (~begins.roll(-1, 1)).float()}
+
+
+def packed(flags: str) -> Figures | None:
+    """The same of a run on samples of several documents, on a single replica."""
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_iterators
+
+    run = small_training.prepare(f"{MODEL} {flags}")
+    data = dataclasses.replace(run.config.data, reset_position_ids="rope" not in flags, reset_attention_mask=True)
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    batches = with_documents(build_iterators(run.config, run.layout, 0).train, first=3)
+    recorder = small_training.train(run, iterators=DataIterators(train=batches, valid=None, test=None))
+    return None if recorder is None else (recorder.losses, recorder.grad_norms)
+
+
+PACKED = {
+    "CP2-p2p": (2, f"{CP2} {SHARDED}"),
+    "CP4-p2p": (4, f"{CP4}"),
+    "CP2-a2a": (2, f"{CP2} {HEADS}"),
+    "CP2xTP2-p2p": (4, f"{CP2} {TP2}"),
+    "CP2xPP2-a2a": (4, f"{CP2} {HEADS} {PP2}"),
+    "CP2-recomputed": (2, f"{CP2} {RECOMPUTED}"),
+    "mask": (1, "--transformer-impl local"),
+}
+
+
+@pytest.mark.full("a sweep of layouts", but=("rotary-CP2xTP2-p2p", "learned-CP2-a2a"))
+@pytest.mark.parametrize(("world", "layout"), PACKED.values(), ids=list(PACKED))
+@pytest.mark.parametrize("flags", [ROTARY, "--calculate-per-token-loss"], ids=["rotary", "learned"])
+def test_packed_documents_train_as_in_a_single_process(
+    run_ranks: RunRanks, world: int, layout: str, flags: str
+) -> None:
+    (found,) = [result for result in run_ranks(world, packed, f"{flags} {layout}") if result is not None]
+    (expected,) = run_ranks(1, packed, flags)
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
 def figures_of(run_ranks: RunRanks, world: int, flags: str) -> Figures:

@@ -22,10 +22,7 @@ _AHEAD_AT_LEAST = 2 * TOGETHER
 
 
 def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatch:
-    """Stack samples: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], attention_mask bool [b, 1, s,
-    s].
-
-    True in the attention mask means "not seen"; the mask is None where it is the plain causal one.
+    """Stack samples: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s].
 
     Raises:
         DataError: a token for which the model has no embedding.
@@ -42,7 +39,6 @@ def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatc
         "labels": labels,
         "loss_mask": stacked("loss_mask"),
         "position_ids": stacked("position_ids"),
-        "attention_mask": stacked("attention_mask") if "attention_mask" in samples[0] else None,
     }
 
 

@@ -32,9 +32,7 @@ class SampleDataset(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return tokens and labels [sequence] int64, loss_mask float32, position_ids int64, perhaps attention_mask
-        bool.
-        """
+        """Return tokens and labels [sequence] int64, loss_mask float32, position_ids int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,10 +239,11 @@ def _config_of(request: DatasetRequest, common: dict[str, Any]) -> Any:  # noqa:
         )
     return GPTDatasetConfig(
         **common,
-        reset_position_ids=request.reset_position_ids,
-        reset_attention_mask=request.reset_attention_mask,
+        # Positions say where documents begin, for attention, too: a mask would have all pairs of tokens.
+        reset_position_ids=request.reset_position_ids or request.reset_attention_mask,
+        reset_attention_mask=False,
         eod_mask_loss=request.eod_mask_loss,
-        create_attention_mask=request.reset_attention_mask,
+        create_attention_mask=False,
     )
 
 

@@ -5,7 +5,7 @@ G microbatches that are sent together, P planes, B samples of a microbatch, S se
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
@@ -34,9 +34,7 @@ class HostMicrobatch(TypedDict):
     loss_mask: torch.Tensor
     """float32 [B, S], 1 where the loss is counted"""
     position_ids: torch.Tensor
-    """int64 [B, S]"""
-    attention_mask: torch.Tensor | None
-    """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
+    """int64 [B, S], from 0 on in each document with --reset-position-ids or --reset-attention-mask"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +88,8 @@ class Microbatch:
     position_ids: torch.Tensor
     """int64 [B, S]"""
     attention_mask: torch.Tensor | None
-    """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
+    """Bounds of the documents of whole samples, int32 [N + 1] on the host (`models.packed_documents`); or
+    bool [B, 1, S, S], true where attention is masked; None: plain causal"""
     sample_tokens: torch.Tensor
     """float32 [], the sum of the loss mask over whole samples"""
     context_size: int
@@ -123,20 +122,28 @@ class MicrobatchSource(Protocol):
 class BatchSource:
     """Source of this rank's microbatches on its device; the first rank of a tensor group sends them to the others."""
 
-    def __init__(self, config: TrainerConfig, layout: Layout, device: Device) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        layout: Layout,
+        device: Device,
+        mask_of_positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Take the run; `mask_of_positions` turns positions [B, S] within documents into the mask of attention."""
         self.reading_chunks = chunks_that_need_data(config, layout)
         self._device = device
         self._size = (config.training.micro_batch_size, config.model.seq_length)
         self._layout = layout
         positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
         self._causal_positions = self._part(positions)
-        self._planes = 4 if config.data.reset_position_ids else 3
-        self._masked = config.data.reset_attention_mask
+        self._resets_positions = config.data.reset_position_ids
+        self._planes = 4 if self._resets_positions or config.data.reset_attention_mask else 3
+        self._mask_of_positions = mask_of_positions if config.data.reset_attention_mask else None
         self._reads = layout.tensor_rank == 0
         self._broadcasts = layout.tensor_size > 1
-        self.together = 1 if self._masked or config.data.num_workers == 0 else TOGETHER
-        """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
-        ahead, the whole pipeline would wait for the first stage to read them all.
+        self.together = 1 if config.data.num_workers == 0 else TOGETHER
+        """Microbatches to read at once. Where no thread reads ahead, the whole pipeline would wait for the first stage
+        to read them all.
         """
 
     def read(self, iterator: Iterator[HostMicrobatch], count: int) -> list[Microbatch]:
@@ -144,6 +151,7 @@ class BatchSource:
         batches = list(itertools.islice(iterator, count)) if self._reads else []
         planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
         sample_tokens_G = planes_GPBS[:, 2].float().sum((1, 2)).unbind()
+        masks_G = self._masks(batches, planes_GPBS)
         planes_GPBS = self._part(planes_GPBS)
         loss_mask_GBS = planes_GPBS[:, 2].float()
         loss_tokens_G = sample_tokens_G
@@ -154,8 +162,8 @@ class BatchSource:
             planes_GPBS[:, 1].unbind(),
             loss_mask_GBS.unbind(),
             loss_tokens_G,
-            planes_GPBS[:, 3].unbind() if self._planes == 4 else [self._causal_positions] * count,
-            self._masks(batches, count),
+            planes_GPBS[:, 3].unbind() if self._resets_positions else [self._causal_positions] * count,
+            masks_G,
             sample_tokens_G,
             [self._layout.context_size] * count,
         )
@@ -176,12 +184,13 @@ class BatchSource:
         planes = [batch[name].long() for batch in batches for name in names]  # type: ignore[literal-required]
         return torch.stack(planes).view(len(batches), self._planes, *self._size)
 
-    def _masks(self, batches: list[HostMicrobatch], count: int) -> list[torch.Tensor] | list[None]:
-        if not self._masked:
-            return [None] * count
-        (samples, length), found = self._size, [batch["attention_mask"] for batch in batches]
-        packed = torch.stack([mask.to(torch.uint8) for mask in found if mask is not None]) if found else None
-        return list(self._broadcast(packed, (count, samples, 1, length, length), torch.uint8).bool().unbind())
+    def _masks(
+        self, batches: list[HostMicrobatch], planes_GPBS: torch.Tensor
+    ) -> Sequence[torch.Tensor] | Sequence[None]:
+        if self._mask_of_positions is None:
+            return [None] * len(planes_GPBS)
+        here = [batch["position_ids"] for batch in batches] or planes_GPBS[:, 3].cpu().unbind()
+        return [self._mask_of_positions(positions_BS) for positions_BS in here]
 
     def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return broadcast_in_tensor_group(tensor, shape, dtype, self._device, broadcasts=self._broadcasts)

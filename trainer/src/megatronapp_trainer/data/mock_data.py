@@ -47,7 +47,6 @@ def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sam
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": torch.ones(size, length),
             "position_ids": torch.arange(length).expand(size, -1),
-            "attention_mask": None,
         }
         sample += layout.data_size * size
 

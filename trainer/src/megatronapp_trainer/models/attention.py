@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from megatronapp_trainer.models.masks import causal_mask
+from megatronapp_trainer.models.packed_documents import packed_attention
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carries no types
@@ -53,10 +54,14 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
     ) -> torch.Tensor:
         """Compute query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] (true: masked) -> [S, B, HD].
 
+        In the place of a mask it takes the bounds of packed documents (`models.packed_documents`).
+
         Raises ValueError for packed sequences or a bias, which this module does not support.
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("TorchAttention knows neither packed sequences nor an attention bias")
+        if attention_mask is not None and attention_mask.dtype == torch.int32:
+            return self._packed(query, key, value, attention_mask)
         hidden = self._hidden(attention_mask, query.size(0), query.device)
         if hidden is not None and self._heads_per_key > 1:
             # On GPUs no kernel takes both a mask and groups but the one that keeps all scores, [B, H, S, S].
@@ -74,6 +79,24 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
                 enable_gqa=hidden is None and self._heads_per_key > 1,
             )
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        samples, window = query.size(1), self.config.window_size
+        dropout = self._dropout if self.training else 0.0
+        rows = [part.transpose(0, 1).flatten(0, 1) for part in (query, key, value)]
+        with self._rng(dropout):
+            context_THD = packed_attention(
+                rows[0],
+                rows[1],
+                rows[2],
+                bounds,
+                scale=self._scale,
+                dropout=dropout,
+                window=None if window is None else window[0],
+            )
+        return context_THD.reshape(samples, query.size(0), -1).transpose(0, 1)
 
     def _hidden(self, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
         """Return the mask combined with the window; None if causality is enough."""

@@ -14,6 +14,7 @@ from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
 from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
+from megatronapp_trainer.models.packed_documents import document_bounds, document_mask
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -28,7 +29,7 @@ def build_chunks(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
-    parts = fused_parts(config, device, _implementation(config))
+    parts = fused_parts(config, device, _implementation(config, layout))
 
     def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
         return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn, parts=parts)
@@ -77,18 +78,31 @@ def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.T
 
 def example_batch(config: TrainerConfig, layout: Layout, device: Device) -> Microbatch:
     """Return a microbatch of the form of all others, whose contents mean nothing; collective over the tensor group."""
-    samples, length = size = config.training.micro_batch_size, config.model.seq_length
+    size = config.training.micro_batch_size, config.model.seq_length
     zeros = torch.zeros(size, dtype=torch.int64)
-    mask = torch.zeros((samples, 1, length, length), dtype=torch.bool) if config.data.reset_attention_mask else None
     batch = HostMicrobatch(
-        tokens=zeros, labels=zeros, loss_mask=torch.ones(size), position_ids=zeros, attention_mask=mask
+        tokens=zeros, labels=zeros, loss_mask=torch.ones(size), position_ids=torch.arange(size[1]).expand(size)
     )
     return batch_source(config, layout, device).read(iter([batch]), 1)[0]
 
 
 def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> BatchSource:
     """Return the source that turns host batches into microbatches on this rank's device."""
-    return BatchSource(config, layout, device)
+
+    def mask(positions_BS: torch.Tensor) -> torch.Tensor:
+        return device.to_device(document_mask(positions_BS))
+
+    return BatchSource(config, layout, device, document_bounds if _packs_documents(config, layout) else mask)
+
+
+def _packs_documents(config: TrainerConfig, layout: Layout) -> bool:
+    """Return whether attention takes the bounds of documents; other layers, and those that read it, take a mask."""
+    reads_scores = config.fbd.enabled or config.control.enabled or config.control.scope_capture_interval is not None
+    return _implementation(config, layout) == "torch" and not reads_scores
+
+
+def _implementation(config: TrainerConfig, layout: Layout) -> str:
+    return resolve_implementation(config.model, ours=config.fbd.fbd_forward_on_cpu or layout.context_size > 1)
 
 
 def build_iterators(
@@ -102,11 +116,6 @@ def build_iterators(
     from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
 
     return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)
-
-
-def _implementation(config: TrainerConfig) -> str:
-    is_shared = config.fbd.fbd_forward_on_cpu or config.parallel.context_parallel_size > 1
-    return resolve_implementation(config.model, ours=is_shared)
 
 
 def _build_chunk(
@@ -130,7 +139,14 @@ def _build_chunk(
     place = layout.place_in_loop(chunk)
     gpt = model_class(
         core_config,
-        block_spec(_implementation(config), core_config, vp_stage, place, grouped=model.moe_grouped_gemm, parts=parts),
+        block_spec(
+            _implementation(config, layout),
+            core_config,
+            vp_stage,
+            place,
+            grouped=model.moe_grouped_gemm,
+            parts=parts,
+        ),
         vocab_size,
         model.positions,
         pre_process=place == 0 and chunk == 0,

@@ -101,7 +101,6 @@ def _unsupported(config: TrainerConfig) -> Iterator[str]:
         "--training-control": control.training_control,
         "--training-ws-port": control.training_ws_port is not None,
         "--scope-capture-interval": control.scope_capture_interval is not None,
-        "--reset-attention-mask": config.data.reset_attention_mask,
     }
     for flag, on in unsupported.items():
         yield from require(not on, f"{_SIZE} above 1 cannot be combined with {flag} yet; leave one of them out")

@@ -12,10 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-_WIDEST_HEAD = 256
-"""Widest head of flash attention."""
-_HEAD_MULTIPLE = 8
-"""Widths of heads that flash attention takes are multiples of this."""
+from megatronapp_trainer.models.packed_documents import has_flash
 
 
 class BlockOutput(NamedTuple):
@@ -39,7 +36,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, is_causal: bool
 ) -> BlockOutput:
     """Compute query [B, L, H, D], key and value [B, K, G, D]; causal blocks are square."""
-    if _has_flash(query):
+    if has_flash(query):
         return _flash(query, key, value, scale=scale, is_causal=is_causal)
     key, value = (_repeated(part, query.size(2)) for part in (key, value))
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
@@ -63,7 +60,7 @@ def attend_backward(
     is_causal: bool,
 ) -> BlockGradients:
     """Return the gradients of a block from that of the merged output [B, L, H, D], and the output itself."""
-    if _has_flash(query):
+    if has_flash(query):
         return _flash_backward(gradient, query, key, value, merged, scale=scale, is_causal=is_causal)
     groups = key.size(2)
     key, value = (_repeated(part, query.size(2)) for part in (key, value))
@@ -87,12 +84,6 @@ def merge(into: BlockOutput, block: BlockOutput) -> None:
     into.context.mul_((into.log_sum - total).exp().unsqueeze(-1))
     into.context.add_(block.context * (block.log_sum - total).exp().unsqueeze(-1))
     into.log_sum.copy_(total)
-
-
-def _has_flash(query: torch.Tensor) -> bool:
-    width = query.size(-1)
-    is_half = query.dtype in {torch.bfloat16, torch.float16}
-    return query.is_cuda and is_half and width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0
 
 
 def _repeated(part: torch.Tensor, heads: int) -> torch.Tensor:

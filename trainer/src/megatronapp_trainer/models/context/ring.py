@@ -12,6 +12,7 @@ channels of a head.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from megatronapp_trainer.models.context.blocks import BlockOutput, attend, attend_backward, merge
-from megatronapp_trainer.models.context.visible_blocks import Block, visible_blocks
+from megatronapp_trainer.models.context.visible_blocks import Block, blocks_of_documents, visible_blocks
+
+_Options = tuple[dist.ProcessGroup, float, list[list[Block]]]
+"""The ring, the factor of the scores, and the blocks of each step."""
 
 
 class RingAttention(MegatronModule):  # type: ignore[misc] # megatron-core carries no types
@@ -47,21 +51,32 @@ class RingAttention(MegatronModule):  # type: ignore[misc] # megatron-core carri
     ) -> torch.Tensor:
         """Compute query [S/N, B, H, D], key and value [S/N, B, G, D] -> [S/N, B, HD].
 
-        Raises ValueError for a mask, which this module does not take.
+        In the place of a mask it takes the bounds of packed documents (`models.packed_documents`) of whole samples.
         """
-        if attention_mask is not None:
-            raise ValueError("RingAttention takes no mask")
-        return ring_attention(query, key, value, self._group, scale=self._scale).flatten(2)
+        bounds = None if attention_mask is None else attention_mask.tolist()
+        return ring_attention(query, key, value, self._group, scale=self._scale, bounds=bounds).flatten(2)
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, *, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    scale: float,
+    bounds: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the attention [S/N, B, H, D] of this rank's tokens to all that they see; differentiable.
 
-    Takes query [S/N, B, H, D], key and value [S/N, B, G, D] of this rank's two chunks; collective over the group.
+    Takes query [S/N, B, H, D], key and value [S/N, B, G, D] of this rank's two chunks, and the bounds of documents
+    where samples have several; collective over the group.
     """
-    context: torch.Tensor = _Ring.apply(query, key, value, (group, scale))  # type: ignore[no-untyped-call] # of torch
+    rank, size, length = group.rank(), group.size(), query.size(0)
+    if bounds is None:
+        steps = [visible_blocks(rank, (rank - step) % size, size, length) for step in range(size)]
+    else:
+        steps = [blocks_of_documents(rank, (rank - step) % size, size, length, bounds) for step in range(size)]
+    context: torch.Tensor = _Ring.apply(query, key, value, (group, scale, steps))  # type: ignore[no-untyped-call] # of torch
     return context
 
 
@@ -74,10 +89,10 @@ class _Ring(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        options: tuple[dist.ProcessGroup, float],
+        options: _Options,
     ) -> torch.Tensor:
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        merged = _forward_round(query, key, value, *options)
+        merged = _forward_round(query, key, value, options)
         context = merged.context.to(query.dtype)
         ctx.save_for_backward(query, key, value, context, merged.log_sum)
         ctx.options = options
@@ -87,24 +102,21 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - autograd's
         query, key, value, context, log_sum = ctx.saved_tensors
         merged, gradient = BlockOutput(context, log_sum), gradients[0].transpose(0, 1)
-        group, scale = ctx.options
-        found = _backward_round(gradient, query, key, value, merged, group=group, scale=scale)
+        found = _backward_round(gradient, (query, key, value), merged, ctx.options)
         return (*(part.to(query.dtype).transpose(0, 1) for part in found), None)
 
 
-def _forward_round(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, scale: float
-) -> BlockOutput:
+def _forward_round(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: _Options) -> BlockOutput:
     """Return the output [B, S/N, H, D] and its logarithms, both in fp32, from tensors with the samples first."""
-    rank, size = group.rank(), group.size()
+    group, scale, steps = options
     merged = BlockOutput(
         torch.zeros_like(query, dtype=torch.float32),
         torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device),
     )
     pair = torch.stack((key, value))
-    for step in range(size):
-        transfer = _Transfer(pair, group) if step < size - 1 else None
-        for block in visible_blocks(rank, (rank - step) % size, size, query.size(1)):
+    for number, blocks in enumerate(steps, 1):
+        transfer = _Transfer(pair, group) if number < len(steps) else None
+        for block in blocks:
             found = attend(
                 block.of_queries(query),
                 block.of_keys(pair[0]),
@@ -120,23 +132,19 @@ def _forward_round(
 
 def _backward_round(
     gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     merged: BlockOutput,
-    *,
-    group: dist.ProcessGroup,
-    scale: float,
+    options: _Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value of this rank, in fp32, with the samples first."""
-    rank, size = group.rank(), group.size()
+    (query, key, value), (group, scale, steps) = inputs, options
     of_query = torch.zeros_like(query, dtype=torch.float32)
     pair = torch.stack((key, value))
     returning: _Transfer | None = None
-    for step in range(size):
-        transfer = _Transfer(pair, group) if step < size - 1 else None
+    for number, blocks in enumerate(steps, 1):
+        transfer = _Transfer(pair, group) if number < len(steps) else None
         of_pair = torch.zeros_like(pair, dtype=torch.float32)
-        for block in visible_blocks(rank, (rank - step) % size, size, query.size(1)):
+        for block in blocks:
             found = attend_backward(
                 block.of_queries(gradient),
                 block.of_queries(query),

@@ -16,7 +16,6 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.microbatches import HostMicrobatch
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.models.masks import causal_mask
 
 FLAG = "--scope-probe-texts"
 
@@ -96,9 +95,6 @@ class Rounds:
         """Yield the microbatches of all rounds; the last texts of all are repeated to fill them."""
         size, length = config.training.micro_batch_size, config.model.seq_length
         rows = [_padded(text.tokens, length) for text in texts]
-        mask = None
-        if config.data.reset_attention_mask:
-            mask = causal_mask(length, torch.device("cpu")).expand(size, 1, length, length)
         filled = itertools.chain(rows, itertools.repeat(rows[-1]))
         for _ in range(self.microbatches * self.rounds):
             tokens = torch.stack(list(itertools.islice(filled, size)))
@@ -107,7 +103,6 @@ class Rounds:
                 labels=tokens.roll(-1, 1),
                 loss_mask=torch.ones(size, length),
                 position_ids=torch.arange(length).expand(size, -1),
-                attention_mask=mask,
             )
 
 
