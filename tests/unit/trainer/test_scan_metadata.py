@@ -69,6 +69,17 @@ def test_the_ring_has_the_place_among_the_ranks_of_the_experts() -> None:
     assert (document["layout"]["expert"], document["coordinates"]["ep"]) == (2, 1)
 
 
+def test_the_ring_has_the_place_among_the_ranks_of_a_sequence() -> None:
+    base = dataclasses.replace(layout(5, 2, 2, 2), context_size=2, world_size=8)
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+    config = parse([*sizes.split(), *["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "8"]])
+    context = RunContext(layout=base, config=config, device_name="cpu", chunks=[], num_microbatches=1)
+    document = json.loads(ring_metadata(context, [], None))
+    assert (document["layout"]["context"], document["layout"]["data"]) == (2, 1)
+    assert document["coordinates"] == {"tp": 1, "cp": 0, "ep": 0, "dp": 0, "pp": 1}
+    assert directed_pairs(base) == [(1, 5), (5, 1)]
+
+
 def test_messages_are_counted_per_directed_pair_and_step() -> None:
     peers = PeerCounters(0, {(0, 2): 1, (2, 0): 0})
     assert [peers.next_message(name, 2) for name in ("send_next", "recv_next", "send_next")] == [(1, 0), (0, 0), (1, 1)]
