@@ -14,7 +14,9 @@ from python_reference import render_client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.job.admission import admission_policy
+from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import custom_resource_definition
+from megatronapp_common.job.profiles.definition import profile_definition
 from megatronapp_common.job.reference import render_reference
 from megatronapp_common.migration.page import render_page
 from megatronapp_common.scope.codes import TensorCode, decode, encode
@@ -54,14 +56,16 @@ def put(name: str, content: bytes, *, write: bool) -> bool:
 
 def render() -> dict[str, bytes]:
     """Every generated file: name below the repository's root, and content."""
-    crd = yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=120, allow_unicode=True)
-    definition = f"# {MADE}\n{crd}".encode()
+    definitions = {"megatronjob": custom_resource_definition()} | {
+        kind.lower(): profile_definition(kind) for kind in ProfileKind
+    }
+    crds = {name: made_yaml(definition) for name, definition in definitions.items()}
     policy = yaml.safe_dump_all(admission_policy(), sort_keys=False, width=120, allow_unicode=True)
     return {
         "charts/megatronapp/files/admission-policy.yaml": f"# {MADE}\n{policy}".encode(),
-        "crds/megatronjob.yaml": definition,
+        **{f"crds/{name}.yaml": content for name, content in crds.items()},
+        **{f"charts/megatronapp/files/{name}.yaml": content for name, content in crds.items()},
         "frontend/src/scope/builtInSites.ts": render_sites(),
-        "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
         "docs/from-megatronapp.md": render_page().encode(),
         "docs/reference-python.md": render_client().encode(),
@@ -69,6 +73,19 @@ def render() -> dict[str, bytes]:
         **render_vectors(),
         "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),
     }
+
+
+def made_yaml(document: dict[str, Any]) -> bytes:
+    """Return an object as a generated file."""
+    text = yaml.dump(document, Dumper=PlainDumper, sort_keys=False, width=120, allow_unicode=True)
+    return f"# {MADE}\n{text}".encode()
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Dumper that writes equal parts out: a definition of the API server has no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+        return True
 
 
 def render_sites() -> bytes:

@@ -171,3 +171,31 @@ def test_a_port_in_use_is_a_single_clear_error_and_a_failed_job(process_backend:
         == "BackendFailed"
     )
     assert process_backend.shared_memory() == []
+
+
+def test_a_job_runs_over_a_profile_and_its_fields_have_origins(process_backend: Any) -> None:
+    profile = process_backend.folder / "profile.yaml"
+    template = {"nodes": 1, "env": [{"name": "TEAM", "value": "a"}], "training": {"logInterval": 7}}
+    document = {
+        "apiVersion": "megatronapp.io/v1alpha1",
+        "kind": "ClusterMegatronProfile",
+        "metadata": {"name": "laptop"},
+        "spec": {"template": template, "locked": ["training.logInterval"]},
+    }
+    profile.write_text(yaml.safe_dump(document))
+    started = process_backend.cli("run", process_backend.manifest(), "--detach", "--profile", str(profile))
+    assert started.returncode == 0, started.stderr
+    process_backend.until_phase("Running")
+    job = json.loads(output_of(process_backend, "get", "job", "-o", "json"))
+    assert (job["spec"]["nodes"], job["spec"]["training"]["logInterval"]) == (2, 7)
+    assert {variable["name"] for variable in job["spec"]["env"]} == {"TEAM", "CONTROL"}
+    text = output_of(process_backend, "describe", "job", "--fields")
+    lines = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["ClusterMegatronProfile/laptop"] == ["-", "2", "training.logInterval"]
+    assert rows["nodes"] == ["2", "job"]
+    assert rows["env[TEAM].value"] == ["a", "ClusterMegatronProfile/laptop"]
+    assert rows["training.logInterval"] == ["7", "ClusterMegatronProfile/laptop"]
+    assert rows["imagePullPolicy"] == ["IfNotPresent", "default"]
+    process_backend.end(0)
+    process_backend.until_phase("Succeeded")

@@ -316,7 +316,7 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
     [
         (
             "condition=Completed",
-            "'Completed' is not known; did you mean Complete? known: Created, Initialized, VolumesShared, ",
+            "'Completed' is not known; did you mean Complete? known: Created, ProfileApplied, Initialized, ",
         ),
         ("condition=Suceeded", "'Suceeded' is not known; did you mean Complete? "),
         ("condition=SlowNode", "did you mean SlowNodeDetected?"),

@@ -11,7 +11,7 @@ from megatronapp_operator.cli.inject import check, problem_of
 from megatronapp_operator.cli.run import read_job
 from megatronapp_operator.errors import OperatorError
 
-JOB = read_job(str(pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"), name=None)
+JOB = read_job(str(pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"), (), name=None).job
 assert JOB.spec.training is not None
 SIZE, TOTAL = JOB.world.world_size, JOB.spec.training.train_iters
 GOOD = {"--rank": "0", "--kind": "link", "--factor": "2", "--from-step": "1", "--steps": "5", "--peer": "1"}

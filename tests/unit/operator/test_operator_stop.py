@@ -37,7 +37,7 @@ BETWEEN = dataclasses.replace(RESTING, attempt=1, attempt_time=None)
 
 
 def make_job(save: pathlib.Path | None) -> MegatronJob:
-    job = read_job(str(EXAMPLE), name=None).to_dict()
+    job = read_job(str(EXAMPLE), (), name=None).job.to_dict()
     job["spec"]["checkpoint"] = {} if save is None else {"save": str(save)}
     job["spec"]["analyzer"] = {"enabled": False}
     return load_job(job)
@@ -142,11 +142,11 @@ def test_problems_of_the_text_name_the_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "syn.yaml"
     file.write_text("a: 1\nb: [\n")
     with pytest.raises(ManifestError, match=r"syn\.yaml: line 3, column 1: "):
-        read_job(str(file), name=None)
+        read_job(str(file), (), name=None)
     file.write_text("- 1\n")
     with pytest.raises(ManifestError, match=r"syn\.yaml: a list is not a block of fields"):
-        read_job(str(file), name=None)
+        read_job(str(file), (), name=None)
     file.write_text("kind: MegatronJob\n")
     with pytest.raises(ManifestError) as missing:
-        read_job(str(file), name=None)
+        read_job(str(file), (), name=None)
     assert "syn.yaml" not in str(missing.value), "a field's own path says where"

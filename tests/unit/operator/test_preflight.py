@@ -16,7 +16,7 @@ EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"
 
 
 def make_job(**spec: Any) -> MegatronJob:
-    job = read_job(str(EXAMPLE), name=None).to_dict()
+    job = read_job(str(EXAMPLE), (), name=None).job.to_dict()
     job["spec"] |= spec
     return load_job(job)
 

@@ -11,6 +11,7 @@ import pytest
 import rendered
 
 from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_operator.backends.process.state import lock, registry
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import JobConflictError
@@ -37,7 +38,7 @@ def running(
     paths = JobPaths.of("older")
     paths.root.mkdir(parents=True)
     with lock.hold(paths.lock):
-        registry.accept(paths, job("older", request.param), uid=registry.new_uid())
+        registry.accept(paths, LayeredJob(job("older", request.param), {}), uid=registry.new_uid())
         paths.backend.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
         yield paths
 

@@ -105,3 +105,39 @@ def test_a_file_may_be_called_like_a_field(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["validate", "s", str(EXAMPLE)]) == 2
     assert capsys.readouterr().err == "error: s: spec.nodes: 0 is too small; write 1 or more\n"
+
+
+PROFILES = EXAMPLE.parent / "profiles"
+
+
+def test_a_job_is_judged_over_its_profiles(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, given = str(PROFILES / "job.yaml"), []
+    for name in ("namespace.yaml", "cluster.yaml"):
+        given += ["--profile", str(PROFILES / name)]
+    assert cli.main(["validate", job, *given]) == 0
+    assert capsys.readouterr().out == "megatronjob.megatronapp.io/gpt is valid\n"
+    assert cli.main(["validate", job]) == 0
+    assert "valid by itself; rules between fields depend on the profile h100" in capsys.readouterr().out
+    document = yaml.safe_load((PROFILES / "job.yaml").read_text(encoding="utf-8"))
+    document["spec"] |= {"image": "mine:1", "gpusPerNode": 4, "procPerNode": 8}
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump(document), encoding="utf-8")
+    assert cli.main(["validate", str(wrong), *given]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "error: spec.image: is locked by ClusterMegatronProfile/h100, which has "
+        "registry.example/team/megatronapp-trainer:0.1.0; leave the field out"
+    )
+
+
+def test_problems_of_a_profile_have_its_file(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = yaml.safe_load((PROFILES / "namespace.yaml").read_text(encoding="utf-8"))
+    document["spec"]["template"]["nodes"] = 0
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(yaml.safe_dump(document), encoding="utf-8")
+    assert cli.main(["validate", str(EXAMPLE), "--profile", str(bad)]) == 2
+    assert capsys.readouterr().err == f"error: {bad}: spec.template.nodes: 0 is too small; write 1 or more\n"
+
+
+def test_a_job_that_names_a_profile_is_run_with_it_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", str(PROFILES / "job.yaml")]) == 2
+    assert "spec.profile: names h100, but no profile was given" in capsys.readouterr().err

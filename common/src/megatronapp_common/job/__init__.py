@@ -12,7 +12,7 @@ from megatronapp_common.job.api.cluster import (
     Volume,
 )
 from megatronapp_common.job.api.metadata import Metadata
-from megatronapp_common.job.api.model import Model, Parallelism
+from megatronapp_common.job.api.model import Model, Parallelism, Serve
 from megatronapp_common.job.api.network import Network, Preflight, Rdma
 from megatronapp_common.job.api.policy import (
     Backoff,
@@ -27,7 +27,6 @@ from megatronapp_common.job.api.policy import (
 from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.api.runtimes import Dpp, Fbd, ForwardWorkers
-from megatronapp_common.job.api.serve import Serve
 from megatronapp_common.job.api.spec import EnvVar, Fault, Spec, Trace
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,

@@ -32,6 +32,8 @@ _COLUMNS = (
 _NAME = Metadata.model_fields["name"].description
 COSTLY = frozenset({"blend-alternates"})
 """Rules too expensive for the API server to evaluate on the old spec as well; each reads one block."""
+_HAS_PROFILE = "has(self.profile)||"
+"""CEL exception of jobs that name a profile: the operator judges their rules on the merged spec."""
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
 
 
@@ -92,7 +94,7 @@ def _spec_validations() -> Schema:
     """Return the rules of the spec. Those about changes apply to updates only."""
     return {
         "x-kubernetes-validations": [
-            *map(_lenient, _of_server(SPEC_RULES)),
+            *(_lenient(rule, unless=_HAS_PROFILE) for rule in _of_server(SPEC_RULES)),
             *map(_validation, _of_server(CHANGE_RULES)),
         ]
     }
@@ -102,18 +104,18 @@ def _name_validations() -> Schema:
     return {"x-kubernetes-validations": [_lenient(rule) for rule in _of_server(NAME_RULES)]}
 
 
-def _lenient(rule: Rule) -> Schema:
+def _lenient(rule: Rule, *, unless: str = "") -> Schema:
     """Return a rule that judges only changes in an update: a stored job that breaks it already may be edited.
 
     A rule may be newer than the job. Refusing every edit would make such a job impossible to suspend or resize.
+    `unless` is CEL text of an exception, with its operator.
     """
     if rule.id in COSTLY or "__" in rule.rule:  # an optional has no fields whose names CEL reserves, such as `__in__`
         block = rule.field.split(".")[1]
         lenient = f"({rule.rule}) || (oldSelf.hasValue() && oldSelf.value().{block} == self.{block})"
-    else:  # the new spec keeps the rule, or the old one breaks it; the text of the rule is written once
-        spec = "[?(keeps ? optional.of(self) : oldSelf)]"
-        lenient = f"[true, false].exists(keeps, {spec}.exists(self, ({rule.rule}) == keeps))"
-    return _validation(rule) | {"rule": lenient, "optionalOldSelf": True}
+    else:  # the new spec keeps (k) the rule, or the old one breaks it; short, as each rule has these characters
+        lenient = f"[true,false].exists(k,[?k?optional.of(self):oldSelf].exists(self,({rule.rule})==k))"
+    return _validation(rule) | {"rule": f"{unless}{lenient}", "optionalOldSelf": True}
 
 
 def _of_server(rules: Iterable[Rule]) -> list[Rule]:

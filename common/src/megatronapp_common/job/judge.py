@@ -25,17 +25,21 @@ _GUARD = re.compile(r"!has\(self\.(?:" + "|".join(OPTIONAL_BLOCKS) + r")\) \|\| 
 _MENTION = re.compile(r"\b(?:self|object\.spec)((?:\.\w+)+)")
 
 
-def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[str]:
+def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = (), *, merged: bool = False) -> list[str]:
     """Return all problems between the fields of a spec (`Spec.to_dict`), a line each: path, problem, correction.
 
-    Rules that read an unknown field, a field below one or a block that contains one are not judged.
+    Rules that read an unknown field, a field below one or a block that contains one are not judged. Of a spec that
+    names a profile, those of the schema are judged only once it is `merged` with the profile.
     """
-    return [text for _, text in broken_rules(spec, unknown)]
+    return [text for _, text in broken_rules(spec, unknown, merged=merged)]
 
 
-def broken_rules(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[tuple[Rule, str]]:
+def broken_rules(
+    spec: Mapping[str, Any], unknown: Collection[Path] = (), *, merged: bool = False
+) -> list[tuple[Rule, str]]:
     """Return the problems as `find_problems` does, each with the rule that the spec breaks."""
-    known = [rule for rule in SPEC_RULES if not _depends_on(rule, unknown)]
+    rules = SPEC_RULES if merged or spec.get("profile") is None else ()
+    known = [rule for rule in rules if not _depends_on(rule, unknown)]
     admitted = [rule for rule in ADMISSION_RULES if not _depends_on(rule, unknown)]
     return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": spec}}, refuse_errors=True)
 

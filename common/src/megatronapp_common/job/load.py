@@ -18,15 +18,18 @@ from megatronapp_common.job.problems import describe_errors
 MAX_MANIFEST_BYTES = 1 << 20
 
 
-def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
+def load_job(source: str | Mapping[str, Any], *, merged: bool = False) -> MegatronJob:
     """Load the job from a YAML or JSON text, or from a parsed object.
+
+    A job that names a profile is judged by its types only, as the API server does: rules between fields are judged on
+    the spec that is `merged` with the profile.
 
     Raises JobError whose ``problems`` are all that is wrong, one line each: path, what is wrong, what to write. Rules
     between fields are judged if the fields that they read are right by themselves.
     """
     document = parse_manifest(source) if isinstance(source, str) else source
     job = _read(document)
-    problems = find_problems(job.spec.to_dict())
+    problems = find_problems(job.spec.to_dict(), merged=merged)
     if problems:
         raise JobError(*problems)
     return job
@@ -52,7 +55,7 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
 
 def skipped_rules(job: MegatronJob) -> tuple[str, ...]:
     """Return the problems of a job that was loaded without this release's rules, each with the name of its rule."""
-    return tuple(f"{text} (rule {rule.id})" for rule, text in broken_rules(job.spec.to_dict()))
+    return tuple(f"{text} (rule {rule.id})" for rule, text in broken_rules(job.spec.to_dict(), merged=True))
 
 
 def _read(document: Mapping[str, Any]) -> MegatronJob:

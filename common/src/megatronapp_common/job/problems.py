@@ -2,7 +2,7 @@
 
 import difflib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -37,9 +37,15 @@ LISTED_CHOICES = 3
 """Longest list of choices that a message shows; among more only the nearest one is named."""
 
 
-def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """Return one line for each error of a validation of ``root``."""
-    return [f"{path_text(detail['loc'])}: {_sentence(detail, root)}" for detail in error.errors(include_url=False)]
+def describe_errors(
+    error: ValidationError, root: type[BaseModel], *, prefix: str = "", omitted: Collection[str] = ()
+) -> list[str]:
+    """Return one line for each error of a validation of ``root``, except those of the omitted types.
+
+    `prefix` is the path of ``root`` in the document.
+    """
+    details = [detail for detail in error.errors(include_url=False) if detail["type"] not in omitted]
+    return [f"{prefix}{path_text(detail['loc'])}: {_sentence(detail, root)}" for detail in details]
 
 
 def path_text(location: Location) -> str:

@@ -2,13 +2,14 @@
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from megatronapp.client.job import Job, JobPlace
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, load_job
-from megatronapp_operator.cli.manifest import read_manifest
+from megatronapp_common.job.profiles.effective import load_layered_job
+from megatronapp_operator.cli.manifest import read_document, read_profile, with_source
 from megatronapp_operator.errors import ManifestError
 
 Manifest = MegatronJob | Mapping[str, Any] | str | os.PathLike[str]
@@ -71,17 +72,20 @@ class Client:
         """Close the connection to the API server; jobs continue."""
         self._place.close()
 
-    def submit(self, manifest: Manifest) -> Job:
+    def submit(self, manifest: Manifest, *, profiles: Sequence[str | os.PathLike[str]] = ()) -> Job:
         """Store a job on the cluster, or start it on this machine, where it outlives this process; return it.
 
         `manifest`: a MegatronJob, a document, or the path of a file. On a cluster a job of this name is changed, on
-        this machine one that has ended is replaced.
+        this machine one that has ended is replaced. `profiles`: on this machine, files of profiles that the job is
+        merged over; a cluster has its own.
 
         Raises:
-            ManifestError: the manifest has problems, one a line.
+            ManifestError: the manifest or a profile has problems, one a line.
             JobConflictError: a job of this name runs on this machine, or has ended on the cluster.
         """
-        return Job(self._place, self._place.submit(_load(manifest)))
+        files = [str(pathlib.Path(profile)) for profile in profiles]
+        document, source = _document(manifest)
+        return Job(self._place, self._place.submit(_load(document, source, files), document, files))
 
     def job(self, name: str) -> Job:
         """Return the job of this name. Raises JobNotFoundError."""
@@ -92,21 +96,24 @@ class Client:
         return [Job(self._place, view.name) for view in self._place.views()]
 
 
-def _load(manifest: Manifest) -> MegatronJob:
-    """Return the job, with its rules checked. Raises ManifestError."""
+def _document(manifest: Manifest) -> tuple[Any, str]:
+    """Return a manifest as plain data, and where it is from. Raises ManifestError."""
     if isinstance(manifest, str | os.PathLike):
         path = str(pathlib.Path(manifest))
         if path == "-":
             raise ManifestError("-: standard input is for the command line; give the document, or the path of a file")
-        return read_manifest(path, name=None)
-    if not isinstance(manifest, MegatronJob | Mapping):
+        return read_document(path), path
+    if isinstance(manifest, MegatronJob):
+        return manifest.model_dump(mode="json", by_alias=True, exclude_unset=True), ""
+    if not isinstance(manifest, Mapping):
         raise ManifestError(f"{manifest!r} is no manifest; give a MegatronJob, a document, or the path of a file")
-    document = (
-        manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        if isinstance(manifest, MegatronJob)
-        else dict(manifest)
-    )
+    return dict(manifest), ""
+
+
+def _load(document: Any, source: str, profiles: Sequence[str]) -> MegatronJob:  # noqa: ANN401 - plain data
+    """Return the job, with its rules checked. Raises ManifestError."""
+    found = [read_profile(profile) for profile in profiles]
     try:
-        return load_job(document)
+        return load_layered_job(document, found).job if found else load_job(document)
     except JobError as error:
-        raise ManifestError(str(error)) from error
+        raise ManifestError(with_source(str(error), source) if source else str(error)) from error

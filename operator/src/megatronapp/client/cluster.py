@@ -3,15 +3,18 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 
 from megatronapp.client.hub import Hub
 from megatronapp.client.job import Page
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.delete import delete_job, kill_pods
+from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.cli.cluster.logs import WorkerLog
 from megatronapp_operator.cli.cluster.run import store
 from megatronapp_operator.cli.cluster.ui import login_address
@@ -39,11 +42,17 @@ class ClusterNamespace:
         """Return all jobs of the namespace, by name."""
         return self._cluster.views()
 
-    def submit(self, job: MegatronJob) -> str:
+    def layers(self, name: str) -> LayeredJob:
+        """Return the layers of the spec of a job. Raises JobNotFoundError or OperatorError."""
+        return cluster_layers(self._cluster.view(name))
+
+    def submit(self, job: MegatronJob, document: Mapping[str, Any], profiles: Sequence[str]) -> str:
         """Store a job; return its name.
 
-        Raises JobConflictError for a job that has ended, ManifestError if the manifest names another namespace.
+        Raises JobConflictError for a job that has ended, ManifestError for profiles, or another namespace.
         """
+        if profiles:
+            raise ManifestError("profiles: a cluster has its own; apply the file to the cluster, and omit the argument")
         named = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
         if named not in {None, self._cluster.namespace}:
             problem = f"metadata.namespace: {named!r} is not the namespace of this client, {self._cluster.namespace!r}"

@@ -1,13 +1,14 @@
 """One job, of this machine or of a cluster."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatronapp.client.hub import Hub
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, Status, load_stored_job, read_status
+from megatronapp_common.job.profiles.effective import FieldOrigin, LayeredJob, field_origins
 from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.cli.logs import LogSelection
 from megatronapp_operator.cli.wait import WaitCondition, named_condition, wait_for
@@ -26,8 +27,11 @@ class JobPlace(JobLookup, Protocol):
 
     POLL_S: float
 
-    def submit(self, job: MegatronJob) -> str:
-        """Store or start a job; return its name."""
+    def submit(self, job: MegatronJob, document: Mapping[str, Any], profiles: Sequence[str]) -> str:
+        """Store or start a job, written as `document`, over the profiles of these files; return its name."""
+
+    def layers(self, name: str) -> LayeredJob:
+        """Return the layers of the spec of a job."""
 
     def delete(self, name: str, *, force: bool) -> None:
         """Stop a job and delete it. Raises JobNotFoundError."""
@@ -71,6 +75,11 @@ class Job:
             return load_stored_job(document)[0]
         except JobError as error:
             raise ManifestError(str(error)) from error
+
+    @property
+    def fields(self) -> list[FieldOrigin]:
+        """All fields of the effective spec, each with its value and its origin: `job`, a profile, or `default`."""
+        return field_origins(self._place.layers(self.name))
 
     @property
     def status(self) -> Status:

@@ -5,16 +5,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 
 from megatronapp.client.hub import Hub
 from megatronapp.client.job import Page
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.addresses import hub_access, page_address
 from megatronapp_operator.cli.delete import delete
+from megatronapp_operator.cli.describe import local_layers
 from megatronapp_operator.cli.logs import LogSelection, OpenLog
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE
 from megatronapp_operator.cli.run import runnable
@@ -39,7 +42,11 @@ class LocalJobs:
         """Return all jobs, by name."""
         return registry.views()
 
-    def submit(self, job: MegatronJob) -> str:
+    def layers(self, name: str) -> LayeredJob:
+        """Return the layers of the spec of a job. Raises JobNotFoundError or OperatorError."""
+        return local_layers(registry.view(name))
+
+    def submit(self, job: MegatronJob, document: Mapping[str, Any], profiles: Sequence[str]) -> str:
         """Start a job in a separate process; return its name. Raises ManifestError or OperatorError with its errors.
 
         The command runs in a new interpreter, because a process with threads, such as a notebook's, must not be forked.
@@ -48,9 +55,13 @@ class LocalJobs:
         name = job.metadata.name
         if any(other.name == name and other.alive and not other.ended for other in registry.views()):
             raise JobConflictError(f'megatronjobs.megatronapp.io "{name}" is running; delete it, or use another name')
-        document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        given = [option for profile in profiles for option in ("--profile", profile)]
         started = subprocess.run(
-            [*COMMAND, "run", "-", "--detach"], input=json.dumps(document), capture_output=True, text=True, check=False
+            [*COMMAND, "run", "-", "--detach", *given],
+            input=json.dumps(document),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if started.returncode != 0:
             lines = [line.removeprefix("error: ") for line in started.stderr.splitlines() if line.startswith("error: ")]

@@ -135,6 +135,7 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
     parser = _add(subparsers, "run", "run a job on this machine or a cluster", description=text)
     parser.add_argument("file", metavar="FILE", help="MegatronJob in YAML or JSON; - reads standard input")
     parser.add_argument("--name", help="name of the job, in place of metadata.name")
+    _add_profile(parser, "on this machine: ")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress, the trainer's log and verdicts")
     how.add_argument("--detach", action="store_true", help="return at once; the job survives the terminal")
@@ -203,6 +204,12 @@ Flags in spec.args, corpora and tokenizers are checked by `run`, before it start
 Exit code: 0 all valid, 2 some invalid."""
     parser = _add(subparsers, "validate", "check manifests", description=text)
     parser.add_argument("files", metavar="FILE", nargs="+", help="MegatronJob in YAML or JSON; - reads standard input")
+    _add_profile(parser, "")
+
+
+def _add_profile(parser: argparse.ArgumentParser, where: str) -> None:
+    text = f"{where}merge the job over this MegatronProfile or ClusterMegatronProfile; one of each kind"
+    parser.add_argument("--profile", metavar="FILE", action="append", default=[], help=text)
 
 
 def _get(subparsers: Subparsers) -> None:
@@ -217,6 +224,8 @@ def _get(subparsers: Subparsers) -> None:
 def _describe(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "describe", "show state, failures and events of a job")
     _add_job(parser)
+    text = "list all fields of the spec with values and origins: the job, a profile, or the default"
+    parser.add_argument("--fields", action="store_true", help=text)
 
 
 def _logs(subparsers: Subparsers) -> None:

@@ -4,11 +4,15 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatronapp_common.errors import JobError
+from megatronapp_common.job.profiles.effective import LayeredJob, read_layers
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.process.state import files, registry
 from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.jobs import JobHandle
+from megatronapp_operator.cli.text.layers import field_rows, profile_rows
 from megatronapp_operator.cli.text.tables import NONE, age, format_table, iteration, number
+from megatronapp_operator.errors import OperatorError
 
 EVENTS_SHOWN = 30
 """Newest events that are printed."""
@@ -24,19 +28,52 @@ Pairs = Sequence[tuple[str, str]]
 def main(arguments: argparse.Namespace) -> int:
     """Print everything about a job; return the exit code."""
     job = registry.view(arguments.job)
-    print("\n".join(describe(job)), flush=True)
+    print("\n".join(describe(job, fields=arguments.fields)), flush=True)
     return 0
 
 
-def describe(job: JobView) -> Iterator[str]:
+def describe(job: JobView, *, fields: bool = False) -> Iterator[str]:
     """Yield the lines about a job of this machine."""
     backend = ("Backend", "running" if job.alive else "ended")
-    yield from lines(job, files.read_lines(job.paths.events), place=[backend], end=[("State", str(job.paths.root))])
+    yield from lines(
+        job,
+        files.read_lines(job.paths.events),
+        place=[backend],
+        end=[("State", str(job.paths.root))],
+        layered=local_layers(job) if fields or job.paths.layers.exists() else None,
+        fields=fields,
+    )
 
 
-def lines(job: JobHandle, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = ()) -> Iterator[str]:
-    """Yield the lines about a job; the backend adds rows as `place`, after the phase, and as `end` of the head."""
+def local_layers(job: JobView) -> LayeredJob:
+    """Return the layers of the spec of a job of this machine. Raises OperatorError for a job of an older release."""
+    stored = files.read_json(job.paths.layers)
+    if stored is None:
+        raise OperatorError(f"{job.name}: was started by an older release, which recorded no origins of its fields")
+    try:
+        return read_layers(job.document, stored)
+    except JobError as error:
+        raise OperatorError(f"{job.name}: this release cannot read its spec: {error}") from error
+
+
+def lines(
+    job: JobHandle,
+    events: list[dict[str, Any]],
+    *,
+    place: Pairs,
+    end: Pairs = (),
+    layered: LayeredJob | None = None,
+    fields: bool = False,
+) -> Iterator[str]:
+    """Yield the lines about a job; the backend adds rows as `place`, after the phase, and as `end` of the head.
+
+    `layered`: layers of its spec; None: not known. With `fields`, all fields of the spec are listed.
+    """
     yield from _pairs([*_head(job, place), *end])
+    if layered is not None and layered.profiles:
+        yield from _section("Profiles", profile_rows(layered))
+    if layered is not None and fields:
+        yield from _section("Fields", field_rows(layered))
     yield from _conditions(job.status)
     yield from _workers(job.status)
     yield from _slow_ranks(job.status)

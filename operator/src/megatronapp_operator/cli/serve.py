@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job.profiles.effective import LayeredJob, load_layered_job
 from megatronapp_common.names import API_VERSION, KIND
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.addresses import api_access
@@ -28,10 +28,12 @@ def main(arguments: argparse.Namespace) -> int:
     return start(lambda: serve_job(arguments), arguments)
 
 
-def serve_job(arguments: argparse.Namespace) -> MegatronJob:
+def serve_job(arguments: argparse.Namespace) -> LayeredJob:
     """Return the job of a command line. Raises ManifestError, one problem a line."""
     try:
-        return runnable(load_job(manifest_of(arguments)))
+        layered = load_layered_job(manifest_of(arguments), ())
+        runnable(layered.job)
+        return layered
     except JobError as error:
         raise ManifestError(str(error)) from error
 

@@ -21,12 +21,11 @@ from megatronapp_common.job.api.cluster import (
     SharedMemory,
     Toleration,
 )
-from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism, Serve
 from megatronapp_common.job.api.network import Network
 from megatronapp_common.job.api.policy import RunPolicy, Scheduling
 from megatronapp_common.job.api.runtimes import Dpp, Fbd
 from megatronapp_common.job.api.scope import Scope
-from megatronapp_common.job.api.serve import Serve
 from megatronapp_common.job.api.training import Checkpoint, Data, Index, Training
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -79,6 +78,8 @@ class EnvVar(ManifestModel):
 class Spec(ManifestModel):
     """Desired state of a job: a model to train or serve, its resources, and how it is restarted."""
 
+    profile: ObjectName | None = None
+    """ClusterMegatronProfile below this spec; defaults to the one named default, if it exists."""
     mode: Literal["train", "serve"] = "train"
     """Train a model, or answer requests with the one of checkpoint.load until the job is deleted."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None

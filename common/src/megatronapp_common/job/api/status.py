@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 
 from megatronapp_common.job.api.base import StatusModel
+from megatronapp_common.job.api.profile import PROFILES_SCHEMA, Profile
 from megatronapp_common.job.api.progress import STARTING, Progress
 from megatronapp_common.job.api.status_fields import (
     CONFIG,
@@ -65,6 +66,8 @@ class ConditionType(enum.StrEnum):
     """Types of conditions; names follow batch/v1 Job if it has one."""
 
     CREATED = "Created"
+    PROFILE_APPLIED = "ProfileApplied"
+    """False: a profile is missing or not valid, or the job breaks one of its locks; no attempt begins."""
     INITIALIZED = "Initialized"
     VOLUMES_SHARED = "VolumesShared"
     """False: a volume claim is missing, or cannot be mounted by all workers."""
@@ -97,8 +100,8 @@ class Condition(StatusType):
     __pydantic_config__ = CONFIG | requires("type", "status", "reason", "lastTransitionTime")
 
     type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
-    """Created, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting, Suspended,
-    SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete or Failed."""
+    """Created, ProfileApplied, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting,
+    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete, Failed."""
     status: Annotated[
         bool,
         PlainValidator(lambda text: text == "True"),
@@ -256,6 +259,8 @@ class PinnedSettings(StatusType):
     """Generation of the spec that the workers were made of; later edits wait for the next attempt."""
     key_id: str = ""
     """Id of the installation's key from which the tokens of the attempt are derived."""
+    profiles: Annotated[tuple[Profile, ...], Field(exclude_if=is_falsy), WithJsonSchema(PROFILES_SCHEMA)] = ()
+    """Profiles of the attempt: kind, name, generation, template, locked."""
 
 
 class FailureAction(enum.StrEnum):

@@ -192,6 +192,8 @@ class Reconciler:
         """Return the state of the job, updated from the object. Raises JobError for a spec that we cannot read."""
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
+        if document["spec"].get("profile") is not None:
+            raise JobError("spec.profile: this operator reads no profiles; omit the field")
         if known is None or known.uid != metadata["uid"]:
             job, unknown = load_stored_job(document, accepted=is_accepted(document))
             known = JobMemory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)

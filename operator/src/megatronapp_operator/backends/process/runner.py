@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from megatronapp_common import state
 from megatronapp_common.cli import is_ours
 from megatronapp_common.errors import StateError
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_operator.backends.process import settings_builder
 from megatronapp_operator.backends.process.backend import Listener, ProcessBackend
 from megatronapp_operator.backends.process.settings import ProcessCommands
@@ -24,14 +24,15 @@ from megatronapp_operator.plan_io.spec_reader import process_spec
 ACCEPTED = b"accepted"
 
 
-def run_job(job: MegatronJob, *, commands: ProcessCommands, retain_hub: bool, listener: Listener) -> Status:
+def run_job(layered: LayeredJob, *, commands: ProcessCommands, retain_hub: bool, listener: Listener) -> Status:
     """Run a job to its end. Raises JobConflictError if a job of its name runs, or one that saves to the same folder."""
+    job = layered.job
     paths, uid = JobPaths.of(job.metadata.name), registry.new_uid()
     retire(paths.name)
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _sole_backend(paths):
         registry.require_own_checkpoints(job)
-        registry.accept(paths, job, uid=uid)
+        registry.accept(paths, layered, uid=uid)
         settings = settings_builder.build_settings(job, uid=uid, paths=paths, commands=commands)
         spec = process_spec(job, uid=uid, retain_hub=retain_hub)
         backend = ProcessBackend(settings, spec, facts=settings_builder.build_facts(job), listener=listener)
@@ -76,7 +77,7 @@ def _sole_backend(paths: JobPaths) -> Iterator[None]:
         yield
 
 
-def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
+def run_detached(layered: LayeredJob, *, commands: ProcessCommands) -> None:
     """Start a backend in a separate process session and return once the job is accepted.
 
     Raises BackendError with the message of a backend that did not accept it.
@@ -86,7 +87,7 @@ def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(listening)
-        _become_backend(job, commands, telling)
+        _become_backend(layered, commands, telling)
     os.close(telling)
     os.waitpid(pid, 0)
     with os.fdopen(listening, "rb") as pipe:
@@ -95,7 +96,7 @@ def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
         raise BackendError(answer.decode(errors="replace") or "the backend ended before it accepted the job")
 
 
-def _become_backend(job: MegatronJob, commands: ProcessCommands, telling: int) -> None:
+def _become_backend(layered: LayeredJob, commands: ProcessCommands, telling: int) -> None:
     """Leave session and parent in the forked process, run the job, and exit; never return."""
     code, pipe = 1, os.fdopen(telling, "wb", buffering=0)
     try:
@@ -105,8 +106,8 @@ def _become_backend(job: MegatronJob, commands: ProcessCommands, telling: int) -
             return
         _close_inherited(keep=telling)
         with state.raise_state_errors():
-            _leave_terminal(JobPaths.of(job.metadata.name))
-            run_job(job, commands=commands, retain_hub=True, listener=_print_once(pipe))
+            _leave_terminal(JobPaths.of(layered.job.metadata.name))
+            run_job(layered, commands=commands, retain_hub=True, listener=_print_once(pipe))
         code = 0
     except Exception as error:
         if not pipe.closed:

@@ -18,6 +18,11 @@ INTERRUPTED_EXIT_CODE = 130
 
 def main(arguments: argparse.Namespace) -> int:
     """Run a job; return the exit code."""
+    if arguments.profile:
+        raise OperatorError(
+            "--profile: on a cluster the operator reads profiles from the cluster; "
+            f"write `kubectl apply -f {arguments.profile[0]}`, and spec.profile into the job"
+        )
     try:
         job = read_manifest(arguments.file, name=arguments.name)
     except ManifestError as error:

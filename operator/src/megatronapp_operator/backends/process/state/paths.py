@@ -30,8 +30,13 @@ class JobPaths:
 
     @property
     def manifest(self) -> pathlib.Path:
-        """The MegatronJob that was accepted."""
+        """The MegatronJob that was accepted, with its effective spec."""
         return self.root / "job.yaml"
+
+    @property
+    def layers(self) -> pathlib.Path:
+        """Layers of the effective spec: fields of the job itself, and profiles."""
+        return self.root / "layers.json"
 
     @property
     def status(self) -> pathlib.Path:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
+from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_common.processes import is_locked
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.text.times import rfc3339
@@ -104,15 +105,16 @@ def _save_folder(job: JobView) -> pathlib.Path | None:
     return start.joinpath(saves).resolve()
 
 
-def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
+def accept(paths: JobPaths, layered: LayeredJob, *, uid: str) -> None:
     """Store a new job, replacing a finished one of the same name. The caller holds the lock."""
     clean_up(paths)
     for entry in paths.root.iterdir():
         if entry not in {paths.lock, paths.backend_log}:
             files.remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    document = job.to_dict()
+    document = layered.job.to_dict()
     document.pop("status", None)
     document["metadata"] |= {"uid": uid, "generation": 1, "creationTimestamp": rfc3339(time.time())}
+    files.write_json(paths.layers, layered.to_dict())
     files.write_text(paths.manifest, yaml.safe_dump(document, sort_keys=False))
     files.write_json(paths.backend, {"pid": os.getpid(), "uid": uid, "startedAt": rfc3339(time.time())})
 
