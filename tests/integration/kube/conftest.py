@@ -8,8 +8,10 @@ import kube
 import pytest
 
 from megatronapp_common import cli
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.job.profiles.definition import PLURALS
 
-CRD = kube.ROOT / "crds" / "megatronjob.yaml"
+DEFINITIONS = sorted((kube.ROOT / "crds").glob("*.yaml"))
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +19,11 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlan
     folder = tmp_path_factory.mktemp("control-plane")
     authority = gateway.make_authority(folder)  # for users who show certificates
     with kube.control_plane(folder, users=("nobody",), flags=(f"--client-ca-file={authority}",)) as plane:
-        apply(plane, CRD)
+        for definition in DEFINITIONS:
+            apply(plane, definition)
         with plane.client() as client:
-            gateway.wait_for(lambda: client.get("/apis/megatronapp.io/v1alpha1/megatronjobs").is_success)
+            for plural in (PLURAL, *PLURALS.values()):
+                gateway.wait_for(lambda plural=plural: client.get(f"/apis/megatronapp.io/v1alpha1/{plural}").is_success)
         yield plane
 
 

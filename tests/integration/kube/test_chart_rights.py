@@ -3,6 +3,7 @@ refused."""
 
 import contextlib
 import functools
+import itertools
 import pathlib
 import re
 import subprocess
@@ -29,6 +30,7 @@ MODES = {
 }
 OPERATOR: Rights = {
     ("megatronapp.io", "megatronjobs"): {"get", "list", "watch", "delete"},
+    ("megatronapp.io", "megatronprofiles"): {"list", "watch"},
     ("megatronapp.io", "megatronjobs/status"): {"update"},
     ("megatronapp.io", "megatronjobs/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
@@ -39,6 +41,7 @@ OPERATOR: Rights = {
     ("", "persistentvolumeclaims"): {"get"},
     ("events.k8s.io", "events"): {"create"},
 }
+CLUSTER_PROFILES: Rights = {("megatronapp.io", "clustermegatronprofiles"): {"list", "watch"}}
 SWITCHED: Rights = {
     ("", "nodes"): {"get"},
     ("", "pods"): {"get", "list", "watch", "create", "delete", "patch"},
@@ -155,7 +158,9 @@ def gateway(plane: kube.ControlPlane, mode: str) -> Iterator[Account]:
 
 
 def test_the_operator_has_these_rights_and_no_others(operator: Account, mode: str) -> None:
-    everywhere = OPERATOR | (SWITCHED if mode == "switches" else {})
+    everywhere = (
+        OPERATOR | (SWITCHED if mode == "switches" else {}) | ({} if mode == "namespaces" else CLUSTER_PROFILES)
+    )
     assert operator.rights(TEAM) == everywhere
     elsewhere = {} if mode == "namespaces" else everywhere
     assert operator.rights(OTHER) == elsewhere
@@ -234,6 +239,23 @@ def test_aggregated_roles_grant_the_documented_verbs() -> None:
     assert names["view"] == {"get", "list", "watch"}
     assert names["edit"] == names["view"] | {"create", "update", "patch", "delete"}
     assert names["admin"] == names["edit"] | {"deletecollection"}
+
+
+def test_profiles_bind_others_so_administrators_write_them() -> None:
+    aggregated = "rbac.authorization.k8s.io/aggregate-to-"
+    verbs: dict[tuple[str, str], set[str]] = {}
+    for right in rendered_rights():
+        roles = [label.removeprefix(aggregated) for label in right["metadata"]["labels"] if aggregated in label]
+        for role, rule in itertools.product(roles, right.get("rules", ())):
+            for resource in rule["resources"]:
+                verbs.setdefault((role, resource), set()).update(rule["verbs"])
+    assert "create" in verbs["admin", "megatronprofiles"]
+    for role in ("view", "edit"):
+        assert verbs[role, "megatronprofiles"] == {"get", "list", "watch"}
+    assert verbs["admin", "clustermegatronprofiles"] == {"get", "list", "watch"}
+    some = ("--set", f"watchNamespaces[0]={TEAM}", "--set", "rbac.clusterProfiles=true")
+    names = [right["metadata"]["name"] for right in rendered_rights(*some) if right["kind"] == "ClusterRoleBinding"]
+    assert any(name.endswith("-profiles") for name in names)
 
 
 def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlane, namespaces: None) -> None:
@@ -366,7 +388,8 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
         assert found is not None
         page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False).raise_for_status().text
         assert 'verb="create"' in page or 'verb="POST"' in page
-        assert 'code="403"' not in page
+        refused = {re.sub('.*resource="([a-z]+)".*', r"\1", line) for line in page.splitlines() if 'code="403"' in line}
+        assert refused == ({"clustermegatronprofiles"} if mode == "namespaces" else set())
         assert "orbidden" not in log.read_text(encoding="utf-8")
     finally:
         process.terminate()  # so that it gives its lease back, which the next one would wait for

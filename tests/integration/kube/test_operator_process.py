@@ -40,6 +40,62 @@ def test_a_job_that_is_created_while_the_operator_runs_and_before_gets_its_pods(
     assert "Traceback" not in operator.text()
 
 
+def of_profile(plane: kube.ControlPlane, name: str, image: str) -> None:
+    """Apply a profile of the cluster."""
+    head = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "ClusterMegatronProfile", "metadata": {"name": name}}
+    spec = {"template": {"image": image}}
+    done = plane.kubectl("apply", "--server-side", "-f", "-", stdin=head | {"spec": spec})
+    assert done.returncode == 0, done.stderr
+
+
+def reasons(plane: kube.ControlPlane, namespace: str) -> str:
+    path = '{.status.conditions[?(@.type=="ProfileApplied")].reason}'
+    return plane.kubectl("get", "mgj", "job", "-n", namespace, "-o", f"jsonpath={path}").stdout
+
+
+def images(plane: kube.ControlPlane, namespace: str) -> set[str]:
+    path = "{.items[*].spec.containers[0].image}"
+    return set(plane.kubectl("get", "pods", "-n", namespace, "-o", f"jsonpath={path}").stdout.split())
+
+
+def test_a_job_begins_by_itself_once_its_profile_is_created(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
+) -> None:
+    """The watches deliver the profile, to an operator that has the rights of the whole cluster or of a namespace."""
+    done = plane.kubectl("create", "-f", "-", stdin=manifest(namespace, profile=f"late-{namespace}"))
+    assert done.returncode == 0, done.stderr
+    with started(plane, tmp_path, namespace) as operator:
+        operator.wait(lambda: reasons(plane, namespace) == "ProfileNotFound")
+        assert not pods(plane, namespace)
+        of_profile(plane, f"late-{namespace}", "admin/trainer:1")
+        operator.wait(lambda: len(pods(plane, namespace)) == 2)
+        assert images(plane, namespace) == {"admin/trainer:1"}
+    assert "Traceback" not in operator.text()
+
+
+@pytest.mark.full("two processes and a lease that is not released; test_operator_profiles has each cut")
+def test_an_operator_that_is_killed_leaves_an_attempt_with_its_profile(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
+) -> None:
+    name = f"killed-{namespace}"
+    of_profile(plane, name, "admin/trainer:1")
+    done = plane.kubectl("create", "-f", "-", stdin=manifest(namespace, profile=name))
+    assert done.returncode == 0, done.stderr
+    with started(plane, tmp_path, namespace) as first:
+        first.wait(lambda: len(pods(plane, namespace)) == 2)
+        before = sorted(pods(plane, namespace))
+        first.process.kill()
+        first.process.wait(DEADLINE_S)
+        of_profile(plane, name, "admin/trainer:2")
+    with started(plane, tmp_path, namespace, "two") as second:
+        second.wait(second.leads)
+        second.wait(lambda: reasons(plane, namespace) == "ProfileApplied")
+        assert (images(plane, namespace), sorted(pods(plane, namespace))) == ({"admin/trainer:1"}, before)
+        assert plane.kubectl("delete", "pod", "-n", namespace, "job-worker-0", "--grace-period=0").returncode == 0
+        second.wait(lambda: len(pods(plane, namespace)) == 2)
+        assert images(plane, namespace) == {"admin/trainer:1"}, "a worker of the same attempt is like the others"
+
+
 @pytest.mark.full("two processes; test_lease has the handover")
 def test_the_second_operator_leads_when_the_first_ends_in_order(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path

@@ -10,6 +10,7 @@ import httpx
 import kube
 from fake_nodes import FakeNodes
 
+from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
@@ -18,7 +19,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ThrottledError,
     UnavailableError,
 )
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, PROFILES, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
@@ -133,6 +134,10 @@ class OperatorSimulation:
 
     async def refresh(self) -> None:
         """Read the objects that the watches would deliver."""
+        for kind, resource in PROFILES.items():
+            place = None if kind is ProfileKind.CLUSTER else self.namespace
+            profiles = await KubernetesApi.list_objects(self.nodes.api, resource, place)
+            self.store.profiles.replace(kind, profiles.items, int(profiles.resource_version))
         jobs = await KubernetesApi.list_objects(self.nodes.api, JOBS, self.namespace)
         self.store.replace_jobs(jobs.items, int(jobs.resource_version))
         pods = await KubernetesApi.list_objects(self.nodes.api, PODS, self.namespace)

@@ -12,6 +12,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
+from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
@@ -25,7 +26,7 @@ class Remembering(Reconciler):
     """A reconciler that only reads objects."""
 
     def __init__(self) -> None:
-        store, executor = cast("ObjectStore", None), cast("Executor", None)
+        store, executor = ObjectStore(), cast("Executor", None)
         super().__init__(
             cast("KubernetesApi", None),
             store,
@@ -36,7 +37,9 @@ class Remembering(Reconciler):
         )
 
     def read(self, document: Object) -> str:
-        return self._remember(("default", "gpt"), document).job.metadata.name
+        memory = self._remember(("default", "gpt"), document)
+        assert isinstance(memory, JobMemory)
+        return memory.job.metadata.name
 
     def skipped(self) -> tuple[str, ...]:
         memory = self.memory(("default", "gpt"))
@@ -147,6 +150,7 @@ class Comparing(Reconciler):
 
     def know(self, document: Object, *, template: str | None = None) -> None:
         memory = self._remember(key_of(document), document)
+        assert isinstance(memory, JobMemory)
         settings = rendered.SETTINGS
         memory.pinned = PinnedSettings(
             attempt=0,

@@ -5,6 +5,9 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [megatronjobs]
   verbs: [get, list, watch, delete] # delete: runPolicy.ttlSecondsAfterFinished
 - apiGroups: [megatronapp.io]
+  resources: [megatronprofiles] # below the jobs of their namespaces
+  verbs: [list, watch]
+- apiGroups: [megatronapp.io]
   resources: [megatronjobs/status]
   verbs: [update]
 - apiGroups: [megatronapp.io]

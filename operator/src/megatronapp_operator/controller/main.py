@@ -130,7 +130,7 @@ async def _serve(
         try:
             async with asyncio.TaskGroup() as group:
                 await service.begin()  # before the watches list the same again: urgent jobs are first
-                watches.start(asyncio.get_running_loop())
+                watches.start(asyncio.get_running_loop(), profiles=service.readable_profiles)
                 health.turned_at = lambda: watches.turned_at
                 group.create_task(_watched(watches))
                 group.create_task(settings.keys.follow())

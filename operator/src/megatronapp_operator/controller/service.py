@@ -11,6 +11,7 @@ from typing import NoReturn
 import httpx
 
 from megatronapp_common.errors import JobError
+from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
@@ -25,12 +26,13 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     RetryReconcileError,
     ThrottledError,
 )
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, PROFILES, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, HubPoller
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.profile_store import KINDS
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.controller.clock import ServerClock
@@ -134,6 +136,9 @@ class LeaderService:
         """Store an object of a watch and queue its job (`watches.WatchCallback`)."""
         self._metrics.watch_event(resource, time.time())
         deleted = kind == "DELETED"
+        if resource in KINDS:
+            self._on_profile(KINDS[resource], obj, deleted=deleted)
+            return
         if resource == PLURAL:
             key = self._store.drop_job(obj) if deleted else self._store.put_job(obj)
         else:
@@ -141,6 +146,18 @@ class LeaderService:
         if key is not None:
             self._queue.add(key)
             self._metrics.queue(self._queue.depth, self._queue.oldest_s)
+
+    def _on_profile(self, kind: ProfileKind, obj: Object, *, deleted: bool) -> None:
+        """Store a profile and queue the jobs that are merged over it."""
+        profiles = self._store.profiles
+        profile = profiles.drop(kind, obj) if deleted else profiles.put(kind, obj)
+        for key in () if profile is None else self._store.jobs_over(profile):
+            self._queue.add(key)
+
+    @property
+    def readable_profiles(self) -> frozenset[ProfileKind]:
+        """Kinds of profiles that the API server serves, and lets this operator list."""
+        return frozenset(self._store.profiles.readable)
 
     async def begin(self) -> None:
         """List all objects. Raises ApiError."""
@@ -158,7 +175,8 @@ class LeaderService:
         raise AssertionError("these tasks end by an error only")
 
     async def _sync(self) -> None:
-        """List all objects, and queue jobs that differ from what was known."""
+        """List all objects, and queue jobs that differ from what was known, or whose profiles do."""
+        await self._sync_profiles()  # before the jobs that are merged over them
         jobs, version = await self._list_jobs()
         changed = self._store.replace_jobs(jobs, version)
         pods, version = await self._list_pods()
@@ -168,6 +186,24 @@ class LeaderService:
             self._metrics.missed("pods", len(changed_pods))
         for key in changed | changed_pods:
             self._queue.add(key)
+
+    async def _sync_profiles(self) -> None:
+        """List all profiles. A cluster with an older definition or role has none that this process can read."""
+        for kind in sorted(self._store.profiles.readable):
+            try:
+                await self._sync_kind(kind)
+            except (NotFoundError, ForbiddenError) as error:
+                log.warning("jobs are merged over no %s until the operator is restarted: %s", kind, error)
+                self._store.profiles.readable.discard(kind)
+
+    async def _sync_kind(self, kind: ProfileKind) -> None:
+        places = (None,) if kind is ProfileKind.CLUSTER else self._settings.namespaces or (None,)
+        listings = [await self._api.list_objects(PROFILES[kind], place) for place in places]
+        version = min(int(listing.resource_version) for listing in listings)
+        items = [item for listing in listings for item in listing.items]
+        for profile in self._store.profiles.replace(kind, items, version):
+            for key in self._store.jobs_over(profile):
+                self._queue.add(key)
 
     async def _list_jobs(self) -> tuple[list[Object], int]:
         found: list[Object] = []

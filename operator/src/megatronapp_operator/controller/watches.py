@@ -9,12 +9,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import kopf
 
+from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.job.profiles.definition import PLURALS
 from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullProgressStorage
@@ -35,7 +37,7 @@ LOOP_CHECK_S = 1.0
 
 
 class Watches:
-    """Watches of jobs and of their pods. `on_event` is called in the thread of `loop`."""
+    """Watches of jobs, of their pods, and of profiles. `on_event` is called in the thread of `loop`."""
 
     def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], on_event: WatchCallback) -> None:
         """Prepare watches; `kubeconfig` as for `api.connect`, no namespaces: all."""
@@ -45,6 +47,7 @@ class Watches:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._profiles: Collection[ProfileKind] = ()
         self.turned_at = time.monotonic()
         """When the loop of the watches last turned, on the monotonic clock."""
         self.error: BaseException | None = None
@@ -55,9 +58,10 @@ class Watches:
         """True while the watches run."""
         return self._thread.is_alive()
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; events are delivered to `loop`."""
+    def start(self, loop: asyncio.AbstractEventLoop, *, profiles: Collection[ProfileKind]) -> None:
+        """Start the thread; events are delivered to `loop`. `profiles`: kinds to watch, which can be listed."""
         self._loop = loop
+        self._profiles = profiles
         self.turned_at = time.monotonic()
         self._thread.start()
 
@@ -104,6 +108,8 @@ class Watches:
             return handle  # type: ignore[return-value]
 
         kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(handler(PLURAL))
+        for plural in (PLURALS[kind] for kind in self._profiles):
+            kopf.on.event(GROUP, VERSION, plural, id=plural, registry=registry)(handler(plural))
         kopf.on.event("v1", "pods", labels={LABEL_JOB_UID: kopf.PRESENT}, id="pods", registry=registry)(handler("pods"))
         kopf.on.login(id="login", registry=registry)(self._login)
         return registry

@@ -37,11 +37,12 @@ from megatronapp_operator.plan.observed import (
     InitPod,
     Observed,
     PodRejection,
+    ProfileState,
     Worker,
     WorkerOutcome,
     WorkerPhase,
 )
-from megatronapp_operator.plan.planner import plan
+from megatronapp_operator.plan.planner import plan, wait_for_profile
 from megatronapp_operator.plan.spec import (
     Backoff,
     CleanPodPolicy,
@@ -93,6 +94,7 @@ __all__ = [
     "Plan",
     "PodGroupKey",
     "PodRejection",
+    "ProfileState",
     "Progress",
     "RecordEvent",
     "RemoveGroup",
@@ -108,4 +110,5 @@ __all__ = [
     "WorkerOutcome",
     "WorkerPhase",
     "plan",
+    "wait_for_profile",
 ]

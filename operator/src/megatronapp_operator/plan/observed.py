@@ -176,6 +176,21 @@ class AttemptTemplate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileState:
+    """State of the profiles that the job's spec is merged over."""
+
+    reason: str
+    """CamelCase term for programs."""
+    message: str
+    applied: bool
+    """True if the spec is merged over them as it is."""
+    attempt: int
+    """Attempt for which the spec was merged: another one may have other profiles."""
+    ready: bool
+    """False: no attempt may begin."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything that exists of a job now."""
 
@@ -191,6 +206,8 @@ class Observed:
     """Attempts whose pod groups are known to be removed, or must not be removed."""
     groups_refused: AbstractSet[int] = frozenset()
     """Attempts whose groups the operator lacks the right to remove; it tries again after some minutes."""
+    profile: ProfileState | None = None
+    """None: no profile concerns the job."""
     volumes: str | None = None
     """Problems of the job's volume claims; empty: none; None: they were not checked."""
     refusal: PodRejection | None = None

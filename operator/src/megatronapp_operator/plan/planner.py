@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from megatronapp_common.job.api.status import Status
 from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
-from megatronapp_operator.plan.observed import Observed
+from megatronapp_operator.plan.observed import Observed, ProfileState
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import (
     deadlines,
@@ -24,7 +24,7 @@ from megatronapp_operator.plan.policies import (
     slow_nodes,
     user_actions,
 )
-from megatronapp_operator.plan.spec import JobState
+from megatronapp_operator.plan.spec import JobSpec, JobState
 from megatronapp_operator.plan.worker_history import micros
 
 POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
@@ -75,9 +75,18 @@ def plan(job: JobState, observed: Observed, now: float) -> Plan:
     return Plan(actions=(*events, *draft.actions), status=status, wake_at=min(draft.wakes, default=None))
 
 
+def wait_for_profile(status: Status, profile: ProfileState, now: float, *, generation: int) -> Plan:
+    """Return the status and events of a job that has never begun, and whose spec is not known without its profile."""
+    spec = JobSpec(name="", uid="", worker_groups=(), generation=generation)
+    draft = PlanBuilder(job=JobState(spec=spec), observed=Observed(profile=profile), now=micros(now), status=status)
+    report.profiles(draft)
+    return Plan(actions=tuple(draft.actions), status=draft.status, wake_at=None)
+
+
 def _single_pass(job: JobState, observed: Observed, now: float, status: Status) -> PlanBuilder:
     draft = PlanBuilder(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
+    report.profiles(draft)
     report.volumes(draft)
     report.ends(draft)
     report.rank_zero(draft)

@@ -7,6 +7,12 @@ JOB_CREATED = "JobCreated"
 GANG_CREATED = "GangCreated"
 GANG_OUTDATED = "GangOutdated"
 
+PROFILE_APPLIED = "ProfileApplied"
+PROFILE_NOT_FOUND = "ProfileNotFound"
+PROFILE_INVALID = "ProfileInvalid"
+PROFILE_REFUSED = "ProfileRefused"
+NO_PROFILE = "NoProfile"
+
 INITIALIZERS_RUNNING = "InitializersRunning"
 INITIALIZERS_SUCCEEDED = "InitializersSucceeded"
 INITIALIZER_FAILED = "InitializerFailed"

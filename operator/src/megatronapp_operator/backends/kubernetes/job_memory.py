@@ -3,9 +3,10 @@
 import dataclasses
 
 from megatronapp_common.job import MegatronJob, PinnedSettings
+from megatronapp_common.job.api.profile import Profile
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult
-from megatronapp_operator.plan import PodRejection, Status
+from megatronapp_operator.plan import PodRejection, ProfileState, Status
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +26,12 @@ class JobMemory:
     """Since when a change besides progress has not been written yet."""
     since: float = 0.0
     """When this process saw the job first."""
+    profiles: tuple[Profile, ...] = ()
+    """Profiles that `job` is merged over, the lowest first."""
+    profile_state: ProfileState | None = None
+    """Report about them for the plan."""
+    spec_source: tuple[object, ...] = ()
+    """Key of the sources of `job` (`SpecSource.key`)."""
     pinned: PinnedSettings | None = None
     volumes: str | None = None
     """Problems of the volume claims; None until they were checked."""

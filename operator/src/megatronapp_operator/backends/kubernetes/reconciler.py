@@ -11,11 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job import (
-    load_stored_job,
-    read_status,
-    skipped_rules,
-)
+from megatronapp_common.job import read_status, status_document
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
@@ -33,6 +29,7 @@ from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
+from megatronapp_operator.backends.kubernetes.spec_resolution import SpecSource, resolve_spec
 from megatronapp_operator.backends.kubernetes.status_writer import StatusWriter, attempt_template, rank_zero
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
@@ -47,6 +44,7 @@ from megatronapp_operator.plan import (
     EventType,
     JobState,
     Plan,
+    ProfileState,
     RecordEvent,
     Status,
 )
@@ -136,6 +134,9 @@ class Reconciler:
                 await self._report_manager(key, document)
             return None
         memory = self._remember(key, document)
+        if isinstance(memory, ProfileState):
+            await self._wait_for_profile(key, document, memory)
+            return None
         observe_at = _earliest(await self._see_volumes(key, memory), await self._see_lost_deletions(key, memory))
         made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
@@ -188,25 +189,46 @@ class Reconciler:
         event = RecordEvent(type=EventType.WARNING, reason="OtherManager", message=text)
         await self._executor.events.record(JobOwner(namespace=key[0], name=key[1], uid=uid), event)
 
-    def _remember(self, key: Key, document: Object) -> JobMemory:
-        """Return the state of the job, updated from the object. Raises JobError for a spec that we cannot read."""
-        metadata, status = document["metadata"], document.get("status") or {}
+    def _remember(self, key: Key, document: Object) -> JobMemory | ProfileState:
+        """Return the state of the job, updated from the object, or why a job that has never begun cannot begin.
+
+        Raises JobError for a spec that we cannot read.
+        """
+        metadata, stored = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
-        if document["spec"].get("profile") is not None:
-            raise JobError("spec.profile: this operator reads no profiles; omit the field")
-        if known is None or known.uid != metadata["uid"]:
-            job, unknown = load_stored_job(document, accepted=is_accepted(document))
-            known = JobMemory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
-            known.since, known.unknown_fields = self._clock(), unknown
-            known.pinned = known.status.pinned
-            known.skipped_rules = skipped_rules(job) if known.status.phase not in TERMINAL_PHASES else ()
-            self._memories[key] = known
-        elif known.generation != metadata["generation"]:
-            known.job, known.unknown_fields = load_stored_job(document, accepted=is_accepted(document))
-            known.generation, known.skipped_rules = metadata["generation"], skipped_rules(known.job)
-        if status != known.written:  # another client wrote it
-            known.status, known.written, known.sent = read_status(status), status, status
+        if known is not None and known.uid != metadata["uid"]:
+            known = None
+        status = known.status if known is not None and stored == known.written else read_status(stored)
+        pinned = status.pinned if known is None else known.pinned
+        source = SpecSource(document, self._store.applied(key), self._store.profiles.choose(document), status, pinned)
+        if known is None or known.spec_source != source.key:
+            found = resolve_spec(source)
+            if found.job is None:
+                assert found.state is not None, "only a profile keeps a job from beginning"
+                self._memories.pop(key, None)
+                return found.state
+            if known is None:
+                known = JobMemory(metadata["uid"], metadata["generation"], found.job, status, stored, stored)
+                known.since, known.pinned = self._clock(), pinned
+                self._memories[key] = known
+            known.job, known.profiles, known.profile_state = found.job, found.profiles, found.state
+            known.unknown_fields, known.skipped_rules = found.unknown_fields, found.skipped_rules
+            known.generation, known.spec_source = metadata["generation"], source.key
+        if stored != known.written:  # another client wrote it
+            known.status, known.written, known.sent = status, stored, stored
         return known
+
+    async def _wait_for_profile(self, key: Key, document: Object, state: ProfileState) -> None:
+        """Report at a job that has never begun why it cannot begin. A profile's change queues the job again."""
+        stored, now = document.get("status") or {}, self._clock()
+        made = plan.wait_for_profile(read_status(stored), state, now, generation=document["metadata"]["generation"])
+        status = dataclasses.replace(made.status, manager=self._installation)
+        if status_document(status) != stored:
+            await self._status.replace(key, status_document(status))
+        for event in made.actions:
+            assert isinstance(event, RecordEvent)
+            owner = JobOwner(namespace=key[0], name=key[1], uid=document["metadata"]["uid"])
+            await self._executor.events.record(owner, event)
 
     def _plan(self, key: Key, memory: JobMemory, document: Object) -> Plan:
         deleting = document["metadata"].get("deletionTimestamp") is not None
@@ -222,6 +244,7 @@ class Reconciler:
         )
         seen = dataclasses.replace(
             seen,
+            profile=memory.profile_state,
             since=memory.since,
             groups_removed=self._executor.groups.removed_attempts(memory.uid),
             groups_refused=self._executor.groups.refused(memory.uid),
@@ -327,16 +350,6 @@ class Reconciler:
         elif self._store.put_job(fresh) is None:
             return
         raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
-
-
-def is_accepted(document: Object) -> bool:
-    """Return True if a spec of the job was accepted before, maybe by an earlier release, or the job only ends.
-
-    The pods of such a job exist: without an operator they would have no restart, deadline and removal. An edit of it
-    was judged by the API server, which rejects only the rules that the edit breaks.
-    """
-    observed = (document.get("status") or {}).get("observedGeneration")
-    return observed is not None or document["metadata"].get("deletionTimestamp") is not None
 
 
 def _ends_attempt(before: Status, after: Status) -> bool:

@@ -102,6 +102,12 @@ class StatusWriter:
         return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
 
     async def _replace(self, key: Key, memory: JobMemory, document: Object) -> None:
+        stored = await self.replace(key, document)
+        memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
+        memory.unwritten_since = None
+
+    async def replace(self, key: Key, document: Object) -> Object:
+        """Write a status as a document; return the job as stored. Raises as `write`."""
         known = self._store.job(key)
         assert known is not None, "a job is dropped only between two reconciles"
         try:
@@ -109,9 +115,8 @@ class StatusWriter:
         except NotFoundError as error:
             self._store.drop_job(known)
             raise RetryReconcileError(f"{key[0]}/{key[1]}: the job was deleted") from error
-        memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
-        memory.unwritten_since = None
         self._store.put_job(stored)
+        return stored
 
 
 def attempt_template(pinned: PinnedSettings | None) -> AttemptTemplate | None:

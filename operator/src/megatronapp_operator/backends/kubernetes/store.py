@@ -3,8 +3,11 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from megatronapp_common.job.profiles.field_tree import FieldSet
+from megatronapp_common.job.profiles.own_fields import applied_fields
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.profile_store import ProfileKey, ProfileStore, is_below
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -23,7 +26,9 @@ class ObjectStore:
     """State of one operator. Every method that takes an object returns the key of the job that it belongs to."""
 
     def __init__(self) -> None:
+        self.profiles = ProfileStore()
         self._jobs: dict[Key, Object] = {}
+        self._applied: dict[Key, tuple[FieldSet, ...]] = {}
         self._pods: dict[Gang, dict[str, PodRecord]] = {}
         self._deleted: OrderedDict[str, None] = OrderedDict()
 
@@ -34,6 +39,14 @@ class ObjectStore:
     def job(self, key: Key) -> Object | None:
         """Return the last known state of a job."""
         return self._jobs.get(key)
+
+    def applied(self, key: Key) -> tuple[FieldSet, ...]:
+        """Return the fields of a job's spec that server-side apply has recorded."""
+        return self._applied.get(key, ())
+
+    def jobs_over(self, profile: ProfileKey) -> list[Key]:
+        """Return the jobs that are merged over a profile."""
+        return [key for key, job in self._jobs.items() if is_below(profile, job)]
 
     def pods(self, namespace: str, job_uid: str) -> list[PodRecord]:
         """Return the pods of a job, as they were last seen."""
@@ -47,6 +60,7 @@ class ObjectStore:
         known = self._jobs.get(key)
         if known is not None and known["metadata"]["uid"] == metadata["uid"] and _version(known) >= _version(job):
             return None
+        self._applied[key] = applied_fields(metadata)
         metadata.pop("managedFields", None)
         self._jobs[key] = job
         return key
@@ -59,6 +73,7 @@ class ObjectStore:
         if known is None or known["metadata"]["uid"] != uid:
             return None
         del self._jobs[key]
+        self._applied.pop(key, None)
         return key
 
     def put_pod(self, pod: Object) -> Key | None:

@@ -153,7 +153,9 @@ def ensure_hub(draft: PlanBuilder) -> bool:
 
 
 def create(draft: PlanBuilder) -> bool:
-    """Create the missing workers of the gang, all at once, after the back-off."""
+    """Create the missing workers of the gang, all at once, after the back-off, with the profiles of their attempt."""
+    if _waits_for_profile(draft):
+        return True
     at = restart_at(draft)
     if draft.now < at:
         draft.wake(at)
@@ -169,6 +171,20 @@ def create(draft: PlanBuilder) -> bool:
         queued = draft.job.spec.gang and draft.status.scheduled_time is None
         draft.update(phase=Phase.QUEUED if queued else Phase.STARTING)
     return False
+
+
+def _waits_for_profile(draft: PlanBuilder) -> bool:
+    """Return True if the attempt has not begun, and its spec is not merged yet or cannot be merged.
+
+    The backend merges the spec once the status has the number of the attempt, and plans again when a profile changes.
+    """
+    profile, status = draft.observed.profile, draft.status
+    if profile is None or status.attempt_time is not None:
+        return False
+    if profile.attempt != status.attempt:
+        draft.wake(draft.now)
+        return True
+    return not profile.ready
 
 
 def running(draft: PlanBuilder) -> bool:

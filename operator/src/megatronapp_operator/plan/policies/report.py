@@ -24,6 +24,17 @@ HANG = "hang"
 """Cause of verdicts about hung ranks: these are stalls, not slowness."""
 
 
+def profiles(draft: PlanBuilder) -> None:
+    """Report the profiles of the job, or why no attempt begins with them."""
+    state = draft.observed.profile
+    if state is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    known = draft.status.condition(ConditionType.PROFILE_APPLIED)
+    if known is None or (known.status, known.message) != (state.applied, state.message):
+        draft.event(EventType.NORMAL if state.applied else EventType.WARNING, state.reason, state.message)
+    draft.set_condition(ConditionType.PROFILE_APPLIED, state.applied, state.reason, state.message)
+
+
 def volumes(draft: PlanBuilder) -> None:
     """Report what is wrong with the volume claims. The gang starts all the same: all workers may be on one node."""
     problem = draft.observed.volumes

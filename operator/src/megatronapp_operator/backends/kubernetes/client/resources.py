@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.job.profiles.definition import PLURALS
 from megatronapp_common.names import GROUP, VERSION
 
 FIELD_MANAGER = "megatron-operator"
@@ -29,6 +30,7 @@ class Resource:
 
 
 JOBS = Resource(f"{GROUP}/{VERSION}", PLURAL)
+PROFILES = {kind: Resource(f"{GROUP}/{VERSION}", plural) for kind, plural in PLURALS.items()}
 PODS = Resource("v1", "pods")
 SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")

@@ -67,6 +67,7 @@ class ContextBuilder:
                 template_hash=template_hash(memory.job, self._current_settings()),
                 key_id=self._keys.current_id,
                 generation=memory.generation,
+                profiles=memory.profiles,
             )
 
     def _current_settings(self) -> RenderSettings:
