@@ -10,6 +10,8 @@ from megatronapp_common.job import PinnedSettings, read_status, status_document
 from megatronapp_common.job.api.profile import Profile, ProfileKind
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.profile_store import ProfileKey, ProfileStore, is_below
+from megatronapp_operator.cli.cluster.connection import ClusterJob
+from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.plan import ConditionType, CreateWorker, ProfileState, RecordEvent, Status
 
 Maker = Callable[..., Any]
@@ -125,3 +127,16 @@ def test_the_status_keeps_the_profiles_of_an_attempt() -> None:
             "pinned"
         ]
     )
+
+
+def test_commands_read_the_layout_that_a_profile_has_given() -> None:
+    """Such as `logs --rank` and `inject`, which need the workers of ranks."""
+    document: Object = rendered.make_job().to_dict()
+    document["spec"] |= {"profile": "h100"}
+    for name in ("nodes", "procPerNode", "parallelism"):
+        document["spec"].pop(name, None)
+    template = {"nodes": 4, "procPerNode": 2, "parallelism": {"data": 8}}
+    profile = Profile(kind=ProfileKind.CLUSTER, name="h100", template=template)
+    pinned = PinnedSettings(attempt=0, trainer_image="a", analyzer_image="b", profiles=(profile,))
+    view = ClusterJob(document | {"status": status_document(Status(pinned=pinned))})
+    assert cluster_layers(view).job.world.nodes == 4

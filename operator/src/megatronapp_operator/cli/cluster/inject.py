@@ -2,11 +2,11 @@
 
 import argparse
 
-from megatronapp_common.job import load_stored_job
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.errors import HubError, OperatorError
 
 
@@ -16,8 +16,7 @@ def main(arguments: argparse.Namespace) -> int:
         job = cluster.view(arguments.job)
         if job.ended:
             raise OperatorError(f"{job.name} has ended ({job.phase}); faults need a running job")
-        document = {key: value for key, value in job.document.items() if key != "status"}
-        inject.check(load_stored_job(document)[0], arguments)
+        inject.check(cluster_layers(job).job, arguments)
         with gateway_client.open_gateway(cluster) as gateway:
             token = tokens.token_for(cluster, gateway, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"

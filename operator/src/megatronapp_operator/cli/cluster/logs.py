@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from megatronapp_common.job import MegatronJob, load_stored_job
+from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.cli.cluster.official_client import unavailable
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.cli.logs import LogSelection
@@ -74,8 +75,7 @@ class WorkerLog:
     @classmethod
     def of(cls, cluster: Cluster, job: ClusterJob, selection: LogSelection) -> "WorkerLog":
         """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
-        loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
-        worker, rank = _selected_log(loaded, selection)
+        worker, rank = _selected_log(cluster_layers(job).job, selection)
         return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt)
 
     def pod(self) -> Object:
