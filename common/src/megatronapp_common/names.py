@@ -16,6 +16,8 @@ LABEL_ROLE = f"{GROUP}/role"
 """Role of the ranks of a worker pod: forward or backward; absent unless forward ranks have separate workers."""
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
 """Digest of the rendered template of a worker pod; pinned for the life of an attempt."""
+ANNOTATION_RESTART = f"{GROUP}/restart"
+"""Restart of a worker in place (`attempt_order.AttemptOrder`); absent until its first one."""
 ANNOTATION_EXCLUDED_NODES = f"{GROUP}/excluded-nodes"
 """Nodes that a worker pod avoids because its job excluded them, separated by commas."""
 
@@ -81,6 +83,9 @@ class Env(enum.StrEnum):
     """Unique id of the job object; changes when a job of the same name is created again."""
     ATTEMPT = "MEGATRONAPP_ATTEMPT"
     """Number of the gang's life, from 0."""
+    ATTEMPT_FILE = "MEGATRONAPP_ATTEMPT_FILE"
+    """File from which launcher and agent read that they continue with another attempt (`attempt_order`): restart in
+    place. Absent: they end with their attempt."""
     WORKER_INDEX = "MEGATRONAPP_WORKER_INDEX"
     """Index of this worker, counted from 0."""
     NUM_WORKERS = "MEGATRONAPP_NUM_WORKERS"

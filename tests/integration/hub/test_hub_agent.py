@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ from scope_pages import bearer
 
 from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS
+from megatronapp_common.attempt_order import AttemptOrder, lock_path, prefix_at, take_lock
+from megatronapp_common.names import Env
 from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_native import RingWriter
@@ -48,6 +51,39 @@ async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, unti
     assert [rank["state"] for rank in job["ranks"]] == ["ended", "ended"]
     assert [rank["step"] for rank in job["ranks"]] == [7, 7]
     progress.close()
+
+
+async def test_an_agent_follows_its_worker_to_the_next_attempt(
+    hub: Any, worker: Any, until: Any, fake_job: Any
+) -> None:
+    """The worker restarts in place; the agent ends once the launcher has released its lock."""
+    first = worker(hub.url)
+    orders = first.shm_dir / "order"
+    first.environment[Env.ATTEMPT_FILE] = str(orders)
+    lock = take_lock(lock_path(first.shm_dir, "uid-1", 0))
+    second = worker(hub.url, job=fake_job(data=1, attempt=1))
+    second.environment[Env.SHM_PREFIX] = prefix_at(first.prefix, 1, before=0, worker=0)
+
+    def attempt_has_steps(attempt: int, steps: int) -> Callable[[], Awaitable[bool]]:
+        async def reached() -> bool:
+            found = [step for step in await hub.get("/api/v1/steps") if step["attempt"] == attempt]
+            return len(found) == steps
+
+        return reached
+
+    async with first.agent() as process:
+        first.open_rings()
+        first.write_steps(range(4))
+        await until(attempt_has_steps(0, 4))
+        first.close_rings(unlink=True)
+        orders.write_text(AttemptOrder(attempt=1, grace_s=5).text)
+        second.open_rings()
+        second.write_steps(range(2, 5))
+        await until(attempt_has_steps(1, 3))
+        assert (await hub.get("/api/v1/job"))["attempt"] == 1
+        second.close_rings(unlink=True)
+        os.close(lock)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
 
 
 async def cancel_window(hub: Any, client: httpx.AsyncClient) -> None:

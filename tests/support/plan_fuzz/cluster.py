@@ -12,6 +12,8 @@ from plan_fuzz.world import World
 EVICTED_AFTER_S = 300.0
 """Seconds without a report from a node after which the cluster deletes its pods."""
 EVICTION_GRACE_S = 30.0
+STANDBY_S, GATHER_S = 1800.0, 3600.0
+"""Seconds for which launchers wait for an order, and for the others."""
 STATES: tuple[ProgressState, ...] = ("training", "training", "training", "training", "saving", "starting")
 
 
@@ -23,6 +25,7 @@ def tick(world: World) -> None:
     for pod in list(world.pods.values()):
         evict(world, pod)
         run(world, pod)
+        continue_in_place(world, pod)
         go(world, pod)
     lose_peers(world)
     initialize(world)
@@ -114,6 +117,24 @@ def run(world: World, pod: Pod) -> None:
     pod.started = pod.reachable_since = whole(world.now)
 
 
+def continue_in_place(world: World, pod: Pod) -> None:
+    """A launcher follows the order for another attempt; without one it ends, as do those that wait for others."""
+    if pod.phase is not WorkerPhase.RUNNING or not world.healthy(pod) or pod.stuck:
+        return
+    if pod.joined < pod.attempt and world.random.random() < 0.6:
+        pod.joined, pod.end = pod.attempt, None
+    elif pod.end is not None and pod.finished is not None and world.now > pod.finished + STANDBY_S:
+        world.end(pod, pod.end.code)
+    elif pod.in_place and pod.runs and _waits_in_vain(world, pod):
+        world.end(pod, ExitCode.RENDEZVOUS)
+
+
+def _waits_in_vain(world: World, pod: Pod) -> bool:
+    """Return whether a launcher has waited for too long for one that follows no order."""
+    late = any(member.joined < member.attempt for member in _gang(world, pod))
+    return late and pod.joined == pod.attempt and world.now > pod.ordered + GATHER_S
+
+
 def _node(world: World, pod: Pod) -> Node:
     assert pod.node is not None
     return world.nodes[pod.node]
@@ -137,7 +158,7 @@ def go(world: World, pod: Pod) -> None:
 def lose_peers(world: World) -> None:
     """Ranks end when a peer has ended, and where they notice it when its machine is dead."""
     for pod in list(world.pods.values()):
-        lost = pod.attempt in world.broken or (world.peers_notice and not _all_alive(world, pod.attempt))
+        lost = pod.joined in world.broken or (world.peers_notice and not _all_alive(world, pod.attempt))
         if pod.runs and world.healthy(pod) and lost and world.random.random() < 0.5:
             stopped = any(
                 member.outcome is not None and member.outcome.code == ExitCode.PREEMPTED for member in _gang(world, pod)

@@ -61,6 +61,11 @@ def node_joins(world: World) -> None:
         world.nodes[name] = Node(name)
 
 
+def launcher_sticks(world: World) -> None:
+    if (pod := _pod(world)) is not None and pod.in_place:
+        pod.stuck = True
+
+
 def hub_ends(world: World) -> None:
     if world.hub is not None and not world.hub.deleting:
         world.hub = dataclasses.replace(world.hub, phase=HubPhase.ENDED, ended_at=world.now)
@@ -198,5 +203,5 @@ FAULTS: tuple[Callable[[World], None], ...] = (
     pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
     refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
     template_is_edited, node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
-    gathering_changes, pod_waits, pod_prepares, agent_stays, resize,
+    gathering_changes, launcher_sticks, pod_waits, pod_prepares, agent_stays, resize,
 )  # fmt: skip

@@ -136,6 +136,7 @@ def make_policy(draw: random.Random) -> RunPolicy:
         active_deadline_s=draw.choice([None, None, 2000]),
         start_deadline_s=draw.choice([60, 900]),
         progress_deadline_s=draw.choice([None, 90, 1800]),
+        in_place=draw.random() < 0.5,
         grace_s=draw.choice([30, 600]),
         failed_grace_s=30,
         lost_worker_s=draw.choice([60, 300]),

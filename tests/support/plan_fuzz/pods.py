@@ -34,6 +34,16 @@ class Pod:
     reachable_since: float | None = None
     disrupted: str | None = None
     waiting: str | None = None
+    in_place: bool = False
+    """Its launcher takes orders to continue with another attempt."""
+    joined: int = 0
+    """Attempt that its launcher runs; `attempt` is the one that its label orders."""
+    end: WorkerOutcome | None = None
+    """How its ranks ended while its launcher waits for another attempt."""
+    ordered: float = 0.0
+    """When it was ordered to continue."""
+    stuck: bool = False
+    """Its launcher follows no order any more."""
     preparing: bool = False
     prepared: float | None = None
     occupies: bool = False
@@ -45,18 +55,23 @@ class Pod:
 
     @property
     def runs(self) -> bool:
-        """Return whether its trainer runs, as far as the API server knows."""
-        return self.phase is WorkerPhase.RUNNING
+        """Return whether its ranks run, as far as the API server and its launcher know."""
+        return self.phase is WorkerPhase.RUNNING and self.end is None
 
-    def view(self) -> Worker:
-        """The pod as the plan sees it."""
+    def view(self, *, template: str, reported: bool) -> Worker:
+        """The pod as the plan sees it. `reported`: worker 0 reports how ranks ended; `template`: that of new pods."""
+        standby = (
+            reported and self.end is not None and self.phase is WorkerPhase.RUNNING and self.joined == self.attempt
+        )
         return Worker(
             index=self.index,
             attempt=self.attempt,
-            phase=self.phase,
+            phase=WorkerPhase.FAILED if standby else self.phase,
             started_at=self.started,
-            finished_at=self.finished,
-            outcome=self.outcome,
+            finished_at=self.finished if standby or self.phase is not WorkerPhase.RUNNING else None,
+            outcome=self.end if standby else self.outcome,
+            standby=standby,
+            reusable=self.in_place and self.template == template,
             deletion=self.deletion,
             node=self.node,
             uid=self.uid,

@@ -13,6 +13,7 @@ from megatronapp_operator.plan import (
     Phase,
     Plan,
     RecordEvent,
+    RestartWorker,
     Status,
     SuccessPolicy,
     Worker,
@@ -41,6 +42,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     """Check all promises about one plan; `world` is the state before its actions."""
     before, after = world.job.status, made.status
     check_creation(world, seen, made)
+    check_restarts(world, seen, made)
     check_counters(world, before, after)
     check_end(before, after)
     check_deadline(world, after)
@@ -65,7 +67,8 @@ def check_creation(world: World, seen: Observed, made: Plan) -> None:
         broken("something is created after the end")
     if not created:
         return
-    if any(worker.attempt != status.attempt for worker in seen.workers):
+    restarted = {action.index for action in made.actions if isinstance(action, RestartWorker)}
+    if any(worker.attempt != status.attempt and worker.index not in restarted for worker in seen.workers):
         broken("a gang is created beside workers of another attempt")
     if any(action.attempt != status.attempt for action in created):
         broken("a worker of another attempt is created")
@@ -77,6 +80,23 @@ def check_creation(world: World, seen: Observed, made: Plan) -> None:
     known |= set(status.succeeded) | {worker.index for worker in status.ended}
     if known != set(range(world.spec.workers)):
         broken("not all workers are created together", known)
+
+
+def check_restarts(world: World, seen: Observed, made: Plan) -> None:
+    """Only sound pods continue in place, with the current attempt, and only while the job may run."""
+    status = made.status
+    orders = [action for action in made.actions if isinstance(action, RestartWorker)]
+    if orders and (world.spec.suspend or world.job.deletion_requested or status.phase in TERMINAL_PHASES):
+        broken("a worker is restarted though the job is suspended, deleted or over")
+    if orders and (status.is_true(ConditionType.FAILURE_TARGET) or not world.spec.policy.in_place):
+        broken("a worker is restarted in place though the job is failing, or wants new pods")
+    avoided = {entry.node for entry in status.excluded_nodes if entry.until > world.now}
+    for action in orders:
+        worker = next((known for known in seen.workers if known.index == action.index), None)
+        if worker is None or worker.attempt >= action.attempt or action.attempt != status.attempt:
+            broken("a worker that does not exist, or of another attempt, is restarted", action)
+        if worker.taken or not worker.reusable or worker.node in avoided:
+            broken("a worker is restarted in a pod that is at fault", action)
 
 
 def check_counters(world: World, before: Status, after: Status) -> None:
@@ -164,7 +184,7 @@ def _only_waits(worker: Worker) -> bool:
 def check_pods(world: World) -> None:
     """Check the pods of the cluster: one attempt at a time, of one template."""
     live = [pod for pod in world.pods.values() if pod.live]
-    if len({pod.attempt for pod in live}) > 1:
+    if len({pod.attempt for pod in live}) > 1 and not world.spec.policy.in_place:
         broken("two attempts are alive")
     current = {pod.template for pod in live if pod.attempt == world.job.status.attempt}
     if len(current) > 1:

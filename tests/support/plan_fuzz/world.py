@@ -26,12 +26,15 @@ from megatronapp_operator.plan import (
     Progress,
     RecordEvent,
     RemoveGroup,
+    RestartWorker,
     SlowRank,
     WorkerOutcome,
     WorkerPhase,
 )
 from plan_fuzz.pods import Node, Pod, new_uid, whole
 
+FINAL = frozenset({0, 64, 65, 66, 68, 70})
+"""Codes after which no launcher waits for another attempt."""
 HUB_GRACE_S = 30.0
 GROUP_RETRY_S = 600.0
 """So long after a refusal the operator asks again to remove a group."""
@@ -102,7 +105,12 @@ class World:
 
     def observe(self) -> Observed:
         """Return all of the job that a reconciliation sees now."""
-        workers = tuple(pod.view() for pod in sorted(self.pods.values(), key=lambda pod: (pod.attempt, pod.index)))
+        first, template = self._first(), self.spec.template
+        reported = {pod.uid: first is not None and first.joined == pod.joined for pod in self.pods.values()}
+        workers = tuple(
+            pod.view(template=template, reported=reported[pod.uid])
+            for pod in sorted(self.pods.values(), key=lambda pod: (pod.attempt, pod.index))
+        )
         return Observed(
             secret=True,
             hub=self.hub,
@@ -118,14 +126,28 @@ class World:
             since=self.since,
             last_contact=self.last_contact if self.polled else 0.0,
             missing=self._missing(),
+            launcher_attempt=None if first is None else first.joined,
             progress=self.progress if self.polled else None,
             slow_ranks=self.slow_ranks,
             hung_ranks=self.hung_ranks,
         )
 
+    def _first(self) -> Pod | None:
+        """Return worker 0 of the current attempt, if its launcher answers the operator."""
+        pod = self.pods.get(0)
+        answers = pod is not None and pod.phase is WorkerPhase.RUNNING and self.healthy(pod) and self.polled
+        return pod if answers and pod is not None and pod.attempt == self.job.status.attempt else None
+
     def _missing(self) -> tuple[int, ...]:
         of_this = self.missing_in in {None, self.job.status.attempt}
-        return self.missing if self.polled and of_this else ()
+        first = self._first()
+        late = set[int]()
+        if first is not None and first.joined == first.attempt:
+            late = {
+                pod.index for pod in self.pods.values() if pod.attempt == first.attempt and pod.joined < pod.attempt
+            }
+        found = late | set(self.missing if of_this else ())
+        return tuple(sorted(found)) if self.polled else ()
 
     def _rank_zero(self) -> int | None:
         attempt = self.job.status.attempt
@@ -139,7 +161,8 @@ class World:
     def trains(self) -> bool:
         """Return whether the whole gang runs on machines that work, and has lost no worker."""
         gang = [pod for pod in self.pods.values() if pod.attempt == self.job.status.attempt and pod.runs]
-        whole_gang = len(gang) == self.spec.workers and all(map(self.healthy, gang))
+        gathered = all(pod.joined == pod.attempt for pod in gang)
+        whole_gang = len(gang) == self.spec.workers and gathered and all(map(self.healthy, gang))
         return whole_gang and self.job.status.attempt not in self.broken | self.hung
 
     def end(self, pod: Pod, code: int, *, disrupted: str | None = None) -> None:
@@ -147,12 +170,18 @@ class World:
         if not pod.live:
             return
         ran = pod.runs
+        outcome = WorkerOutcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
+        if ran and pod.in_place and code not in FINAL and pod.deletion is None and self.random.random() < 0.7:
+            pod.end, pod.finished = outcome, whole(self.now)
+            self.broken.add(pod.joined)
+            self.note("stands by", pod.index, pod.attempt, code)
+            return
         pod.phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
-        pod.outcome = WorkerOutcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
+        pod.outcome = outcome
         pod.finished, pod.disrupted = whole(self.now), disrupted or pod.disrupted
         pod.occupies = False
         if ran and code:
-            self.broken.add(pod.attempt)
+            self.broken.add(pod.joined)
         self.note("ends", pod.index, pod.attempt, code)
 
     def remove(self, pod: Pod) -> None:
@@ -160,7 +189,7 @@ class World:
         if self.pods.get(pod.index) is pod:
             del self.pods[pod.index]
             if pod.runs and self.healthy(pod) and self.spec.workers > 1:
-                self.broken.add(pod.attempt)
+                self.broken.add(pod.joined)
             self.note("gone", pod.index, pod.attempt)
 
     def do(self, action: Action) -> None:
@@ -171,8 +200,8 @@ class World:
         match action:
             case CreateWorker():
                 self._create(action)
-            case DeleteWorker():
-                self._delete(action)
+            case RestartWorker() | DeleteWorker():
+                self._change(action)
             case EnsureHub():
                 self._ensure_hub()
             case CreateInit() if self.init is None and not self._refused():
@@ -208,12 +237,22 @@ class World:
             uid=new_uid(),
             index=action.index,
             attempt=action.attempt,
+            joined=action.attempt,
+            in_place=self.spec.policy.in_place,
             template=self.spec.template,
             created=self.now,
             avoids=frozenset(entry.node for entry in self.job.status.excluded_nodes if entry.until > self.now),
             gated=self.queue == "gated",
             has_finalizer=self.spec.group is PodGroupKey.WORKLOAD,
         )
+
+    def _change(self, action: RestartWorker | DeleteWorker) -> None:
+        """Delete a pod, or give it the order to continue with an attempt, which its launcher follows in its time."""
+        pod = self.pods.get(action.index)
+        if isinstance(action, DeleteWorker):
+            self._delete(action)
+        elif pod is not None and pod.attempt < action.attempt:
+            pod.attempt, pod.ordered = action.attempt, self.now
 
     def _remove_group(self, attempt: int) -> None:
         """Remove a workload with its finalizers and its pods."""

@@ -318,6 +318,15 @@ _NETWORK = [
 _POLICIES = [
     *good("kueue-needs-a-queue", {"spec.scheduling": {"gang": "Kueue", "queue": "team-a"}}),
     *bad("kueue-needs-a-queue", "spec.scheduling.queue", ({"spec.scheduling.gang": "Kueue"}, "is missing; Kueue")),
+    *good("in-place-without-queue", {"spec.runPolicy": {"restart": "InPlace"}}),
+    *bad(
+        "in-place-without-queue",
+        "spec.runPolicy.restart",
+        (
+            {"spec.runPolicy": {"restart": "InPlace"}, "spec.scheduling": {"gang": "Coscheduling"}},
+            "must be Pods with scheduling.gang",
+        ),
+    ),
     *good("queues-need-a-gang", {"spec.scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}}),
     *bad(
         "queues-need-a-gang",

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.web.tokens import new_secret
 from megatronapp_trainer.launch.config import address
 
@@ -21,7 +22,8 @@ DEADLINE_S = 90.0
 RANK = """
 import json, os, pathlib, signal, subprocess, sys, time
 rank = os.environ["RANK"]
-action = json.loads(os.environ["ACTIONS"]).get(rank, "wait")
+actions, attempt = json.loads(os.environ["ACTIONS"]), os.environ["MEGATRONAPP_ATTEMPT"]
+action = actions.get(f"{rank}@{attempt}", actions.get(rank, "wait"))
 here = pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
 def mark(text):
     draft = here / f"draft-{rank}"
@@ -49,6 +51,7 @@ ring.write_bytes(b"x")
 print("arguments", sys.argv[1:])
 print("environment", json.dumps(dict(os.environ)), flush=True)
 mark(str(os.getpid()))
+(here / f"ran-{rank}-in-{attempt}").write_text(ring.name)
 until_told()
 if action.startswith("exit"):
     print("error: this is why", flush=True)
@@ -119,6 +122,7 @@ class Gang:
         self.proc_per_node = proc_per_node
         self.program = program or str(tmp / "rank.py")
         self.launcher = ["-m", "megatronapp_trainer.launch"]
+        self.launcher_flags: list[str] = []
         self.arguments = ["--num-layers", "4"]
         with address.reserved_port("127.0.0.2") as port:
             self.coordinator = f"127.0.0.2:{port}"
@@ -149,12 +153,12 @@ class Gang:
 
     def command(self, grace_s: float) -> list[str]:
         """Command line of a launcher."""
-        flags = ["--grace-s", str(grace_s), "--program", self.program]
+        flags = ["--grace-s", str(grace_s), *self.launcher_flags, "--program", self.program]
         return [sys.executable, *self.launcher, *flags, "--", *self.arguments]
 
     def start(
         self,
-        actions: dict[int, str],
+        actions: Mapping[Any, str],
         *,
         grace_s: float = 0.3,
         only: int | None = None,
@@ -178,6 +182,23 @@ class Gang:
                     process_group=0,
                 )
             self.workers.append(LauncherWorker(process, run_dir))
+
+    def order_file(self, index: int) -> pathlib.Path:
+        """File that orders further attempts of a worker."""
+        return self.tmp / f"order-{index}"
+
+    def order(self, attempt: int, *, grace_s: float = 5.0, only: int | None = None) -> None:
+        """Order another attempt in place, as the kubelet writes it, for all workers or only one."""
+        for index in range(len(self.workers)) if only is None else [only]:
+            draft = self.tmp / f"order-{index}.new"
+            draft.write_text(AttemptOrder(attempt=attempt, grace_s=grace_s).text)
+            draft.rename(self.order_file(index))
+
+    def ran(self, rank: int, attempt: int, *, worker: int) -> str:
+        """Wait until a rank runs in an attempt; return the name of its ring."""
+        path = self.tmp / f"worker-{worker}" / f"ran-{rank}-in-{attempt}"
+        wait_until(lambda: path.exists() and path.read_text())
+        return path.read_text()
 
     def go(self) -> None:
         """Let the ranks do what they are to do."""

@@ -9,7 +9,7 @@ from megatronapp_analyzer.agent.__main__ import main as run_agent
 from megatronapp_analyzer.agent.settings import load_settings
 from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
-from megatronapp_common.names import Env, RankOrder
+from megatronapp_common.names import ANNOTATION_RESTART, Env, RankOrder
 from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
@@ -52,6 +52,25 @@ def test_launchers_understand_rank_order_preflight_and_networks() -> None:
     assert (found.rank_order, found.topology) == (RankOrder.TOPOLOGY, "rack-2")
     assert found.preflight is not None
     assert attachment(environment[Env.NETWORK_STATUS]) == ("192.168.7.4", None)
+
+
+def test_launcher_and_agent_of_a_worker_that_restarts_in_place_read_its_orders() -> None:
+    """The kubelet writes the annotation into the file; a template of the user does not remove it."""
+    job = rendered.make_job({"runPolicy": {"restart": "InPlace"}, "analyzer": {"enabled": True}})
+    pod = rendered.make_worker(job, attempt=2)
+    volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "restart")
+    (item,) = volume["downwardAPI"]["items"]
+    assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{ANNOTATION_RESTART}']"
+    for name in ("trainer", "agent"):
+        mounts = {mount["name"]: mount["mountPath"] for mount in rendered.container(pod, name)["volumeMounts"]}
+        assert kubelet(pod, name)[Env.ATTEMPT_FILE] == f"{mounts['restart']}/{item['path']}"
+    found = LauncherSettings.from_environment(kubelet(pod), host_name="pod")
+    assert found.at_attempt(3).shm_prefix == f"megatronapp-{rendered.UID}-a3-w0"
+    command = rendered.container(pod)["command"]
+    parsed = launcher_parser().parse_args(command[3 : command.index("--")])
+    assert parsed.standby_s == 600 + 2 * 300 + 120
+    other = rendered.make_worker(rendered.make_job({"runPolicy": {"restart": "Pods"}}))
+    assert "restart" not in {volume["name"] for volume in other["spec"]["volumes"]}
 
 
 def test_the_launchers_flags_end_where_those_of_the_ranks_begin() -> None:

@@ -459,9 +459,8 @@ def test_the_notice_has_rank_worker_and_last_line() -> None:
     failed = LauncherOutcome(code=ExitCode.DATA, reason="RankFailed", message="a\nb", rank=5, local_rank=1)
     killed = dataclasses.replace(failed, code=ExitCode.OWN_FAILURE, signal=9)
     assert outcome.notice_of(killed, 2).message == "rank 5 on worker 2 ended with signal 9"
-    assert outcome.notice_of(failed, 2) == EndNotice(
-        worker=2, code=65, rank=5, message="rank 5 on worker 2 ended with exit code 65: b"
-    )
+    expected = EndNotice(worker=2, code=65, rank=5, message="rank 5 on worker 2 ended with exit code 65: b")
+    assert outcome.notice_of(failed, 2) == dataclasses.replace(expected, reason="RankFailed", log="a\nb")
 
 
 @given(message=st.one_of(st.text(max_size=5000), st.text(alphabet='\x00\U0001f600"\\é', min_size=400, max_size=3000)))

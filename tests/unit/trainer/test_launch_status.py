@@ -50,6 +50,7 @@ def test_worker_0_serves_its_status(gang_status: GangStatus, port: int) -> None:
         "attempt": 3,
         "phase": "Gathering",
         "missing": [2],
+        "ends": [],
         "rankTable": None,
         "progress": None,
     }

@@ -4,26 +4,15 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
 
 from megatronapp_analyzer.agent.rings import native_library
-from megatronapp_analyzer.agent.service import Agent
-from megatronapp_analyzer.agent.settings import AgentSettings, load_settings
+from megatronapp_analyzer.agent.settings import load_settings
+from megatronapp_analyzer.agent.worker_life import AgentLife
 from megatronapp_analyzer.errors import AnalyzerError
 from megatronapp_analyzer.process import die_with_parent
 from megatronapp_common.names import ExitCode
-
-
-async def serve(settings: AgentSettings) -> None:
-    """Run the agent until its rings end or a signal is received."""
-    agent = Agent(settings, native_library(), monotonic_ns=time.monotonic_ns)
-    loop = asyncio.get_running_loop()
-    for sent in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sent, agent.stop)
-    await agent.run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = load_settings(os.environ)
         if arguments.die_with_parent:
             die_with_parent(parent)
-        asyncio.run(serve(settings))
+        asyncio.run(AgentLife(settings, native_library()).run())
     except AnalyzerError as error:
         print(f"agent: {error}", file=sys.stderr)
         return int(ExitCode.USAGE)

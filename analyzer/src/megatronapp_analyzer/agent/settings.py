@@ -3,8 +3,10 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping
+from typing import Self
 
 from megatronapp_analyzer.errors import SettingsError
+from megatronapp_common.attempt_order import AttemptOrder, prefix_at, read_order
 from megatronapp_common.names import DEFAULT_SHM_DIR, Env
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
@@ -27,6 +29,8 @@ class AgentSettings:
     """Access token of the `agent` role."""
     run_dir: pathlib.Path | None = None
     """Folder in which ranks find the socket of MegaScope; None for no socket."""
+    attempt_file: pathlib.Path | None = None
+    """File that orders further attempts of the worker (restart in place); None: the agent ends with its attempt."""
     poll_s: float = 0.05
     """Interval at which rings are read: the age of the newest span at the hub."""
     discover_s: float = 0.25
@@ -44,6 +48,15 @@ class AgentSettings:
     """Age of a heartbeat from which a launcher has ended without closing its ring; it has one every second."""
     deliver_s: float = 10.0
     """Longest time to deliver what is buffered at the end."""
+
+    def order(self) -> AttemptOrder | None:
+        """Return the order to continue with a later attempt; None without such an order."""
+        return None if self.attempt_file is None else read_order(self.attempt_file, after=self.attempt)
+
+    def at_attempt(self, attempt: int) -> Self:
+        """Return the settings for a later attempt of the same worker."""
+        prefix = prefix_at(self.shm_prefix, attempt, before=self.attempt, worker=self.worker)
+        return dataclasses.replace(self, attempt=attempt, shm_prefix=prefix)
 
     @property
     def socket_url(self) -> str:
@@ -64,6 +77,11 @@ def _number(environment: Mapping[str, str], name: Env) -> int:
     if not text.isdecimal():
         raise SettingsError(f"{name.value}={text!r} is not a number; give one from 0 on")
     return int(text)
+
+
+def _optional_path(environment: Mapping[str, str], name: Env) -> pathlib.Path | None:
+    value = environment.get(name, "")
+    return pathlib.Path(value) if value else None
 
 
 def load_settings(environment: Mapping[str, str]) -> AgentSettings:
@@ -87,5 +105,6 @@ def load_settings(environment: Mapping[str, str]) -> AgentSettings:
         shm_prefix=_required(environment, Env.SHM_PREFIX),
         hub_url=environment.get(Env.HUB_URL, ""),
         token=token,
-        run_dir=pathlib.Path(environment[Env.RUN_DIR]) if environment.get(Env.RUN_DIR) else None,
+        run_dir=_optional_path(environment, Env.RUN_DIR),
+        attempt_file=_optional_path(environment, Env.ATTEMPT_FILE),
     )

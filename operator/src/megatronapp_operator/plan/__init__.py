@@ -27,6 +27,7 @@ from megatronapp_operator.plan.actions import (
     Plan,
     RecordEvent,
     RemoveGroup,
+    RestartWorker,
 )
 from megatronapp_operator.plan.observed import (
     AttemptTemplate,
@@ -99,6 +100,7 @@ __all__ = [
     "RecordEvent",
     "RemoveGroup",
     "Replicas",
+    "RestartWorker",
     "RunPolicy",
     "SlowNodeAction",
     "SlowNodePolicy",

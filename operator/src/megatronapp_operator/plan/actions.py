@@ -38,6 +38,15 @@ class CreateWorker:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestartWorker:
+    """Let a worker of an older attempt continue with `attempt` in its pod; ranks that run have `grace_s` seconds."""
+
+    index: int
+    attempt: int
+    grace_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteWorker:
     """Stop a worker, kill it after `grace_s` seconds (0: at once), and forget it once it is deleted."""
 
@@ -85,6 +94,7 @@ Action = (
     | CreateInit
     | DeleteInit
     | CreateWorker
+    | RestartWorker
     | DeleteWorker
     | RemoveGroup
     | DeleteHub

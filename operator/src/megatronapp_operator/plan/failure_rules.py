@@ -165,7 +165,7 @@ def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
     Return none while workers on several nodes are left, since these may still be ending, nor if another worker of the
     same node has ended: its kubelet works, because it reported that.
     """
-    quiet, ended = _may_be_silent(draft), [worker for worker in draft.gang if not worker.live]
+    quiet, ended = _may_be_silent(draft), [worker for worker in draft.gang if worker.ended]
     lost = all(worker.phase is WorkerPhase.FAILED and outcome.suspicion(worker) for worker in ended)
     nodes = {worker.node for worker in quiet}
     if not lost or len(nodes) != 1 or len(quiet) + len(ended) < draft.job.spec.workers:
@@ -189,7 +189,7 @@ def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
     policy = draft.job.spec.policy
     settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
     at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
-    if at is None and any(worker.live for worker in draft.gang) and _begins(draft) and _ended_at_once(culprit):
+    if at is None and not all(worker.ended for worker in draft.gang) and _begins(draft) and _ended_at_once(culprit):
         at = (culprit.finished_at or 0.0) + policy.settle_s
     return at
 

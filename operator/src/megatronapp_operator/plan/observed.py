@@ -77,11 +77,20 @@ class Worker:
     """Finalizers that keep a deleted worker from being removed."""
     disrupted: str | None = None
     """Why the cluster disrupts it: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
+    standby: bool = False
+    """True if its ranks have ended, as `outcome` says, and its launcher waits for the next attempt."""
+    reusable: bool = False
+    """True if its pod is as a pod of the next attempt would be, with a launcher that takes orders to restart."""
 
     @property
     def live(self) -> bool:
         """True while one of its processes may run."""
-        return self.phase in LIVE_PHASES
+        return self.phase in LIVE_PHASES or self.standby
+
+    @property
+    def ended(self) -> bool:
+        """True once its ranks have ended."""
+        return self.phase not in LIVE_PHASES
 
     @property
     def taken(self) -> bool:
@@ -222,6 +231,8 @@ class Observed:
     """Id of the installation key that the attempt was started with, if the backend does not have it any more."""
     missing: tuple[int, ...] = ()
     """Workers of the current attempt that have not joined the rendezvous, by the last answer of worker 0."""
+    launcher_attempt: int | None = None
+    """Attempt that the launcher of worker 0 runs, by its last answer; None: it has not answered."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     """Subjects that the hub reports as slow; None: no report (no hub, it is starting, or it was killed)."""

@@ -51,7 +51,7 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
     The launchers of victims may report before the culprit's does. Judging their record would restart a job whose data
     are corrupt, again and again.
     """
-    if not culprits or suspicion(culprits[0]) == 0 or not any(worker.live for worker in gang):
+    if not culprits or suspicion(culprits[0]) == 0 or all(worker.ended for worker in gang):
         return None
     return min(worker.finished_at or 0.0 for worker in culprits) + settle_s
 

@@ -16,6 +16,7 @@ from megatronapp_operator.plan.policies import (
     exclusion,
     gang,
     group_removal,
+    in_place,
     initialize,
     lifecycle,
     pauses,
@@ -50,6 +51,7 @@ POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
     gang.create,
     gang.running,
     placement.judge_start,
+    in_place.judge_rejoining,
     deadlines.gathering,
     deadlines.progress,
 )

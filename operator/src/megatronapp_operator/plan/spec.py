@@ -96,6 +96,10 @@ class RunPolicy:
 
     max_restarts: int = 3
     """Restarts before the job fails; preemptions do not count."""
+    in_place: bool = False
+    """Restart workers in their pods where nothing is wrong with these."""
+    rejoin_s: float = 60.0
+    """Seconds that a launcher has to join the next attempt after the time for its ranks to end."""
     backoff: Backoff = dataclasses.field(default_factory=Backoff)
     reset_after_s: float = 3600.0
     """Length of a healthy run after which the budget is whole again."""

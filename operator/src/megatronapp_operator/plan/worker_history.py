@@ -1,5 +1,7 @@
 """Ends of workers of the current attempt, recorded as soon as they are seen: pods may vanish before all are known."""
 
+import dataclasses
+
 from megatronapp_common.job.api.status import EndedWorker, Status
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.observed import Deletion, Observed, Worker, WorkerOutcome, WorkerPhase
@@ -19,8 +21,19 @@ def whole_gang(observed: Observed, status: Status) -> tuple[Worker, ...]:
     """Return the workers of the current attempt, in order: those that exist and those on record."""
     found = {record.index: _failed(record, status.attempt) for record in status.ended}
     found |= {index: _succeeded(index, status.attempt) for index in status.succeeded}
-    found |= {worker.index: worker for worker in observed.workers if worker.attempt == status.attempt}
+    for worker in observed.workers:
+        if worker.attempt == status.attempt:
+            found[worker.index] = _known_end(worker, found.get(worker.index))
     return tuple(found[index] for index in sorted(found))
+
+
+def _known_end(worker: Worker, recorded: Worker | None) -> Worker:
+    """Return a worker with the end of its ranks that is on record: its launcher may not be able to report it again."""
+    if recorded is None or recorded.phase is not WorkerPhase.FAILED or worker.phase is not WorkerPhase.RUNNING:
+        return worker
+    return dataclasses.replace(
+        worker, phase=recorded.phase, outcome=recorded.outcome, finished_at=recorded.finished_at, standby=True
+    )
 
 
 def ended_worker_record(worker: Worker) -> EndedWorker:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from megatronapp_common.names import ExitCode
+from megatronapp_common.attempt_order import POLL_S
+from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
@@ -38,15 +39,15 @@ from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 from megatronapp_trainer.launch.rendezvous.session import GangConnection, SingleWorkerGang
 from megatronapp_trainer.launch.reporting.log_relay import LogRelay
 from megatronapp_trainer.launch.reporting.progress import report_progress
-from megatronapp_trainer.launch.reporting.status_server import serve_status
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAIN_S = 2.0
 """Seconds that the agent has to read the rings after the ranks have ended."""
+ENDS_S = 30.0
+"""Longest time in seconds for which worker 0 collects how the ranks of the others ended."""
 TABLE_FILE = "rank-table.json"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STDOUT = 1
 CODE_REASONS = {
     ExitCode.USAGE: "BadSettings",
@@ -63,6 +64,8 @@ class LauncherOptions:
     grace_s: float
     program: tuple[str, ...]
     """Program of each rank: arguments of the Python interpreter."""
+    standby_s: float = 900.0
+    """Seconds for which a launcher whose ranks have ended waits for the next attempt (restart in place)."""
 
 
 def outcome_of_error(error: TrainerError) -> LauncherOutcome:
@@ -72,23 +75,21 @@ def outcome_of_error(error: TrainerError) -> LauncherOutcome:
 
 
 class Launcher:
-    """Gathers the gang, checks the node, supervises the ranks and cleans up; can run only once."""
+    """Gathers the gang, checks the node, supervises the ranks and cleans up; runs one attempt (see `worker_life`)."""
 
-    def __init__(self, settings: LauncherSettings, options: LauncherOptions, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, settings: LauncherSettings, options: LauncherOptions, arguments: Sequence[str], status: GangStatus
+    ) -> None:
         self._settings = settings
         self._options = options
         self._arguments = arguments
-        self._status = GangStatus(settings.attempt)
+        self._status = status
         self._supervisor: Supervisor | None = None
         self._preparing: asyncio.Future[Any] | None = None
         self._stop_requested = False
 
     async def run(self) -> LauncherOutcome:
-        """Run the worker to its end; errors become outcomes."""
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, self._stop)
-        process.let_through(STOP_SIGNALS)
+        """Run the worker to the end of its attempt; errors become outcomes."""
         shared_memory.remove_leftovers(self._settings.shm_dir, self._settings.shm_prefix)
         try:
             return await self._run()
@@ -101,14 +102,17 @@ class Launcher:
         finally:
             shared_memory.remove_all(self._settings.shm_dir, self._settings.shm_prefix)
 
-    def _stop(self) -> None:
-        log.info("stop requested by signal")
+    def stop(self, within_s: float | None = None) -> None:
+        """Stop the gang. `within_s`: seconds after which ranks of this worker are killed."""
         self._stop_requested = True
         self._note_stop()
-        if self._supervisor is not None:
+        if self._supervisor is None:
+            if self._preparing is not None:
+                self._preparing.cancel()
+        elif within_s is None:
             self._supervisor.stop()
-        elif self._preparing is not None:
-            self._preparing.cancel()
+        else:
+            self._supervisor.stop_within(within_s)
 
     def _note_stop(self) -> None:
         self._status.phase = GangPhase.STOPPING
@@ -118,11 +122,6 @@ class Launcher:
         place = find_worker_address(os.environ, socket.gethostname())
         async with contextlib.AsyncExitStack() as stack:
             port = stack.enter_context(address.reserved_port(place.address))
-            if settings.index == COORDINATOR and settings.status_port is not None:
-                token = _token(settings.secret_file, TokenRole.VIEWER)
-                stack.enter_context(
-                    serve_status(self._status, token=token, address=place.listen_address, port=settings.status_port)
-                )
             probe_port = 0
             if settings.preflight is not None:
                 line = reachability.answer(settings.uid, settings.attempt, settings.index)
@@ -131,6 +130,16 @@ class Launcher:
 
     async def _run_at(self, place: WorkerAddress, join: JoinRequest) -> LauncherOutcome:
         gang = await self._unless_stopped(self._gather(place, join))
+        try:
+            result = await self._run_ranks(gang, place)
+            if self._settings.attempt_file is not None and result.code != ExitCode.OK:
+                self._status.add_end(notice_of(result, self._settings.index))
+                await self._unless_ordered(gang.await_ends(ENDS_S))
+            return result
+        finally:
+            await gang.close()
+
+    async def _run_ranks(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome:
         try:
             result = await self._unless_stopped(self._check(gang, place))
             if result is None:
@@ -142,8 +151,14 @@ class Launcher:
             gang.broadcast(StopNotice(worker=self._settings.index))
             gang.broadcast(notice_of(STOPPED, self._settings.index))
             return STOPPED
-        finally:
-            await gang.close()
+
+    async def _unless_ordered(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Wait, but not beyond a request to stop or the order for the next attempt."""
+        task = asyncio.ensure_future(waiting)
+        while not task.done() and not self._stop_requested and self._settings.order() is None:
+            await asyncio.wait([task], timeout=POLL_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def _unless_stopped(self, preparing: Coroutine[Any, Any, T]) -> T:
         """Return the result of `preparing`.
@@ -188,10 +203,15 @@ class Launcher:
         if settings.coordinator is None:
             briefing = Briefing.of([join], settings.rank_order, report=status is not None, fbd=fbd)
             return SingleWorkerGang(briefing, status)
-        token = _token(settings.secret_file, TokenRole.GATHER)
+        token = launcher_token(settings.secret_file, TokenRole.GATHER)
         if settings.index != COORDINATOR:
             return await join_gang(settings.coordinator, token=token, own=join, timeout_s=timeout_s)
-        expected = ExpectedGang(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
+        expected = ExpectedGang(
+            uid=settings.uid,
+            attempt=settings.attempt,
+            proc_per_node=settings.proc_per_node,
+            in_place=settings.attempt_file is not None,
+        )
         coordinator = Coordinator(
             token=token, expected=expected, own=join, order=settings.rank_order, fbd=fbd, status=status
         )
@@ -267,7 +287,7 @@ class Launcher:
 
     def _environment(self, table: RankTable, local_rank: int, place: WorkerAddress) -> dict[str, str]:
         return rank_environment(
-            os.environ,
+            {**os.environ, Env.ATTEMPT: str(self._settings.attempt), Env.SHM_PREFIX: self._settings.shm_prefix},
             table,
             worker=self._settings.index,
             local_rank=local_rank,
@@ -276,7 +296,8 @@ class Launcher:
         )
 
 
-def _token(secret_file: pathlib.Path | None, role: TokenRole) -> str:
+def launcher_token(secret_file: pathlib.Path | None, role: TokenRole) -> str:
+    """Return the token of a role. Raises RendezvousError if the secret cannot be read."""
     assert secret_file is not None  # Settings has asked for it
     try:
         return derive_token(read_secret(secret_file), role)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.launch.config.settings import LauncherSettings
-from megatronapp_trainer.launch.launcher import Launcher, LauncherOptions, outcome_of_error
+from megatronapp_trainer.launch.launcher import LauncherOptions, outcome_of_error
 from megatronapp_trainer.launch.ranks import outcome, process
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
+from megatronapp_trainer.launch.worker_life import WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace-s", type=float, default=3.0, help="seconds that the other ranks have to end after a failure"
     )
+    parser.add_argument(
+        "--standby-s",
+        type=float,
+        default=900.0,
+        help="with restart in place: seconds to wait for the next attempt after the ranks have ended",
+    )
     parser.add_argument("--program", default="-m megatronapp_trainer.pretrain", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", metavar="MEGATRON_ARGUMENT", help="passed to every rank, after `--`")
     return parser
@@ -42,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     parsed = build_parser().parse_args(given[:split])
     options = LauncherOptions(
-        gather_timeout_s=parsed.gather_timeout_s, grace_s=parsed.grace_s, program=tuple(parsed.program.split())
+        gather_timeout_s=parsed.gather_timeout_s,
+        grace_s=parsed.grace_s,
+        program=tuple(parsed.program.split()),
+        standby_s=parsed.standby_s,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     return _launch(options, [*parsed.arguments, *given[split + 1 :]])
@@ -59,9 +69,10 @@ def _launch(options: LauncherOptions, arguments: Sequence[str]) -> int:
     if os.environ.get(Env.JOB_UID):
         process.stop_with_parent()
     process.adopt_orphans()
-    result = asyncio.run(Launcher(settings, options, arguments).run())
+    life = WorkerLife(settings, options, arguments)
+    result = asyncio.run(life.run())
     if settings.termination_log is not None:  # before logging, because a blocked stdout would block us
-        _record(settings.termination_log, result, attempt=settings.attempt, worker=settings.index)
+        _record(settings.termination_log, result, attempt=life.attempt, worker=settings.index)
     log.info("worker %d ends with code %d (%s)", settings.index, result.code, result.reason)
     return result.code
 

@@ -117,15 +117,14 @@ class Initializer(ManifestModel):
     args: Annotated[tuple[LabelText, ...], Field(max_length=64)] = ()
     """Arguments of the program."""
     storage_uri: Annotated[str, Field(max_length=2048, pattern=URI_PATTERN)] | None = None
-    """Source of the data; the container reads it as STORAGE_URI. User and password are not allowed in it: use
-    secretRef."""
+    """Source of the data, STORAGE_URI in the container; without user and password: use secretRef."""
     target: Place | None = None
     """Directory to write to; the container reads it as TARGET. With scope Job it is on data.volume or
     checkpoint.volume; with scope Node it may also be a new directory, which the ranks of this node then see."""
     secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None
-    """Resources of the container; a namespace with a quota refuses pods without. Defaults to none with scope Job, and
-    to those of the trainer with scope Node."""
+    """Resources of the container, which a quota of the namespace may demand. Defaults to none with scope Job, and to
+    those of the trainer with scope Node."""
     scope: Literal["Job", "Node"] = "Job"
     """Run once before all workers of the job, or in every worker, for local disks."""

@@ -28,15 +28,15 @@ class Rdma(ManifestModel):
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of each worker."""
     ipc_lock: bool = True
-    """Add the capability IPC_LOCK, and with it root, so that memory may be pinned; false where the nodes' runtime
-    raises the limit of locked memory itself."""
+    """Add the capability IPC_LOCK, and with it root, so that memory may be pinned; false where nodes raise the limit of
+    locked memory."""
     gid_index: Annotated[int, Field(ge=0, le=255)] | None = None
     """Index of the GID that RoCE uses (NCCL_IB_GID_INDEX, UCX_IB_GID_INDEX); found by the libraries by default."""
     hca: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Adapters to use (NCCL_IB_HCA), such as mlx5_0,mlx5_1; defaults to all."""
     interface: Interface | None = None
-    """Interface, or a regular expression for its whole name, whose address a worker gives to the others; defaults to
-    that of the first attachment, otherwise the pod's."""
+    """Interface, or a regular expression for its whole name, whose address the others get; defaults to that of the
+    first attachment, otherwise the pod's."""
 
 
 class Preflight(ManifestModel):

@@ -33,8 +33,8 @@ class NodeExclusion(ManifestModel):
     enabled: bool = True
     """Exclude nodes; if false, no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
-    """Largest number of excluded nodes; a node that fails replaces the oldest, a slow one waits for a free place. If a
-    gang finds no capacity within startDeadlineSeconds, a slow node is used again (status.toleratedNodes), the next time
+    """Largest number of excluded nodes; a failed node replaces the oldest, a slow one waits for a free place. Without
+    capacity within startDeadlineSeconds a slow node is used again and tolerated (status.toleratedNodes), the next time
     the oldest of all."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""
@@ -82,26 +82,28 @@ class RunPolicy(ManifestModel):
     """Restarts, deadlines, and removal after the end."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Restarts of the gang before the job fails. Disruptions by the cluster (preemption, eviction, a lost node) are not
-    counted, but also lengthen the pause before a restart."""
+    """Restarts of the gang before the job fails. Disruptions by the cluster (preemption, eviction, a lost node) only
+    lengthen the pause before a restart."""
+    restart: Literal["Pods", "InPlace"] = "Pods"
+    """Restart with new pods, or in the same ones; a pod at fault is replaced."""
     backoff: Backoff = Backoff()
     """Pause before a restart."""
     reset_after_seconds: Seconds = 3600
     """Seconds of a healthy run after which the count of restarts is reset."""
     active_deadline_seconds: Seconds | None = None
-    """Longest life of the job over all attempts; defaults to no limit. Of a gang that a queue or gang scheduler places,
-    time in which it held a node is counted, of other jobs all time from the first pods on. At the deadline workers have
-    their grace period to write a checkpoint, then the job fails."""
+    """Longest life of the job over all attempts; defaults to no limit. For a gang that a queue or gang scheduler
+    places, only time in which it held a node is counted; for others all time from the first pods on. At the deadline
+    workers have their grace period to write a checkpoint, then the job fails."""
     start_deadline_seconds: Seconds = 900
-    """Longest time until all workers of an attempt have nodes (otherwise they are released and retried later), again
-    until all run (otherwise the job fails or, if it has run before, the gang is restarted), and again until they have
-    gathered (reason NotGathered; that restart is counted). Initializers are not counted."""
+    """Longest time until all workers of an attempt have nodes; then they are released and retried later. The same limit
+    applies until all run (then the job fails, or restarts if it has run before), and until they have gathered (a
+    restart that is counted, NotGathered). Time of initializers is not counted."""
     progress_deadline_seconds: Seconds | None = None
-    """Longest time without a finished step; defaults to no limit. While neither hub nor launcher answers the operator
-    it waits for them, up to an hour more."""
+    """Longest time without a finished step; defaults to no limit. While neither hub nor launcher answers, up to an hour
+    more."""
     lost_node_timeout_seconds: Seconds = 300
-    """Seconds that a worker may be unreachable (node not ready, pod terminating after its grace period) until it is
-    lost; the gang restarts then, uncounted."""
+    """Seconds that a worker may be unreachable (node not ready, pod terminating after its grace period) until the gang
+    restarts, which is not counted."""
     termination_grace_period_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
     """Time to write a checkpoint after SIGTERM, before SIGKILL."""
     clean_pod_policy: Literal["None", "Running", "All"] = "Running"

@@ -32,8 +32,8 @@ class Dpp(ManifestModel):
     chunks: Count | None = None
     """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
     transport: Literal["auto", "native"] | None = None
-    """How stages exchange tensors: both values are the native transport. NCCL matches transfers by their order, which
-    is not known before the step."""
+    """How stages exchange tensors: both values are the native transport, as NCCL needs an order known before the
+    step."""
     workload: Annotated[int, Field(ge=1, le=MAX_COPY_THREADS)] | None = None
     """Threads of a rank that copy its messages; defaults to 1."""
 

@@ -147,8 +147,8 @@ class Spec(ManifestModel):
     priority_class_name: ObjectName | None = None
     """Priority of all pods of the job."""
     scheduler_name: ObjectName | None = None
-    """Scheduler of workers and of initializers of scope Job; defaults to the one that scheduling.gang needs for
-    workers, otherwise the cluster's."""
+    """Scheduler of workers and initializers of scope Job; defaults to that of scheduling.gang for workers, otherwise
+    the cluster's."""
     runtime_class_name: ObjectName | None = None
     """Container runtime of the workers."""
     service_account_name: ObjectName | None = None

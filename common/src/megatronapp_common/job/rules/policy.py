@@ -40,6 +40,12 @@ _SCHEDULING = (
 )
 _FAILURES = (
     Rule(
+        id="in-place-without-queue",
+        field=".runPolicy.restart",
+        rule=f"self.runPolicy.restart == 'Pods' || {_GANG} == 'None'",
+        message="must be Pods with scheduling.gang, which places all pods of an attempt",
+    ),
+    Rule(
         id="failure-rule-matches",
         field=".runPolicy.rules",
         rule=no_item(_RULES, "one", _NO_MATCH),

@@ -19,10 +19,10 @@ from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.web.loopback import authority
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
-from megatronapp_operator.backends.kubernetes.observe import GatheringStatus, PollHealth, PollResult
-from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
+from megatronapp_operator.backends.kubernetes.observe import GatheringStatus, PollHealth, PollResult, ReportedEnd
+from megatronapp_operator.backends.kubernetes.pod_record import MAX_RECORD, PodRecord
 from megatronapp_operator.keys import KeyRing
-from megatronapp_operator.plan import Progress
+from megatronapp_operator.plan import Progress, WorkerOutcome
 from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, read_progress, read_summary
 
 POLL_S = 5.0
@@ -35,6 +35,8 @@ RECENT_S = 60.0
 """Seconds by which a hub's progress may differ from our clock; then a living agent has sent it."""
 GATHERING = "Gathering"
 """Phase of a launcher that waits for others."""
+MAX_REASON = 128
+"""Most characters of the reason of an end."""
 MAX_MISSING = 64
 """Most missing workers that are read."""
 MAX_BYTES = 4 << 20
@@ -94,6 +96,8 @@ class HubPoller:
             progress=progress,
             rank_table=table,
             gathering=_gathering(answer, attempt, workers),
+            launcher_attempt=_attempt(answer),
+            ends=_ends(answer, workers),
             received_at=self._clock() if known else before.received_at,
             page=before.page if page is None else max(page, before.page or page),
             hub=at_hub,
@@ -183,6 +187,36 @@ def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | Non
     except UNREADABLE:
         return None
     return GatheringStatus(attempt=attempt, missing=missing) if waits and missing else None
+
+
+def _attempt(answer: Any) -> int | None:  # noqa: ANN401 - JSON of another process
+    """Return the attempt of a launcher; None without an answer."""
+    try:
+        return int(answer["attempt"])
+    except UNREADABLE:
+        return None
+
+
+def _ends(answer: Any, workers: int) -> dict[int, ReportedEnd]:  # noqa: ANN401 - JSON of another process
+    """Return how ranks ended whose launchers still run; empty without an answer."""
+    try:
+        attempt = int(answer["attempt"])
+        found = {int(end["worker"]): _end(end, attempt) for end in answer["ends"]}
+    except UNREADABLE:
+        return {}
+    return {index: end for index, end in found.items() if 0 <= index < workers}
+
+
+def _end(end: Any, attempt: int) -> ReportedEnd:  # noqa: ANN401 - JSON of another process
+    rank, signal = end["rank"], end["signal"]
+    outcome = WorkerOutcome(
+        code=int(end["code"]),
+        reason=str(end["reason"])[:MAX_REASON],
+        message=str(end["message"])[:MAX_RECORD],
+        rank=None if rank is None else int(rank),
+        signal=None if signal is None else int(signal),
+    )
+    return ReportedEnd(attempt=attempt, outcome=outcome, finished_at=float(end["finishedAt"]))
 
 
 def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process

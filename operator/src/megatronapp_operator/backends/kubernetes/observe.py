@@ -1,7 +1,8 @@
 """Conversion of pods and poll results to the plan's view of a job. Pure."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatronapp_common.names import ReplicaType
@@ -15,6 +16,7 @@ from megatronapp_operator.plan import (
     PodRejection,
     Progress,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
 )
 from megatronapp_operator.plan_io.hub_summary import HubSummary, newest
@@ -47,6 +49,15 @@ class GatheringStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedEnd:
+    """How the ranks of a worker ended whose launcher waits for the next attempt."""
+
+    attempt: int
+    outcome: WorkerOutcome
+    finished_at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PollResult:
     """Last results of polling a job's hub and launcher."""
 
@@ -56,6 +67,10 @@ class PollResult:
     """Progress from the launcher."""
     rank_table: dict[str, Any] | None = None
     gathering: GatheringStatus | None = None
+    launcher_attempt: int | None = None
+    """Attempt that the launcher of worker 0 runs; None: no answer."""
+    ends: Mapping[int, ReportedEnd] = dataclasses.field(default_factory=dict)
+    """Ends by worker, as the launcher of worker 0 reports them."""
     unknown_key: str | None = None
     """Id of the job's key if the key file does not have it, so that neither was polled."""
     received_at: float = dataclasses.field(default=0.0, compare=False)
@@ -78,8 +93,12 @@ def observe(
     attempt: int,
     refusal: PodRejection | None,
     volumes: str | None = None,
+    next_template: str | None = None,
 ) -> Observed:
-    """Return the plan's view of a job. The job's secret is derived from its uid, so it always exists."""
+    """Return the plan's view of a job. The job's secret is derived from its uid, so it always exists.
+
+    `next_template`: digest of a worker of the next attempt, if those of this one may continue with it in place.
+    """
     by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
     for pod in pods:
         by_type[pod.type].append(pod)
@@ -89,13 +108,19 @@ def observe(
     return Observed(
         secret=True,
         hub=_hub(by_type[ReplicaType.HUB]),
-        workers=tuple(sorted(map(worker, by_type[ReplicaType.WORKER]), key=lambda known: (known.attempt, known.index))),
+        workers=tuple(
+            sorted(
+                (worker(pod, polled.ends, next_template) for pod in by_type[ReplicaType.WORKER]),
+                key=lambda known: (known.attempt, known.index),
+            )
+        ),
         init=_init(by_type[ReplicaType.INIT]),
         volumes=volumes,
         refusal=refusal,
         last_contact=polled.received_at,
         token_refused=polled.refused,
         unknown_key=polled.unknown_key,
+        launcher_attempt=polled.launcher_attempt,
         missing=gathering.missing if gathering is not None else (),
         progress=newest([summary.progress if summary else None, polled.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
@@ -105,15 +130,21 @@ def observe(
     )
 
 
-def worker(pod: PodRecord) -> Worker:
+def worker(
+    pod: PodRecord, ends: Mapping[int, ReportedEnd] = MappingProxyType({}), next_template: str | None = None
+) -> Worker:
     """Return the worker of a pod. It has ended when its trainer has, even if the agent still runs."""
+    end = ends.get(pod.index) if pod.main.running else None
+    standby = end is not None and end.attempt == pod.attempt
     return Worker(
         index=pod.index,
         attempt=pod.attempt,
-        phase=phase_of(pod),
+        phase=WorkerPhase.FAILED if standby else phase_of(pod),
         started_at=pod.main.started_at,
-        finished_at=pod.main.finished_at,
-        outcome=pod.main.outcome,
+        finished_at=end.finished_at if end is not None and standby else pod.main.finished_at,
+        outcome=end.outcome if end is not None and standby else pod.main.outcome,
+        standby=standby,
+        reusable=next_template is not None and pod.template == next_template,
         deletion=_deletion(pod),
         node=pod.node,
         uid=pod.uid,

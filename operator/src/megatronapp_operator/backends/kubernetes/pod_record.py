@@ -6,6 +6,7 @@ A pod of ten kilobytes becomes a record of some hundred bytes; the rest of it is
 import dataclasses
 import datetime
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ class PodRecord:
     starts: int = 1
     """For a hub: number of hubs started for this job."""
     template: str = ""
-    """For a hub: digest of its spec (`render.hub_hash`)."""
+    """Digest of what it was made of; for a hub of its spec (`render.hub_hash`)."""
     agent_problem: str | None = None
     """Why the agent next to a trainer does not run; training continues without it."""
     finalizers: tuple[str, ...] = ()
@@ -159,7 +160,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         reachable_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
-        template=annotations.get(ANNOTATION_TEMPLATE_HASH, "") if kind is ReplicaType.HUB else "",
+        template=sys.intern(annotations.get(ANNOTATION_TEMPLATE_HASH, "")),  # one text for all pods of a gang
         agent_problem=_agent_problem(pod, status) if deleted_at is None else None,
         finalizers=() if deleted_at is None else tuple(metadata.get("finalizers") or ()),
         disrupted=_disrupted(status, conditions),

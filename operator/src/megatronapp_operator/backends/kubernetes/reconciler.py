@@ -240,7 +240,12 @@ class Reconciler:
         )
         pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
         seen = observe(
-            pods, memory.poll_result, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes
+            pods,
+            memory.poll_result,
+            attempt=memory.status.attempt,
+            refusal=memory.refusal,
+            volumes=memory.volumes,
+            next_template=self._contexts.next_template(memory) if spec.policy.in_place else None,
         )
         seen = dataclasses.replace(
             seen,

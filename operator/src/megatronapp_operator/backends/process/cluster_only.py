@@ -10,6 +10,7 @@ CLUSTER_ONLY = (
     "analyzer.resources",
     "analyzer.slowNode",
     "analyzer.volume",
+    "runPolicy.restart",
     "runPolicy.lostNodeTimeoutSeconds",
     "runPolicy.ttlSecondsAfterFinished",
     "runPolicy.nodeExclusion",

@@ -2,9 +2,10 @@
 
 from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase
 from megatronapp_operator.plan import failure_rules, outcome, reasons
-from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
+from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType, RestartWorker
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
+from megatronapp_operator.plan.policies import in_place
 from megatronapp_operator.plan.policies.lifecycle import complete
 from megatronapp_operator.plan.policies.placement import release, waits_for_nodes
 from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
@@ -43,7 +44,7 @@ def judge_end(draft: PlanBuilder) -> bool:
     """Act on workers of this attempt that have ended."""
     gang, culprits = draft.gang, failure_rules.culprits(draft)
     if not culprits:
-        if len(gang) < draft.job.spec.workers or any(worker.live for worker in gang):
+        if len(gang) < draft.job.spec.workers or not all(worker.ended for worker in gang):
             return False
         message = f"{draft.job.spec.all_workers_text} ended with success"
         complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
@@ -111,9 +112,10 @@ def _give_up(draft: PlanBuilder, worker: Worker, failure: Failure) -> None:
 def clear_stale(draft: PlanBuilder) -> bool:
     """Remove workers of older attempts; nothing is created while one is left."""
     stale = [worker for worker in draft.observed.workers if worker.attempt != draft.status.attempt]
-    for worker in stale:
+    replaced = [worker for worker in stale if not in_place.continues(draft, worker)]
+    for worker in replaced:
         draft.delete(worker, _stale_grace_s(draft, stale))
-    return bool(stale)
+    return bool(replaced)
 
 
 def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
@@ -153,14 +155,20 @@ def ensure_hub(draft: PlanBuilder) -> bool:
 
 
 def create(draft: PlanBuilder) -> bool:
-    """Create the missing workers of the gang, all at once, after the back-off, with the profiles of their attempt."""
+    """Create the missing workers of the gang, all at once, after the back-off, with the profiles of their attempt, and
+    restart the others in place.
+    """
     if _waits_for_profile(draft):
         return True
     at = restart_at(draft)
     if draft.now < at:
         draft.wake(at)
         return True
-    for index in draft.missing_indices:
+    stale = [worker for worker in draft.observed.workers if worker.attempt != draft.status.attempt]
+    for worker in stale:  # `clear_stale` has waited until the others are deleted
+        grace_s = _stale_grace_s(draft, stale)
+        draft.actions.append(RestartWorker(index=worker.index, attempt=draft.status.attempt, grace_s=grace_s))
+    for index in sorted(set(draft.missing_indices) - {worker.index for worker in stale}):
         draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time

@@ -131,5 +131,6 @@ def _restart(draft: PlanBuilder, failure: Failure) -> None:
     draft.set_condition(ConditionType.RESTARTING, True, failure.reason, failure.message)
     draft.clear_condition(ConditionType.RUNNING, failure.reason, failure.message)
     pause = restart_at(draft) - draft.now
-    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, when the old workers are deleted"
+    how = "in place where pods are sound" if draft.job.spec.policy.in_place else "when the old workers are deleted"
+    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, {how}"
     draft.event(EventType.NORMAL, "Restarting", message)

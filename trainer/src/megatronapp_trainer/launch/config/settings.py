@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
+from megatronapp_common.attempt_order import AttemptOrder, prefix_at, read_order
 from megatronapp_common.names import DEFAULT_SHM_DIR, Env, RankOrder, ShmFile
 from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
@@ -45,6 +46,8 @@ class LauncherSettings:
     run_dir: pathlib.Path
     termination_log: pathlib.Path | None
     hub_url: str
+    attempt_file: pathlib.Path | None = None
+    """File that orders further attempts of this launcher (restart in place); None: it ends with its attempt."""
 
     @property
     def num_workers(self) -> int:
@@ -60,6 +63,15 @@ class LauncherSettings:
     def progress_page(self) -> pathlib.Path:
         """Return the path of the progress document, which exists only if a rank of this worker writes it."""
         return self.shm_dir / f"{self.shm_prefix}.{ShmFile.PROGRESS}"
+
+    def order(self) -> AttemptOrder | None:
+        """Return the order to continue with a later attempt; None without such an order."""
+        return None if self.attempt_file is None else read_order(self.attempt_file, after=self.attempt)
+
+    def at_attempt(self, attempt: int) -> Self:
+        """Return the settings of a later attempt of the same launcher."""
+        prefix = prefix_at(self.shm_prefix, attempt, before=self.attempt, worker=self.index)
+        return dataclasses.replace(self, attempt=attempt, shm_prefix=prefix)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
@@ -96,6 +108,7 @@ class LauncherSettings:
             run_dir=pathlib.Path(_required(environment, Env.RUN_DIR)),
             termination_log=_optional_path(environment, Env.TERMINATION_LOG),
             hub_url=environment.get(Env.HUB_URL, ""),
+            attempt_file=_optional_path(environment, Env.ATTEMPT_FILE),
         )
 
 

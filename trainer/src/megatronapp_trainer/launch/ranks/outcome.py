@@ -12,6 +12,8 @@ from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, preem
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice
 
 MAX_BYTES = 2048
+NOTICE_LOG = 1200
+"""Characters of the end of a log in a notice to the other workers."""
 TAIL_BYTES = 4096
 TAIL_LINES = 12
 
@@ -76,7 +78,16 @@ def notice_of(outcome: LauncherOutcome, worker: int) -> EndNotice:
     how = f"signal {outcome.signal}" if outcome.signal is not None else f"exit code {int(outcome.code)}"
     where = f"worker {worker}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker}"
     message = f"{where} ended with {how}" + (f": {last}" if last else "")
-    return EndNotice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500], early=outcome.early)
+    return EndNotice(
+        worker=worker,
+        code=outcome.code,
+        rank=outcome.rank,
+        message=message[:500],
+        early=outcome.early,
+        reason=outcome.reason,
+        signal=outcome.signal,
+        log="" if outcome.code == ExitCode.PEER_LOST else outcome.message[-NOTICE_LOG:],
+    )
 
 
 def _of_peer(notice: EndNotice) -> str:

@@ -49,6 +49,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._stop_requested = False
         self._kill_at: float | None = None
+        self._stop_by: float | None = None
+        """When ranks are killed that were asked to stop within a time."""
         self._killed = False
         self._reported: EndNotice | None = None
 
@@ -67,6 +69,12 @@ class Supervisor:
         if not self._stop_requested:
             self._gang.broadcast(StopNotice(worker=self._worker))
             self._stop_ranks()
+
+    def stop_within(self, grace_s: float) -> None:
+        """Request a stop of all ranks of the gang, and kill those of this worker that run after `grace_s` seconds."""
+        self.stop()
+        self._stop_by = time.monotonic() + grace_s
+        self._changed.set()
 
     def _stop_ranks(self) -> None:
         """Send SIGTERM once only: a rank that is about to end would die of a second signal."""
@@ -136,9 +144,11 @@ class Supervisor:
 
     def _act(self) -> None:
         judgement = judge(self._events, stop_requested=self._stop_requested)
-        if judgement.standing is FailureState.FINE:
-            return
         now = time.monotonic()
+        if judgement.standing is FailureState.FINE:
+            if self._stop_by is not None and now >= self._stop_by and not self._killed:
+                self._kill()
+            return
         if self._kill_at is None:
             self._kill_at = now + self._grace_s
             self._signal_ranks(PEER_LOST)
@@ -163,8 +173,9 @@ class Supervisor:
             process.send(rank.pid, number)
 
     async def _wait(self) -> None:
-        """Wait for an event or for the end of the grace period."""
-        wait_s = None if self._kill_at is None or self._killed else max(0.0, self._kill_at - time.monotonic())
+        """Wait for an event or for the end of a grace period."""
+        at = min((at for at in (self._kill_at, self._stop_by) if at is not None), default=None)
+        wait_s = None if at is None or self._killed else max(0.0, at - time.monotonic())
         try:
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from megatronapp_common.names import RankOrder
+from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_common.topology import FbdWorld
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError, StoppedError
 from megatronapp_trainer.launch.rendezvous import messages
@@ -48,6 +48,10 @@ class Coordinator:
         self._joins = {own.index: own}
         self._wires: dict[int, SecureChannel] = {}
         self._ended: set[int] = set()
+        self._certain = False
+        """True once the notice of a failure was forwarded that is its own cause."""
+        self._all_ended = asyncio.Event()
+        """Set while every connected worker has reported its end."""
         self._complete = asyncio.Event()
         """Set once all have joined, or once the wait for them was given up."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,6 +91,20 @@ class Coordinator:
         """Publish the document here: this is worker 0."""
         if self._status is not None:
             self._status.progress = page
+
+    async def await_ends(self, limit_s: float) -> None:
+        """Wait until every connected worker has reported how its ranks ended, for at most `limit_s` seconds."""
+        self._note_ends()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._all_ended.wait()
+        except TimeoutError:
+            open_ends = sorted(self._wires.keys() - self._ended)
+            log.warning("no report of its end within %g s from workers %s", limit_s, ", ".join(map(str, open_ends)))
+
+    def _note_ends(self) -> None:
+        if self._wires.keys() <= self._ended:
+            self._all_ended.set()
 
     async def close(self) -> None:
         """Close every connection and the port. The listener is closed first, or our leaving would be forwarded as a
@@ -155,7 +173,9 @@ class Coordinator:
                 document = await wire.receive()
                 page = messages.progress_of(document)
                 if page is None:
-                    self._receive(messages.notice_from_json(document))
+                    notice = messages.notice_from_json(document)
+                    self._record_end(notice)
+                    self._receive(notice)
                 else:
                     self.report(page)
         except (OSError, EOFError, MessageError, RefusedError):
@@ -163,9 +183,14 @@ class Coordinator:
         finally:
             await wire.close()
 
+    def _record_end(self, notice: Notices) -> None:
+        if self._status is not None and isinstance(notice, EndNotice):
+            self._status.add_end(notice)
+
     def _receive(self, notice: Notices) -> None:
         if isinstance(notice, EndNotice):
             self._ended.add(notice.worker)
+            self._note_ends()
         elif not self._complete.is_set():
             self._stopped = notice
             self._complete.set()
@@ -175,6 +200,7 @@ class Coordinator:
     def _part(self, index: int) -> None:
         """Handle the loss of a worker: before the table is sent it may join again, afterwards it is a failure."""
         del self._wires[index]
+        self._note_ends()
         if not self._complete.is_set():
             log.warning("worker %d left before the gang was complete", index)
             del self._joins[index]
@@ -183,6 +209,11 @@ class Coordinator:
             self._receive(connection_lost_notice(index))
 
     def _pass_on(self, notice: Notices) -> None:
+        """Send a notice to all other workers; once they know a failure, peers that end for it are not reported."""
+        if isinstance(notice, EndNotice):
+            if self._certain and notice.code == ExitCode.PEER_LOST and notice.worker != self._index:
+                return
+            self._certain |= not notice.orderly and notice.code != ExitCode.PEER_LOST
         for index, wire in self._wires.items():
             if index != notice.worker:
                 wire.send(messages.notice_to_json(notice))

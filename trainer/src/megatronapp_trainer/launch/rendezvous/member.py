@@ -41,6 +41,9 @@ class GangMember:
         if self.briefing.report:
             self._wire.send(messages.progress_to_json(page))
 
+    async def await_ends(self, limit_s: float) -> None:
+        """Do nothing: worker 0 collects the ends."""
+
     async def close(self) -> None:
         """Send what is queued, and close the connection."""
         await self._wire.close()

@@ -63,6 +63,12 @@ class EndNotice:
     message: str = ""
     early: bool = False
     """True if it was asked to stop before its ranks reached a step boundary: the others would wait for them in vain."""
+    reason: str = ""
+    """CamelCase reason of its outcome."""
+    signal: int | None = None
+    """Signal that ended its rank."""
+    log: str = ""
+    """Last lines of the rank's log; empty if the cause is on another worker."""
 
     @property
     def orderly(self) -> bool:
@@ -88,6 +94,8 @@ class ExpectedGang:
     uid: str
     attempt: int
     proc_per_node: tuple[int, ...]
+    in_place: bool = False
+    """True if launchers outlive their attempt: one that is late gets an order to continue, and tries again then."""
 
 
 def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int]) -> None:
@@ -101,7 +109,8 @@ def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int
     if join.attempt != expected.attempt:
         late = join.attempt < expected.attempt
         age = "late: its attempt is over" if late else "early: this gang is about to end"
-        raise RefusedError(f"attempt {join.attempt} joins attempt {expected.attempt}, {age}", final=late)
+        final = late and not expected.in_place
+        raise RefusedError(f"attempt {join.attempt} joins attempt {expected.attempt}, {age}", final=final)
     if join.index >= len(expected.proc_per_node):
         raise RefusedError(f"index {join.index} in a gang of {len(expected.proc_per_node)}", final=True)
     if join.index in joined:
@@ -254,6 +263,9 @@ def notice_from_json(document: Mapping[str, Any]) -> Notices:
         rank=None if document.get("rank") is None else _field(document, "rank", int),
         message=_field(document, "message", str),
         early=document.get("early") is True,
+        reason=str(document.get("reason") or ""),
+        signal=None if document.get("signal") is None else _field(document, "signal", int),
+        log=str(document.get("log") or ""),
     )
 
 

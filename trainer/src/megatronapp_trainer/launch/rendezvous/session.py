@@ -23,6 +23,9 @@ class GangConnection(Protocol):
     def report(self, page: Mapping[str, Any]) -> None:
         """Send this worker's progress document to worker 0."""
 
+    async def await_ends(self, limit_s: float) -> None:
+        """On worker 0, wait until the others have reported how their ranks ended, for at most `limit_s` seconds."""
+
     async def close(self) -> None:
         """Send what is queued, and close. The others take a close without an orderly notice for a loss."""
 
@@ -42,6 +45,9 @@ class SingleWorkerGang:
         """Publish the document here: this is worker 0."""
         if self._status is not None:
             self._status.progress = page
+
+    async def await_ends(self, limit_s: float) -> None:
+        """Do nothing: there is no other worker."""
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""

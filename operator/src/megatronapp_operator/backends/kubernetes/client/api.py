@@ -177,6 +177,16 @@ class KubernetesApi:
         path = resource.path(namespace, name)
         return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
+    async def mark(
+        self, resource: Resource, found: Object, *, labels: Mapping[str, str], annotations: Mapping[str, str]
+    ) -> Object:
+        """Set labels and annotations of this very object, by its UID. Raises NotFoundError, ConflictError."""
+        metadata = found["metadata"]
+        body = {"metadata": {"uid": metadata["uid"], "labels": dict(labels), "annotations": dict(annotations)}}
+        path = resource.path(metadata["namespace"], metadata["name"])
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
+
     async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
         """Return True if an object has this label; None if it does not exist. Needs no right to read objects."""
         try:

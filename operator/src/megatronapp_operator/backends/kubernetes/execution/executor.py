@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
@@ -31,6 +32,7 @@ from megatronapp_operator.plan import (
     PodRejection,
     RecordEvent,
     RemoveGroup,
+    RestartWorker,
 )
 
 HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
@@ -56,6 +58,7 @@ class Executor:
         await run_all([self._remove(work, action) for action in actions])
         if any(isinstance(action, EnsureHub) for action in actions):
             await self._try_hub(work)
+        await self._restart(work, [action for action in actions if isinstance(action, RestartWorker)])
         starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
         try:
             if starting:
@@ -68,6 +71,15 @@ class Executor:
                 raise
             return refusal
         return None
+
+    async def _restart(self, work: JobContext, actions: Sequence[RestartWorker]) -> None:
+        """Restart workers in place. All of a plan have the same attempt and grace period."""
+        if not actions:
+            return
+        order = AttemptOrder(attempt=actions[0].attempt, grace_s=actions[0].grace_s)
+        indices = {action.index for action in actions}
+        pods = [pod for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.index in indices]
+        await self.pods.restart_all([pod for pod in pods if pod.attempt < order.attempt], order)
 
     async def _try_hub(self, work: JobContext) -> None:
         """Create the hub, and retry later if the API server rejects it; the gang does not wait for it."""

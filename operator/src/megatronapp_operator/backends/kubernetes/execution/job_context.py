@@ -56,6 +56,13 @@ class ContextBuilder:
         settings = self._current_settings() if edited else self._pinned_settings(pinned)
         return template_hash(memory.job, settings)
 
+    def next_template(self, memory: JobMemory) -> str | None:
+        """Return the digest of a worker of the next attempt; None if it has another secret than those of this one."""
+        pinned, settings = memory.pinned, self._current_settings()
+        if pinned is None or pinned.key_id != settings.key_id:
+            return None
+        return template_hash(memory.job, settings)
+
     def pin(self, memory: JobMemory, status: Status) -> None:
         """Pin what a gang is made of with the decision to create it."""
         pinned = memory.pinned

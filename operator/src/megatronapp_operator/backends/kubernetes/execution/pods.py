@@ -4,10 +4,11 @@ import contextlib
 import math
 from collections.abc import Sequence
 
-from megatronapp_common.names import ReplicaType
+from megatronapp_common.attempt_order import AttemptOrder
+from megatronapp_common.names import ANNOTATION_RESTART, LABEL_ATTEMPT, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
-from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, NotFoundError
+from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.client.resources import NODES, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
@@ -52,6 +53,16 @@ class PodWriter:
         if any(reference["uid"] == work.owner.uid for reference in found["metadata"].get("ownerReferences") or ()):
             return found
         raise name_taken(PODS, metadata["namespace"], metadata["name"])
+
+    async def restart_all(self, records: Sequence[PodRecord], order: AttemptOrder) -> None:
+        """Give pods the order to continue with an attempt; one that is removed meanwhile is seen to be missing."""
+        await run_all([self._restart(record, order) for record in records])
+
+    async def _restart(self, record: PodRecord, order: AttemptOrder) -> None:
+        labels, annotations = {LABEL_ATTEMPT: str(order.attempt)}, {ANNOTATION_RESTART: order.text}
+        with contextlib.suppress(NotFoundError, ConflictError):
+            made = await self._api.mark(PODS, record.reference, labels=labels, annotations=annotations)
+            self._store.put_pod(made)
 
     async def delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
         await run_all([self._delete(record, grace_s) for record in records])

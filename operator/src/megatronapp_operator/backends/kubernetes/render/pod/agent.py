@@ -36,10 +36,10 @@ def reserved_agent(draft: WorkerDraft) -> Object:
 
     Ranks that serve a model send MegaScope's captures by a socket in RUN_DIR.
     """
-    environment, mounts = shared_environment(draft), storage.shared_mounts()
+    environment, mounts = shared_environment(draft), storage.shared_mounts(draft)
     if draft.serves:
         environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
-        mounts = storage.trainer_mounts()
+        mounts = storage.trainer_mounts(draft)
     return {"name": AGENT, "command": list(COMMAND), "args": None, "env": environment, "volumeMounts": mounts}
 
 

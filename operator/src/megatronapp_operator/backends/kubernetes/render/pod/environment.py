@@ -66,6 +66,7 @@ def shared_environment(draft: WorkerDraft) -> list[Object]:
         Env.SECRET_FILE: storage.SECRET_FILE,
         Env.SHM_DIR: storage.SHM,
         Env.SHM_PREFIX: f"megatronapp-{draft.owner.uid}-a{draft.attempt.number}-w{draft.index}",
+        **({Env.ATTEMPT_FILE: storage.RESTART_FILE} if draft.in_place else {}),
         **({Env.HUB_URL: hub} if draft.spec.analyzer.enabled else {}),
     }
     return [

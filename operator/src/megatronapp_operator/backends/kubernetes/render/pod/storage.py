@@ -9,6 +9,7 @@ from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.inbox_memory import inbox_bytes
 from megatronapp_common.job.shipment_memory import shipment_bytes
+from megatronapp_common.names import ANNOTATION_RESTART
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
@@ -18,6 +19,8 @@ RUN = "/run/megatronapp/run"
 SECRET = "/run/megatronapp/secret"
 SECRET_FILE = f"{SECRET}/secret"
 SECRET_KEY = "secret"
+RESTART = "/run/megatronapp/restart"
+RESTART_FILE = f"{RESTART}/order"
 JOB = "/run/megatronapp/job"
 JOB_KEY = "job.yaml"
 DEFAULT_SHM = "16Gi"
@@ -73,7 +76,14 @@ def own_volumes(draft: WorkerDraft) -> list[Object]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},
         {"name": "run", "emptyDir": {}},
         secret_volume(draft.names.secret(draft.owner.uid, draft.settings.key_id)),
+        *([_restart_volume()] if draft.in_place else []),
     ]
+
+
+def _restart_volume() -> Object:
+    """Return the volume into which the kubelet writes orders to restart in place, as they are in the annotation."""
+    item = {"path": "order", "fieldRef": {"fieldPath": f"metadata.annotations['{ANNOTATION_RESTART}']"}}
+    return {"name": "restart", "downwardAPI": {"items": [item]}}
 
 
 def secret_volume(name: str) -> Object:
@@ -81,17 +91,18 @@ def secret_volume(name: str) -> Object:
     return {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440}}
 
 
-def shared_mounts() -> list[Object]:
+def shared_mounts(draft: WorkerDraft) -> list[Object]:
     """Return the mounts that trainer and agent have in common."""
     return [
         {"name": "shm", "mountPath": SHM},
         {"name": "secret", "mountPath": SECRET, "readOnly": True},
+        *([{"name": "restart", "mountPath": RESTART, "readOnly": True}] if draft.in_place else []),
     ]
 
 
-def trainer_mounts() -> list[Object]:
+def trainer_mounts(draft: WorkerDraft) -> list[Object]:
     """Return the mounts of the trainer."""
-    return [*shared_mounts(), {"name": "run", "mountPath": RUN}]
+    return [*shared_mounts(draft), {"name": "run", "mountPath": RUN}]
 
 
 def claims(job: MegatronJob) -> list[Volume]:

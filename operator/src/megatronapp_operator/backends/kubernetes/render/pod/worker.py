@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import (
@@ -168,7 +169,7 @@ def _reserved_trainer(draft: WorkerDraft) -> Object:
         "command": command(draft),
         "args": None,
         "env": reserved_environment(draft),
-        "volumeMounts": storage.trainer_mounts(),
+        "volumeMounts": storage.trainer_mounts(draft),
         "ports": network.ports(draft),
         **_readiness(draft),
         "terminationMessagePath": TERMINATION_LOG,
@@ -208,7 +209,17 @@ def command(draft: WorkerDraft) -> list[str]:
     """Return the command of the launcher with the flags of its ranks."""
     launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft))]
     program = ["--program=-m megatronapp_trainer.serve"] if draft.serves else []
-    return [*launcher, *program, "--", *map(literal, draft.facts.arguments)]
+    standby = ["--standby-s", str(_standby_s(draft))] if draft.in_place else []
+    return [*launcher, *standby, *program, "--", *map(literal, draft.facts.arguments)]
+
+
+def _standby_s(draft: WorkerDraft) -> int:
+    """Return the seconds that a launcher waits for the next attempt.
+
+    The longest pause before a restart, and the times until a lost pod is given up and an operator is there again.
+    """
+    policy = draft.spec.run_policy
+    return math.ceil(policy.backoff.max_seconds) + 2 * policy.lost_node_timeout_seconds + WAIT_S
 
 
 def _gather_s(draft: WorkerDraft) -> int:

@@ -64,6 +64,11 @@ class WorkerDraft:
         return rdma.enabled and rdma.devices == "HostPath"
 
     @property
+    def in_place(self) -> bool:
+        """True if the worker may continue with another attempt in the same pod."""
+        return self.spec.run_policy.restart == "InPlace"
+
+    @property
     def serves(self) -> bool:
         return self.spec.mode == "serve"
 

@@ -1,0 +1,69 @@
+"""The life of an agent: one attempt of its worker, or with restart in place one attempt after another."""
+
+import asyncio
+import logging
+import signal
+import time
+
+from megatronapp_analyzer.agent.rings import RingLibrary
+from megatronapp_analyzer.agent.service import Agent
+from megatronapp_analyzer.agent.settings import AgentSettings
+from megatronapp_common.attempt_order import POLL_S, is_locked, lock_path
+
+LOG = logging.getLogger(__name__)
+
+
+class AgentLife:
+    """Runs an agent for each attempt, until the launcher has ended or a signal is received; can run only once."""
+
+    def __init__(self, settings: AgentSettings, library: RingLibrary) -> None:
+        order = settings.order()
+        self._settings = settings if order is None else settings.at_attempt(order.attempt)
+        self._library = library
+        self._agent: Agent | None = None
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Run until the rings of the last attempt have ended or a signal is received."""
+        for sent in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sent, self._stop)
+        await self._run_attempt()
+        while (attempt := await self._next_attempt()) is not None:
+            LOG.info("continuing with attempt %d", attempt)
+            self._settings = self._settings.at_attempt(attempt)
+            await self._run_attempt()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._agent is not None:
+            self._agent.stop()
+
+    async def _run_attempt(self) -> None:
+        agent = self._agent = Agent(self._settings, self._library, monotonic_ns=time.monotonic_ns)
+        watch = asyncio.create_task(self._watch(agent)) if self._settings.attempt_file is not None else None
+        try:
+            await agent.run()
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _watch(self, agent: Agent) -> None:
+        """Let the agent end with the launcher's current attempt once there is an order for a later one."""
+        while self._settings.order() is None:
+            await asyncio.sleep(POLL_S)
+        agent.stop()
+
+    async def _next_attempt(self) -> int | None:
+        """Wait for the next attempt; None: the launcher has ended, or the agent was asked to stop."""
+        settings = self._settings
+        if settings.attempt_file is None:
+            return None
+        lock = lock_path(settings.shm_dir, settings.uid, settings.worker)
+        while not self._stopped:
+            lives = is_locked(lock)
+            if (order := settings.order()) is not None:
+                return order.attempt
+            if not lives:
+                return None
+            await asyncio.sleep(POLL_S)
+        return None

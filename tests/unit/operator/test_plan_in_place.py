@@ -1,0 +1,193 @@
+"""Restart in place: which pods continue with the next attempt, and when they are given up."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    CreateWorker,
+    DeleteWorker,
+    Deletion,
+    FailureAction,
+    Phase,
+    Progress,
+    RecordEvent,
+    RestartWorker,
+    WorkerOutcome,
+    WorkerPhase,
+)
+
+Maker = Callable[..., Any]
+
+
+def actions(made: Any) -> list[Any]:
+    return [action for action in made.actions if not isinstance(action, RecordEvent)]
+
+
+def sound(worker: Any, **changes: Any) -> Any:
+    """A running pod that may continue."""
+    return dataclasses.replace(worker, **{"reusable": True, "node": f"n{worker.index}", "started_at": 900.0} | changes)
+
+
+def standby(worker: Any, code: int, reason: str = "RankFailed", **changes: Any) -> Any:
+    """A pod whose ranks have ended while its launcher waits."""
+    outcome = WorkerOutcome(code=code, reason=reason, message="words", rank=worker.index)
+    return sound(
+        dataclasses.replace(worker, phase=WorkerPhase.FAILED, finished_at=1000.0, outcome=outcome),
+        standby=True,
+        **changes,
+    )
+
+
+@pytest.fixture
+def failing(running: Maker, worker: Maker) -> Maker:
+    """A gang whose rank 1 has failed, and the plan about it; `changes` are those of its worker."""
+
+    def make(code: int = 1, changes: dict[str, Any] | None = None, **policy: Any) -> Any:
+        made = running(in_place=True, **policy)
+        made.see(standby(worker(0), ExitCode.PEER_LOST), standby(worker(1), code, **(changes or {})))
+        return made
+
+    return make
+
+
+def test_sound_pods_continue_after_the_back_off(failing: Maker) -> None:
+    made = failing()
+    plan = made.plan()
+    assert actions(plan) == []
+    assert (plan.status.attempt, plan.status.restarts_towards_max, plan.status.phase) == (1, 1, Phase.RESTARTING)
+    assert (plan.status.failures[-1].worker, plan.status.failures[-1].rank) == (1, 1)
+    assert plan.wake_at == made.now + 10
+    made.now += 10
+    plan = made.plan()
+    assert actions(plan) == [RestartWorker(index=index, attempt=1, grace_s=5.0) for index in range(2)]
+    assert plan.status.attempt_time == made.now
+
+
+def test_an_order_is_repeated_until_it_is_seen(failing: Maker, worker: Maker) -> None:
+    """The operator may end between two orders."""
+    made = failing()
+    made.plan()
+    made.now += 10
+    made.plan()
+    made.see(sound(worker(0, attempt=1)), made.observed.workers[1])
+    assert actions(made.plan()) == [RestartWorker(index=1, attempt=1, grace_s=5.0)]
+    made.see(sound(worker(0, attempt=1)), sound(worker(1, attempt=1)))
+    assert actions(made.plan()) == []
+    made.see(*made.observed.workers, progress=Progress(attempt=1, iteration=3))
+    assert made.plan().status.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"deletion": Deletion(since=1000.0, grace_s=30.0)},
+        {"disrupted": "Evicted"},
+        {"unreachable_since": 990.0},
+        {"reusable": False},
+    ],
+    ids=["deleted", "disrupted", "unreachable", "edited"],
+)
+def test_a_pod_at_fault_is_replaced_and_the_others_continue(
+    failing: Maker, worker: Maker, changes: dict[str, Any]
+) -> None:
+    made = failing(changes=changes)
+    expected = [] if "deletion" in changes else [DeleteWorker(index=1, attempt=0, grace_s=5.0)]
+    assert [action for action in actions(made.plan()) if isinstance(action, DeleteWorker)] == expected
+    made.now += 10
+    made.see(made.observed.workers[0])
+    assert [type(action) for action in actions(made.plan())] == [RestartWorker, CreateWorker]
+
+
+@pytest.mark.parametrize("exclusion", [True, False])
+def test_a_broken_device_costs_the_pod_its_node(failing: Maker, exclusion: bool) -> None:
+    made = failing(code=201)
+    if not exclusion:
+        policy = made.job.spec.policy
+        made.spec(
+            policy=dataclasses.replace(policy, exclusion=dataclasses.replace(policy.exclusion, enabled=False)),
+        )
+    plan = made.plan()
+    assert actions(plan) == [DeleteWorker(index=1, attempt=0, grace_s=5.0)]
+    assert [listed.node for listed in plan.status.excluded_nodes] == (["n1"] if exclusion else [])
+
+
+def test_the_second_failure_in_a_row_replaces_the_pod(failing: Maker, worker: Maker) -> None:
+    made = failing()
+    made.plan()
+    made.now += 10
+    made.plan()
+    again = [standby(worker(0, attempt=1), ExitCode.PEER_LOST), standby(worker(1, attempt=1), 1)]
+    made.see(*again)
+    assert actions(made.plan()) == [DeleteWorker(index=1, attempt=1, grace_s=5.0)]
+    made.see(again[0])
+    made.now += 20
+    restarted = RestartWorker(index=0, attempt=2, grace_s=5.0)
+    assert actions(made.plan()) == [restarted, CreateWorker(index=1, attempt=2)]
+
+
+@pytest.mark.parametrize(("launcher", "missing", "late"), [(1, (1,), 1), (0, (), 0)], ids=["worker-1", "worker-0"])
+def test_a_launcher_that_does_not_continue_loses_its_pod(
+    failing: Maker, worker: Maker, launcher: int, missing: tuple[int, ...], late: int
+) -> None:
+    made = failing()
+    made.plan()
+    made.now += 10
+    made.plan()
+    seen = [sound(worker(index, attempt=1)) for index in range(2)]
+    made.see(*seen, launcher_attempt=launcher, missing=missing)
+    plan = made.plan()
+    assert actions(plan) == [] and plan.wake_at == made.now + 65
+    made.now += 65
+    plan = made.plan()
+    assert actions(plan) == [DeleteWorker(index=late, attempt=1, grace_s=5.0)]
+    assert (plan.status.failures[-1].reason, plan.status.failures[-1].worker) == ("NotGathered", late)
+
+
+def test_a_hang_that_returns_replaces_all_pods(running: Maker, worker: Maker) -> None:
+    made = running(in_place=True, progress_deadline_s=100)
+    for attempt in range(2):
+        made.see(*(sound(worker(index, attempt=attempt)) for index in range(2)))
+        made.plan()
+        made.now += 100
+        plan = made.plan()
+        assert plan.status.attempt == attempt + 1
+        if attempt == 0:
+            assert actions(plan) == []
+            made.now += 10
+            assert {type(action) for action in actions(made.plan())} == {RestartWorker}
+    assert {type(action) for action in actions(plan)} == {DeleteWorker}
+
+
+def test_a_preemption_gives_the_others_time_to_save(running: Maker, worker: Maker) -> None:
+    made = running(in_place=True, grace_s=600)
+    preempted = dataclasses.replace(worker(1, "Failed", ExitCode.PREEMPTED), disrupted="PreemptionByScheduler")
+    made.see(sound(worker(0)), preempted)
+    plan = made.plan()
+    assert plan.status.failures[-1].action is FailureAction.RESTART_IGNORE_MAX
+    made.see(sound(worker(0)))
+    made.now += 10
+    expected = [RestartWorker(index=0, attempt=1, grace_s=600), CreateWorker(index=1, attempt=1)]
+    assert actions(made.plan()) == expected
+
+
+def test_without_the_policy_all_pods_are_replaced(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(standby(worker(0), ExitCode.PEER_LOST), standby(worker(1), 1))
+    assert {type(action) for action in actions(made.plan())} == {DeleteWorker}
+
+
+def test_an_end_on_record_outlives_the_launcher_that_reported_it(failing: Maker, worker: Maker) -> None:
+    """Worker 0 may vanish after it has reported the ends of others."""
+    made = failing(max_restarts=0)
+    made.spec(policy=dataclasses.replace(made.job.spec.policy, settle_s=5.0))
+    made.see(
+        sound(worker(0)), dataclasses.replace(made.observed.workers[1], outcome=WorkerOutcome(code=ExitCode.PEER_LOST))
+    )
+    made.plan()
+    assert made.job.status.attempt == 0
+    made.see(sound(worker(0)), sound(worker(1)))
+    assert [ended.index for ended in made.plan().status.ended] == [1]
