@@ -248,6 +248,7 @@ class _JobCollector(Collector):
         yield _labelled(
             "workers", "Workers of the current attempt.", "state", jobs, lambda j: _workers(j.status.replicas)
         )
+        yield _labelled("time_spent_seconds", "Time since the submission, by use.", "use", jobs, _time_spent)
         for name, text, read in _GAUGES:
             yield _gauge(name, text, jobs, read)
         restarts = CounterMetricFamily(
@@ -333,6 +334,12 @@ def _slow(jobs: _Jobs) -> Iterator[Metric]:
     yield from (ratio, cost, since)
 
 
+def _time_spent(job: _JobMetrics) -> dict[str, float]:
+    """Return the seconds of a job by use."""
+    spent = job.status.time_spent
+    return {} if spent is None else {use.value: seconds for use, seconds in spent.seconds().items()}
+
+
 def _workers(replicas: Replicas) -> dict[str, float]:
     """Return the numbers of workers by state."""
     states = ("desired", "pending", "running", "succeeded", "failed")
@@ -370,6 +377,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
     ("loss", "Newest loss.", _progress(lambda page: page.loss)),
     ("tokens_per_second", "Speed of the whole job.", _progress(lambda page: page.tokens_per_second)),
     ("seconds_left", "Until the last step, at this speed.", _progress(lambda page: page.seconds_left)),
+    (
+        "effective_training_time_ratio",
+        "Time spent on steps that were kept, over the time since submission.",
+        lambda s: None if s.time_spent is None else s.time_spent.ratio,
+    ),
     ("start_timestamp_seconds", "When the first gang was created.", lambda s: s.start_time),
     ("completion_timestamp_seconds", "When the job ended.", lambda s: s.completion_time),
 )

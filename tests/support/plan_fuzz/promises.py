@@ -50,6 +50,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     check_waking(world, seen, made)
     check_exclusion(world, after)
     check_place_in_queue(world, seen, before, after)
+    check_time(world, after)
 
 
 def check_creation(world: World, seen: Observed, made: Plan) -> None:
@@ -175,6 +176,17 @@ def check_place_in_queue(world: World, seen: Observed, before: Status, after: St
     for_a_node = placed is not None and placed.reason in {"NodeReadmitted", "Unschedulable"}
     if world.spec.gang and waits and for_a_node and after.released > before.released:
         broken("a gang in a queue has lost its place", placed)
+
+
+def check_time(world: World, after: Status) -> None:
+    """Every second since the first plan has one use, and none is negative."""
+    spent = after.time_spent
+    if spent is None:
+        return
+    world.counted_from = spent.since if world.counted_from is None else world.counted_from
+    seconds = spent.seconds()
+    if min(seconds.values()) < 0 or abs(sum(seconds.values()) - (spent.since - world.counted_from)) > 1e-3:
+        broken("the time of the job is not accounted for", seconds, spent.since - world.counted_from)
 
 
 def _only_waits(worker: Worker) -> bool:

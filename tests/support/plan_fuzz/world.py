@@ -88,6 +88,8 @@ class World:
     last_contact: float | None = None
     since: float = 0.0
     iteration: int = 0
+    counted_from: float | None = None
+    """When the plan began to count the time of the job."""
     job_removed: bool = False
     """The job object."""
     used: set[tuple[int, int]] = dataclasses.field(default_factory=set)

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.errors import JobError
+from megatronapp_common.job.api.progress import TimeUse
 from megatronapp_common.job.profiles.effective import LayeredJob, read_layers
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.process.state import files, registry
 from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.jobs import JobHandle
+from megatronapp_operator.cli.text.durations import human_duration
 from megatronapp_operator.cli.text.layers import field_rows, profile_rows
 from megatronapp_operator.cli.text.tables import NONE, age, format_table, iteration, number
 from megatronapp_operator.errors import OperatorError
@@ -102,12 +104,22 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Attempt", str(status.get("attempt", 0))),
         ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
         ("Iteration", iteration(progress)),
+        *_time_spent(status.get("timeSpent")),
         ("Loss", number(progress.get("loss"), ".4f")),
         *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
         *_forward_backward(progress.get("forwardBackward")),
         ("Hub", status.get("hubUrl", NONE)),
         *api,
     ]
+
+
+def _time_spent(spent: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield the effective training time ratio with what the rest of the time was spent on; nothing before a step."""
+    uses = {use.value: float((spent or {}).get(use.value, 0.0)) for use in TimeUse}
+    total, trained = sum(uses.values()), uses.pop(TimeUse.TRAINED.value)
+    if total > 0 and trained > 0:
+        lost = [f"{use} {human_duration(seconds)}" for use, seconds in uses.items() if seconds >= 1]
+        yield "Effective time", f"{trained / total:.1%}" + (f"; {', '.join(lost)}" if lost else "")
 
 
 def _forward_backward(state: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from megatronapp_operator.plan.policies import (
     placement,
     report,
     slow_nodes,
+    time_use,
     user_actions,
 )
 from megatronapp_operator.plan.spec import JobSpec, JobState
@@ -107,4 +108,5 @@ def _single_pass(job: JobState, observed: Observed, now: float, status: Status) 
         if policy(draft):
             break
     group_removal.remove(draft)
+    time_use.account(draft)
     return draft

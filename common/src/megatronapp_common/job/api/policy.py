@@ -133,7 +133,7 @@ class Scheduling(ManifestModel):
     queue: ObjectName | None = None
     """Queue of Kueue (needed there), Volcano or KAI."""
     min_available: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
-    """Workers that must be placeable together; only all is allowed, the default, as a part of a gang cannot train."""
+    """Workers that must be placeable together: all, the default, as a part of a gang cannot train."""
     timeout_seconds: Seconds | None = None
     """Longest time that placed workers wait for the others; defaults to the scheduler's own."""
     topology: TopologyRequest | None = None

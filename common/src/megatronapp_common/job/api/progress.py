@@ -1,17 +1,20 @@
-"""Types of the progress that the status holds, as the reporting rank publishes it in its progress document."""
+"""Types of the progress that the status holds, as the reporting rank publishes it, and of the time that it took."""
 
 import dataclasses
+import enum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatronapp_common.job.api.status_fields import (
     CONFIG,
+    TEXT,
     Count,
     Flag,
     OptionalText,
     Size,
     StatusType,
+    Time,
     WholeTime,
     is_falsy,
     requires,
@@ -144,3 +147,60 @@ class Progress(StatusType):
     """Plans of MegaDPP, the newest 8, oldest first; the last one is in force."""
     forward_backward: ForwardBackward | None = None
     """Mode, ratio and times of MegaFBD; absent without it."""
+
+
+class TimeUse(enum.StrEnum):
+    """Uses of time; the values name fields of `TimeSpent`."""
+
+    TRAINED = "trained"
+    """Steps that were kept."""
+    QUEUEING = "queueing"
+    """Waiting for nodes."""
+    STARTING = "starting"
+    """From the nodes of the first gang to its first step."""
+    FAILURES = "failures"
+    """Steps that were lost, and the time until a failure was found."""
+    RESTARTS = "restarts"
+    """From a failure until the next gang trains: ends, back-off, gathering, loading."""
+    SLOW = "slow"
+    """Cost of slow ranks in steps that were kept, by the verdicts of the hub."""
+    CHECKPOINTS = "checkpoints"
+    """Waiting for checkpoints."""
+    SUSPENDED = "suspended"
+    """Suspended or paused by a user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpent(StatusType):
+    """Seconds by use, and what is needed to continue counting them."""
+
+    since: Time
+    """Time up to which everything is counted, RFC 3339."""
+    use: Annotated[TimeUse | None, TEXT] = None
+    """Use of the time since then; absent: the job has ended."""
+    attempt: int = -1
+    """Attempt whose steps were counted last."""
+    iteration: Count = 0
+    """Newest step that was counted."""
+    steps: Count = 0
+    """Steps of this attempt that were counted."""
+    step_seconds: float = 0.0
+    """Seconds of these steps."""
+    trained: float = 0.0
+    queueing: float = 0.0
+    starting: float = 0.0
+    failures: float = 0.0
+    restarts: float = 0.0
+    slow: float = 0.0
+    checkpoints: float = 0.0
+    suspended: float = 0.0
+
+    def seconds(self) -> dict[TimeUse, float]:
+        """Return the seconds of each use."""
+        return {use: getattr(self, use.value) for use in TimeUse}
+
+    @property
+    def ratio(self) -> float | None:
+        """Effective training time ratio, from 0 to 1; None: no time has passed."""
+        total = sum(self.seconds().values())
+        return self.trained / total if total > 0 else None

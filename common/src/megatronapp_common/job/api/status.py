@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from megatronapp_common.job.api.base import StatusModel
 from megatronapp_common.job.api.profile import PROFILES_SCHEMA, Profile
-from megatronapp_common.job.api.progress import STARTING, Progress
+from megatronapp_common.job.api.progress import STARTING, Progress, TimeSpent
 from megatronapp_common.job.api.status_fields import (
     CONFIG,
     EMPTY_IS_ABSENT,
@@ -440,10 +440,12 @@ class Status(StatusType):
     """Time of the last restart of the gang, RFC 3339."""
     completion_time: Time | None = None
     """Time at which the job ended, RFC 3339."""
+    time_spent: Annotated[TimeSpent | None, WithJsonSchema({"type": "object", "additionalProperties": True})] = None
+    """Seconds by use."""
     pinned: PinnedSettings | None = dataclasses.field(default=None, compare=False)
     """Settings that the pods of the current attempt are made of."""
     manager: str | None = dataclasses.field(default=None, compare=False)
-    """Installation that manages the job, as NAMESPACE/LEASE of its operator: the first that saw it, and no other."""
+    """Installation that manages the job, as NAMESPACE/LEASE: the first that saw it."""
     hub_url: str | None = dataclasses.field(default=None, compare=False)
     """Address of the hub, while it listens."""
     serve_url: str | None = dataclasses.field(default=None, compare=False)

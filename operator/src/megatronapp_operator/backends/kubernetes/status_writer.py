@@ -23,7 +23,7 @@ PROGRESS_S = 15.0
 """Seconds between writes of a status in which only progress has changed."""
 COUNTS_S = 1.0
 """Seconds for which a change of pods alone waits for more of the kind."""
-PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
+PROGRESS_FIELDS = frozenset({"progress", "progressTime", "timeSpent"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
 PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "scheduledTime"}
 """Fields that the next leader derives again from the pods. If more has happened, other fields change, too, or there

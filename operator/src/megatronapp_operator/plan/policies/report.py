@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 
 from megatronapp_common.job.api.progress import Progress
-from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Replicas, SlowRank
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Replicas, SlowRank, Status
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.observed import HubPhase, Observed, WorkerPhase
@@ -236,6 +236,11 @@ def sentences(verdicts: tuple[SlowRank, ...]) -> str:
 
 def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     return tuple(verdict for verdict in verdicts if verdict.state in NAMED_STATES and verdict.cause != HANG)
+
+
+def seconds_per_step(status: Status) -> float:
+    """Return what the costliest verdict costs each step: verdicts may blame the same time."""
+    return max((verdict.seconds_per_step or 0.0 for verdict in _named(status.slow_ranks)), default=0.0)
 
 
 def _subject_label(verdict: SlowRank) -> str:
