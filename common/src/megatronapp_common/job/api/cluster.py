@@ -79,9 +79,8 @@ class PodTemplate(ManifestModel):
     """Labels and annotations. Workers have no PodDisruptionBudget; against an autoscaler write
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false" or karpenter.sh/do-not-disrupt: "true"."""
     spec: dict[str, Any] = Field(default={})
-    """A part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (the trainer's container
-    is `trainer`, the analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or the
-    command of those containers."""
+    """Part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (the trainer's is `trainer`, the
+    analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or their command."""
 
 
 class SharedMemory(ManifestModel):
@@ -89,7 +88,7 @@ class SharedMemory(ManifestModel):
 
     size_limit: Quantity | None = None
     """Size of the volume, charged to the trainer's memory limit. Defaults to 16Gi, or half of that limit if smaller;
-    with dpp.enabled to what its messages need and 1Gi, if that is more."""
+    with dpp.enabled at least to its messages and 1Gi."""
 
 
 class Volume(ManifestModel):
@@ -119,8 +118,8 @@ class Initializer(ManifestModel):
     storage_uri: Annotated[str, Field(max_length=2048, pattern=URI_PATTERN)] | None = None
     """Source of the data, STORAGE_URI in the container; without user and password: use secretRef."""
     target: Place | None = None
-    """Directory to write to; the container reads it as TARGET. With scope Job it is on data.volume or
-    checkpoint.volume; with scope Node it may also be a new directory, which the ranks of this node then see."""
+    """Directory to write to, TARGET in the container. With scope Job it is on data.volume or checkpoint.volume; with
+    scope Node it may also be a new directory, for the ranks of this node."""
     secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None

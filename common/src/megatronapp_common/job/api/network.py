@@ -24,7 +24,7 @@ class Rdma(ManifestModel):
     """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""
     devices: Literal["Resource", "HostPath"] = "Resource"
     """Source of the devices: the device plugin's resource, or, with mode HostNetwork, the node's /dev/infiniband, for
-    which the trainer is privileged and sees all devices of the node."""
+    which the trainer is privileged."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of each worker."""
     ipc_lock: bool = True

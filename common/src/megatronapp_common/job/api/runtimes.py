@@ -22,13 +22,13 @@ class Dpp(ManifestModel):
     """Schedule dynamically; needs pipeline above 1."""
     schedule: Literal["auto", "dfc", "bfc", "static", "zero-bubble"] | None = None
     """Order of the passes of a rank. auto (the default): the static order, left while an input is late; dfc, bfc: any
-    ready pass, depth or breadth first; static: megatron-core's; zero-bubble: weight gradients apart, in the order ZB-H1
-    with one chunk on each rank and ZB-V with two."""
+    ready pass, depth or breadth first; static: megatron-core's; zero-bubble: ZB-H1 with one chunk on each rank, ZB-V
+    with two."""
     placement: Literal["loop", "vee"] | None = None
     """How stages are spread over ranks. vee: with two chunks, as ZB-V has them; auto is then guided by ZB-V."""
     memory_cap: MemoryCap | None = None
-    """Activations that a rank may keep: microbatches, or bytes such as 8Gi. By default: with auto up to a quarter more
-    than the static order keeps, with dfc and bfc as many microbatches as stages."""
+    """Activations that a rank may keep: microbatches, or bytes such as 8Gi. Defaults with auto to a quarter more than the
+    static order keeps, with dfc and bfc to as many microbatches as stages."""
     chunks: Count | None = None
     """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
     transport: Literal["auto", "native"] | None = None
@@ -64,9 +64,8 @@ class Fbd(ManifestModel):
     ignore_forward_tensor_parallel: bool = False
     """Run one forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
     ship: Literal["saved", "selective", "full", "auto"] | None = None
-    """Tensors that forward ranks send: saved: all that autograd saves; selective: not those of core attention; full:
-    the input of each layer; backward ranks recompute the rest. auto: what is fastest. Defaults to what
-    training.recompute leaves, otherwise saved."""
+    """Tensors that forward ranks send. saved: all that autograd saves; selective: not those of core attention; full:
+    the input of each layer; auto: what is fastest. Defaults to what training.recompute leaves, otherwise saved."""
     forward: ForwardWorkers | None = None
     """Run forward ranks on separate workers; nodes, procPerNode and gpusPerNode of the spec are then those of the
     backward ranks alone. By default all workers are alike."""
