@@ -79,7 +79,7 @@ class PodTemplate(ManifestModel):
     """Labels and annotations. Workers have no PodDisruptionBudget; against an autoscaler write
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false" or karpenter.sh/do-not-disrupt: "true"."""
     spec: dict[str, Any] = Field(default={})
-    """Part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (the trainer's is `trainer`, the
+    """Part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (`trainer` and the
     analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or their command."""
 
 
@@ -88,7 +88,7 @@ class SharedMemory(ManifestModel):
 
     size_limit: Quantity | None = None
     """Size of the volume, charged to the trainer's memory limit. Defaults to 16Gi, or half of that limit if smaller;
-    with dpp.enabled at least to its messages and 1Gi."""
+    with dpp.enabled to its messages and 1Gi, if that is more."""
 
 
 class Volume(ManifestModel):

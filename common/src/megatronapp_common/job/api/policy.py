@@ -34,7 +34,7 @@ class NodeExclusion(ManifestModel):
     """Exclude nodes; if false, no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
     """Largest number of excluded nodes; a failed node replaces the oldest, a slow one waits for a free place. Without
-    capacity within startDeadlineSeconds a slow node is used again and tolerated (status.toleratedNodes), the next time
+    capacity within startDeadlineSeconds a slow node is used again (status.toleratedNodes), the next time
     the oldest of all."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""

@@ -27,8 +27,8 @@ class Dpp(ManifestModel):
     placement: Literal["loop", "vee"] | None = None
     """How stages are spread over ranks. vee: with two chunks, as ZB-V has them; auto is then guided by ZB-V."""
     memory_cap: MemoryCap | None = None
-    """Activations that a rank may keep: microbatches, or bytes such as 8Gi. Defaults with auto to a quarter more than the
-    static order keeps, with dfc and bfc to as many microbatches as stages."""
+    """Activations that a rank may keep: microbatches, or bytes such as 8Gi. Defaults with auto to a quarter more than
+    the static order keeps, with dfc and bfc to the number of stages."""
     chunks: Count | None = None
     """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
     transport: Literal["auto", "native"] | None = None
