@@ -67,7 +67,10 @@ _MODEL = [
         "context-unsupported",
         "spec.parallelism.context",
         *(
-            ({"spec.parallelism": {"tensor": 1, "context": 2}, **changes}, "must be 1 with bert, serve, fbd")
+            (
+                {"spec.parallelism": {"tensor": 1, "context": 2}, **changes},
+                "must be 1 with model.type bert",
+            )
             for changes in (
                 _BERT,
                 {"spec.fbd.enabled": True},

@@ -16,6 +16,10 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"kind": ...}, "kind: is missing; write kind: MegatronJob"),
     ({"kind": "MegatronJobs"}, "kind: 'MegatronJobs' is not possible; write MegatronJob"),
     (
+        {"kind": "ClusterMegatronProfile"},
+        "kind: ClusterMegatronProfile is a profile; check it with a job: megatronapp validate JOB.yaml --profile FILE",
+    ),
+    (
         {"apiVersion": "megatronapp.io/v1"},
         "apiVersion: 'megatronapp.io/v1' is not possible; write megatronapp.io/v1alpha1",
     ),

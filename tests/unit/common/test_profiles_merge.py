@@ -171,9 +171,9 @@ def test_a_job_that_lacks_what_its_profile_has_is_complete_with_it() -> None:
 @pytest.mark.parametrize(
     ("named", "given_names", "problem"),
     [
-        ("h100", [], "spec.profile: names h100, but no profile was given"),
-        ("h100", ["one"], "spec.profile: names h100, but the profile one was given"),
-        (None, ["one", "one"], "spec: has 2 profiles of kind ClusterMegatronProfile"),
+        ("h100", [], "spec.profile: names h100, but no ClusterMegatronProfile was given"),
+        ("h100", ["one"], "spec.profile: names h100, but the ClusterMegatronProfile one was given"),
+        (None, ["one", "one"], "2 ClusterMegatronProfiles are given (one, one)"),
     ],
 )
 def test_the_profile_that_a_job_names_must_be_given(named: str | None, given_names: list[str], problem: str) -> None:
@@ -267,5 +267,8 @@ def test_a_profile_with_wrong_fields_is_refused_with_their_paths() -> None:
     ]
     with pytest.raises(JobError, match="write at most 32768"):
         load_profile(document({"template": {"args": ["x" * 4000] * 9}}) | {"kind": "MegatronProfile"})
-    with pytest.raises(JobError, match="kind"):
-        load_profile(document({}))
+    with pytest.raises(JobError) as refused:
+        load_profile(document(SPEC))
+    assert refused.value.problems == (
+        "kind: 'MegatronJob' is no profile; write ClusterMegatronProfile or MegatronProfile",
+    ), "fields of a job in it are not listed one by one"

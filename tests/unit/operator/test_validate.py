@@ -140,4 +140,4 @@ def test_problems_of_a_profile_have_its_file(tmp_path: pathlib.Path, capsys: pyt
 
 def test_a_job_that_names_a_profile_is_run_with_it_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", str(PROFILES / "job.yaml")]) == 2
-    assert "spec.profile: names h100, but no profile was given" in capsys.readouterr().err
+    assert "spec.profile: names h100, but no ClusterMegatronProfile was given" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
+from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.judge import broken_rules, find_problems
 from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.partial import partial_spec
@@ -60,6 +61,9 @@ def skipped_rules(job: MegatronJob) -> tuple[str, ...]:
 
 def _read(document: Mapping[str, Any]) -> MegatronJob:
     """Read the job by the types of its fields. Raises JobError, with the rules between fields that are correct."""
+    kind = document.get("kind") if isinstance(document, Mapping) else None
+    if kind in list(ProfileKind):
+        raise JobError(f"kind: {kind} is a profile; check it with a job: megatronapp validate JOB.yaml --profile FILE")
     try:
         return MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:

@@ -71,9 +71,9 @@ def _naming_problems(named: Any, profiles: Sequence[Profile]) -> list[str]:  # n
     for kind in ProfileKind:
         names = [profile.name for profile in profiles if profile.kind is kind]
         if len(names) > 1:
-            found.append(f"spec: has {len(names)} profiles of kind {kind} ({', '.join(names)}); a job has one")
+            found.append(f"{len(names)} {kind}s are given ({', '.join(names)}); give at most one of each kind")
         elif kind is ProfileKind.CLUSTER and named is not None and names != [named]:
-            given = f"the profile {names[0]} was given" if names else "no profile was given"
+            given = f"the {kind} {names[0]} was given" if names else f"no {kind} was given"
             found.append(f"spec.profile: names {named}, but {given}; give its file with --profile, or omit the field")
     return found
 

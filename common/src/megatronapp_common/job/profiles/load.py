@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job.api.profile import MAX_TEMPLATE_BYTES, OWN_FIELDS, Profile, ProfileObject
+from megatronapp_common.job.api.profile import MAX_TEMPLATE_BYTES, OWN_FIELDS, Profile, ProfileKind, ProfileObject
 from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.load import parse_manifest
 from megatronapp_common.job.problems import describe_errors
@@ -23,6 +23,10 @@ def load_profile(source: str | Mapping[str, Any]) -> Profile:
     document = parse_manifest(source) if isinstance(source, str) else source
     if not isinstance(document, Mapping):
         raise JobError("the document: is no object; write a MegatronProfile or ClusterMegatronProfile")
+    kind, kinds = document.get("kind"), [str(kind) for kind in ProfileKind]
+    if kind not in kinds:
+        shown = "is missing" if kind is None else f"{kind!r} is no profile"
+        raise JobError(f"kind: {shown}; write {' or '.join(kinds)}")
     try:
         written = {name: value for name, value in document.items() if name not in _OF_SERVER}
         found = ProfileObject.model_validate_json(json.dumps(written), by_alias=True, by_name=False)

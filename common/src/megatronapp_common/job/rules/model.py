@@ -68,7 +68,7 @@ _SUPPORT = (
         id="context-unsupported",
         field=".parallelism.context",
         rule=f"{_CONTEXT} == 1 || !({' || '.join(_NOT_OF_CONTEXT)})",
-        message="must be 1 with bert, serve, fbd, scope and transformerImpl, except torch; write 1",
+        message="must be 1 with model.type bert, mode serve, fbd, scope or a transformerImpl other than torch; write 1",
     ),
     Rule(
         id="sequence-of-context",
