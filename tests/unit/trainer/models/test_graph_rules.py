@@ -1,9 +1,13 @@
 """Which trainings replay CUDA graphs, and which kernels of attention they take first."""
 
+import dataclasses
+import importlib.util
+
 import pytest
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.rules.graphs import reasons_against_graphs
+from megatronapp_trainer.errors import UsageErrors
 
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
@@ -36,10 +40,92 @@ def config_of(flags: str) -> TrainerConfig:
         ),
         (f"{NO_DROPOUT} --transformer-impl local", ("--transformer-impl local",)),
         (f"{NO_DROPOUT} --recompute-activations", ("--recompute-granularity",)),
+        (f"{NO_DROPOUT} --context-parallel-size 2", ("--context-parallel-size above 1",)),
     ],
 )
 def test_what_keeps_passes_out_of_graphs_is_named(flags: str, reasons: tuple[str, ...]) -> None:
     assert reasons_against_graphs(config_of(flags)) == reasons
+
+
+def with_packed_documents() -> TrainerConfig:
+    config = config_of(NO_DROPOUT)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention_mask=True))
+
+
+def test_packed_documents_keep_passes_out_of_graphs() -> None:
+    assert reasons_against_graphs(with_packed_documents()) == ("--reset-attention-mask",)
+
+
+@pytest.mark.torch
+def test_packed_documents_leave_the_order_of_kernels_to_torch() -> None:
+    from megatronapp_trainer.models.attention_backends import order_of_backends
+
+    assert order_of_backends(with_packed_documents()) is None
+
+
+def test_graphs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageErrors, match="--cuda-graph-impl local cannot be combined with --context-parallel-size"):
+        config_of(f"{NO_DROPOUT} --context-parallel-size 2 --cuda-graph-impl local")
+
+
+def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find("json" if name == "transformer_engine" else name)
+    )
+
+
+def test_layers_of_an_installed_transformer_engine_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_transformer_engine(monkeypatch)
+    (reason,) = reasons_against_graphs(config_of(NO_DROPOUT))
+    assert reason == "Transformer Engine, which is installed, without --transformer-impl torch"
+    assert reasons_against_graphs(config_of(f"{NO_DROPOUT} --transformer-impl torch")) == ()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (NO_DROPOUT, "transformer_engine"),
+        (f"{NO_DROPOUT} --context-parallel-size 2", "torch"),
+        ("--model-type bert --max-position-embeddings 16 --vocab-size 64", "torch"),
+    ],
+)
+def test_layers_of_a_run_where_transformer_engine_is_installed(
+    flags: str, layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatronapp_trainer.models.layers import implementation_of
+
+    config = config_of(flags)
+    with_transformer_engine(monkeypatch)
+    assert implementation_of(config) == layers
+
+
+@pytest.mark.torch
+def test_a_graph_reads_copies_of_all_tensors_of_a_microbatch() -> None:
+    import torch
+
+    from megatronapp_trainer.data.microbatches import Microbatch
+    from megatronapp_trainer.pipeline.graphs.graphed_step import copied_tensors
+
+    tokens = torch.arange(4).view(1, 4)
+    batch = Microbatch(
+        tokens=tokens,
+        labels=tokens + 1,
+        loss_mask=torch.ones(1, 4),
+        loss_tokens=torch.tensor(4.0),
+        position_ids=torch.arange(4).expand(1, 4),
+        attention_mask=None,
+        sample_tokens=torch.tensor(4.0),
+        context_size=1,
+    )
+    copies = copied_tensors(batch)
+    tensors = {field.name for field in dataclasses.fields(batch)} - {"attention_mask", "context_size"}
+    assert copies.keys() == tensors
+    for name, copied in copies.items():
+        given = getattr(batch, name)
+        assert torch.equal(copied, given)
+        assert copied.data_ptr() != given.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +135,7 @@ def test_what_keeps_passes_out_of_graphs_is_named(flags: str, reasons: tuple[str
         ("", None),
         (f"{NO_DROPOUT} --deterministic-mode", None),
         (f"{NO_DROPOUT} --window-size 7,0", None),
+        (f"{NO_DROPOUT} --context-parallel-size 2 --cp-comm-type a2a", "CUDNN_ATTENTION"),
         (f"{NO_DROPOUT} --attention-backend flash", "FLASH_ATTENTION"),
         ("--attention-backend fused", "CUDNN_ATTENTION"),
     ],

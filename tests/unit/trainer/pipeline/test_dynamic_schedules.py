@@ -120,6 +120,29 @@ def test_schedules_are_bit_equal_to_that_of_megatron_core(
     assert (sum(early for _, early in results) > 0) == (schedule == "auto"), "tasks run before their turn in the plan"
 
 
+def train_on_fused_products(flags: str) -> Record | None:
+    """`train` with weight gradients that are added within the matrix product, as on a GPU."""
+    from megatronapp_trainer.pipeline import split_backward, task_passes, weight_gradients
+
+    for module in (split_backward, task_passes):
+        module.fused_gradients = lambda _context: weight_gradients.sum_rows  # type: ignore[attr-defined]
+    split_backward.DirectGradients = refuse_direct_gradients  # type: ignore[assignment, attr-defined]
+    return train(flags)
+
+
+def refuse_direct_gradients(*_arguments: object, **_options: object) -> None:
+    raise AssertionError("layers of tasks were replaced by layers that never leave a gradient for later")
+
+
+def test_split_passes_with_fused_products_follow_megatron_core(run_ranks: RunRanks, megatron: Any) -> None:
+    """Evaluations of MegaDPP run megatron-core's schedule, whose layers must not replace those of the tasks."""
+    world, flags = LAYOUTS["PP2"]
+    results = run_ranks(world, train_on_fused_products, f"{flags} --use-dpp --dpp-schedule zero-bubble")
+    (found,) = [record for record in results if record is not None]
+    for values, expected in zip(found, megatron("PP2"), strict=True):
+        assert values == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.full("a sweep of layouts", but=("VPP2",))
 @pytest.mark.parametrize("layout", VEES)
 def test_a_guided_vee_is_bit_equal_to_zero_bubble_v(run_ranks: RunRanks, layout: str) -> None:

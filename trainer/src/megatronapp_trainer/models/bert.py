@@ -13,7 +13,7 @@ from megatronapp_trainer.hooks.step_observer import LM_LOSS
 from megatronapp_trainer.models.chunks import build_wrapped_chunks
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
-from megatronapp_trainer.models.layers import encoder_spec
+from megatronapp_trainer.models.layers import encoder_spec, implementation_of
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
@@ -28,7 +28,7 @@ def build_chunks(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
-    parts = fused_parts(config, device, config.model.transformer_impl or "torch")
+    parts = fused_parts(config, device, implementation_of(config))
 
     def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
         return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn, parts=parts)

@@ -13,7 +13,7 @@ from megatronapp_trainer.models.core_config import transformer_config
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
 from megatronapp_trainer.models.language_model_loss import token_loss
-from megatronapp_trainer.models.layers import block_spec, resolve_implementation
+from megatronapp_trainer.models.layers import block_spec, implementation_of
 from megatronapp_trainer.models.packed_documents import document_bounds, document_mask
 from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
@@ -29,7 +29,7 @@ def build_chunks(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
-    parts = fused_parts(config, device, _implementation(config, layout))
+    parts = fused_parts(config, device, implementation_of(config))
 
     def build(core_config: Any, chunk: int, padded: int) -> Any:  # noqa: ANN401 - untyped library
         return _build_chunk(config, core_config, layout, chunk, padded, drawn=drawn, parts=parts)
@@ -92,17 +92,13 @@ def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> Batch
     def mask(positions_BS: torch.Tensor) -> torch.Tensor:
         return device.to_device(document_mask(positions_BS))
 
-    return BatchSource(config, layout, device, document_bounds if _packs_documents(config, layout) else mask)
+    return BatchSource(config, layout, device, document_bounds if _packs_documents(config) else mask)
 
 
-def _packs_documents(config: TrainerConfig, layout: Layout) -> bool:
+def _packs_documents(config: TrainerConfig) -> bool:
     """Return whether attention takes the bounds of documents; other layers, and those that read it, take a mask."""
     reads_scores = config.fbd.enabled or config.control.enabled or config.control.scope_capture_interval is not None
-    return _implementation(config, layout) == "torch" and not reads_scores
-
-
-def _implementation(config: TrainerConfig, layout: Layout) -> str:
-    return resolve_implementation(config.model, ours=config.fbd.fbd_forward_on_cpu or layout.context_size > 1)
+    return implementation_of(config) == "torch" and not reads_scores
 
 
 def build_iterators(
@@ -140,7 +136,7 @@ def _build_chunk(
     gpt = model_class(
         core_config,
         block_spec(
-            _implementation(config, layout),
+            implementation_of(config),
             core_config,
             vp_stage,
             place,

@@ -3,18 +3,26 @@
 import importlib.util
 from typing import Any
 
-from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.config import ModelConfig, TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.kernels.choice import FusedParts
 
 _PLAIN = FusedParts()
 
 
-def resolve_implementation(model: ModelConfig, *, ours: bool = False) -> str:
+def implementation_of(config: TrainerConfig) -> str:
+    """Return the name of the layers of a run; errors as `resolve_implementation`."""
+    only_by_name = config.model.type == "bert" or config.fbd.fbd_forward_on_cpu
+    return resolve_implementation(
+        config.model, engine_by_name=only_by_name or config.parallel.context_parallel_size > 1
+    )
+
+
+def resolve_implementation(model: ModelConfig, *, engine_by_name: bool = False) -> str:
     """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed.
 
-    `ours`: whether Transformer Engine is taken only by its name: where ranks without a GPU have the same layers, or
-    ranks share a sequence.
+    `engine_by_name`: whether Transformer Engine is taken only by its name: where ranks without a GPU have the same
+    layers, ranks share a sequence, or a sample is attended to in both directions.
     """
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.transformer_impl == "transformer_engine" and not has_engine:
@@ -22,7 +30,7 @@ def resolve_implementation(model: ModelConfig, *, ours: bool = False) -> str:
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "install it or take --transformer-impl torch"
         )
-    takes_engine = has_engine and not ours and model.num_experts is None
+    takes_engine = has_engine and not engine_by_name and model.num_experts is None
     return model.transformer_impl or ("transformer_engine" if takes_engine else "torch")
 
 
@@ -37,8 +45,8 @@ def block_spec(
 ) -> Any:  # noqa: ANN401 - untyped library
     """Return the spec of one model chunk's transformer block, of chunk `vp_stage` on pipeline rank `pp_rank`.
 
-    `grouped`: the products of a rank's experts in one kernel, where torch has it. `parts`: of the layers that run as
-    kernels of ours.
+    `grouped`: the products of a rank's experts in one kernel, where torch has it. `parts`: of the layers that run in
+    our own Triton kernels.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

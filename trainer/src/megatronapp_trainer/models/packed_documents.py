@@ -6,6 +6,7 @@ samples are in a row; the first is 0, the last the number of tokens, and no docu
 Shapes: T tokens of all samples, H query heads, G key heads, D channels of a head.
 """
 
+import functools
 import itertools
 
 import torch
@@ -17,7 +18,13 @@ def has_flash(query: torch.Tensor) -> bool:
     """Return whether torch's flash attention takes queries [..., D]."""
     width = query.size(-1)
     is_half = query.dtype in {torch.bfloat16, torch.float16}
-    return query.is_cuda and is_half and width <= 256 and width % 8 == 0
+    return query.is_cuda and is_half and width <= 256 and width % 8 == 0 and _runs_flash(query.device)
+
+
+@functools.cache
+def _runs_flash(device: torch.device) -> bool:
+    """Return whether FlashAttention 2 was built into torch, and has kernels for a device: of Ampere and later."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def document_bounds(positions: torch.Tensor) -> torch.Tensor:

@@ -122,8 +122,9 @@ class DynamicSchedule:
         """Return what runs evaluations: megatron-core's schedule where its order of stages is that of the ranks."""
         if context.layout.is_vee:
             return TaskEvaluation(context, self._plan.placement, self._transport)
-        # Without the observer: it announces nothing, and the passes of tasks need the timers as they are.
-        return StaticSchedule(dataclasses.replace(context, observer=None))
+        # Without the observer: it announces nothing, and the passes of tasks need the timers as they are. Without the
+        # optimizer: it computes no gradients, and must not install layers in the place of those of tasks.
+        return StaticSchedule(dataclasses.replace(context, observer=None, optimizer=None))
 
     def _limit_memory(self, passes: MeasuredPasses) -> None:
         """Let the plan hold to its cap in bytes from the next step on; collective over the world."""

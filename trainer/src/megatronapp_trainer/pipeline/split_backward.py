@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.kernels.choice import launches_are_replayed, reason_against_kernels
-from megatronapp_trainer.models.layers import resolve_implementation
+from megatronapp_trainer.models.layers import implementation_of
 from megatronapp_trainer.pipeline.reduction_order import order_reductions
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.weight_gradients import (
@@ -80,7 +80,7 @@ def install_direct_gradients(
     """Let the linear layers of model chunks add their weight gradients to fp32 within the matrix product.
 
     For schedules whose backward passes are whole. `embedding_rows`: the embedding of tokens adds its gradient row by
-    row, in a kernel of ours. Raises UsageError as `install_split_backward`.
+    row, in our own Triton kernel. Raises UsageError as `install_split_backward`.
     """
     for chunk in chunks:
         _install(chunk, DirectGradients(chunk, sum_rows=sum_rows), output_layer=True)
@@ -139,8 +139,7 @@ def fused_gradients(context: ScheduleContext) -> Callable[[torch.Tensor], torch.
     """
     config = context.config
     weight = next(context.chunks[0].parameters())
-    implementation = resolve_implementation(config.model)
-    if not weight.is_cuda or not config.precision.reduces_in_fp32 or implementation != "torch":
+    if not weight.is_cuda or not config.precision.reduces_in_fp32 or implementation_of(config) != "torch":
         return None
     if not config.kernels.gradient_accumulation_fusion:
         log.info("weight gradients: rounded before they are added (--no-gradient-accumulation-fusion)")
@@ -157,8 +156,8 @@ def fused_gradients(context: ScheduleContext) -> Callable[[torch.Tensor], torch.
 
 
 def uses_small_kernels(config: TrainerConfig) -> bool:
-    """Return whether kernels of ours run on the GPU of this process, those included that are short for their launch."""
-    reason = reason_against_kernels(config, is_cuda=True, implementation=resolve_implementation(config.model))
+    """Return whether our own Triton kernels run on the GPU of this process, including those that are quick to run."""
+    reason = reason_against_kernels(config, is_cuda=True, implementation=implementation_of(config))
     return reason is None and launches_are_replayed(config)
 
 

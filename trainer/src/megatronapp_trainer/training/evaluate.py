@@ -113,11 +113,14 @@ def evaluate(
 
 @contextlib.contextmanager
 def untouched_training(run: TrainingRun) -> Iterator[None]:
-    """Turn dropout and timers off and keep parameters whole inside the context; restores all of it afterwards."""
+    """Turn dropout and timers off and keep parameters whole inside the context; restores all of it afterwards.
+
+    Attention has the kernels of training.
+    """
     from megatron.core.tensor_parallel.random import _fork_rng
 
     timers, run.core_config.timers = run.core_config.timers, None
-    with gathered_parameters(run), _fork_rng():
+    with gathered_parameters(run), run.attention(), _fork_rng():
         for chunk in run.state.chunks:
             chunk.eval()
         try:

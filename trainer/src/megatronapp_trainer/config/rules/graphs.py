@@ -1,5 +1,6 @@
 """Rules for CUDA graphs of training passes: what a graph cannot replay."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from megatronapp_trainer.config.fields import require
@@ -11,6 +12,7 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
 
     A graph holds the forward and the backward pass of one microbatch with fixed shapes, draws no random numbers, and
     ends without a transfer. The parts that packed documents are computed in differ from one microbatch to the next.
+    Transformer Engine's layers, which are the default where it is installed, choose their kernels in each pass.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
     found = {
@@ -28,6 +30,8 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
         and parallel.tensor_model_parallel_size > 1,
         "--sequence-parallel": parallel.sequence_parallel,
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl not in {"", "torch"},
+        "Transformer Engine, which is installed, without --transformer-impl torch": not model.transformer_impl
+        and importlib.util.find_spec("transformer_engine") is not None,
     }
     return tuple(name for name, holds in found.items() if holds)
 

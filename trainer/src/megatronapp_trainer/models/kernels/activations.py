@@ -128,7 +128,7 @@ def _activation_backward(
             total += value.to(tl.float32)
     if HAS_BIAS:
         channels = 2 * width if KIND == 2 else width
-        target = parts + tl.program_id(0) * channels + places
+        target = parts + tl.program_id(0).to(tl.int64) * channels + places
         tl.store(target, tl.sum(total, 0), mask=inside)
         if KIND == 2:
             tl.store(target + width, tl.sum(total_up, 0), mask=inside)

@@ -1,4 +1,4 @@
-"""Which parts of a model run as kernels of ours, and which in plain torch."""
+"""Which parts of a model run in our own Triton kernels, and which in plain torch."""
 
 import dataclasses
 import importlib.util
@@ -30,7 +30,7 @@ class FusedParts:
 
 
 def reason_against_kernels(config: TrainerConfig, *, is_cuda: bool, implementation: str) -> str | None:
-    """Return why no kernel of ours is used; None if they can be."""
+    """Return why none of our own Triton kernels is used; None if they can be."""
     if not is_cuda:
         return "there is no GPU"
     if implementation != "torch":

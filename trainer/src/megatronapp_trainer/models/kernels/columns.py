@@ -32,7 +32,8 @@ def _column_total(parts, result, count: tl.constexpr, columns, ROWS: tl.constexp
     for start in range(0, count, ROWS):
         lines = start + tl.arange(0, ROWS)
         mask = (lines < count)[:, None] & inside[None, :]
-        total += tl.load(parts + lines[:, None] * columns + places[None, :], mask=mask, other=0.0)
+        where = lines.to(tl.int64)[:, None] * columns + places[None, :]
+        total += tl.load(parts + where, mask=mask, other=0.0)
     tl.store(result + places, tl.sum(total, 0).to(result.dtype.element_ty), mask=inside)
 
 

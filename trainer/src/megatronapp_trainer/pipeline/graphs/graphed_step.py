@@ -54,6 +54,12 @@ class _GivenMicrobatch:
         return self.batch
 
 
+def copied_tensors(batch: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - the family's microbatch
+    """Return copies of the tensors of a microbatch by field; other fields are alike in all microbatches of a run."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
 class MicrobatchGraph:
     """CUDA graphs of both passes of a microbatch, which read its data from the same memory each time."""
 
@@ -74,8 +80,7 @@ class MicrobatchGraph:
             example: a microbatch of the form of all others.
             stream: of the passes.
         """
-        values = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
-        self._own = {name: value.clone() for name, value in values.items() if value is not None}
+        self._own = copied_tensors(example)
         batch = dataclasses.replace(example, **self._own)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads go on with work of their own on the device.
