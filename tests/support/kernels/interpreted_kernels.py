@@ -120,9 +120,13 @@ def split_loss(store: str) -> dict[str, list[float]]:
     return {"losses": (losses - expected).tolist(), "gradients": gradients.tolist()}
 
 
-def losses(flags: str) -> list[float]:
-    """Losses of a training on this rank. `--on-kernels`: on kernels, with weight gradients added directly."""
+def losses(flags: str) -> dict[str, list[float]]:
+    """Losses of a training in plain torch, and on kernels, with weight gradients added directly."""
     warnings.simplefilter("ignore")
+    return {"torch": _losses(flags, kernels=False), "kernels": _losses(flags, kernels=True)}
+
+
+def _losses(flags: str, *, kernels: bool) -> list[float]:
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.models import gpt
@@ -132,14 +136,13 @@ def losses(flags: str) -> list[float]:
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
-    kernels, flags = "--on-kernels" in flags, flags.replace("--on-kernels", "")
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     if kernels:
         parts = FusedParts(norm=True, activation=True, residual=True, cross_entropy=True)
-        gpt.fused_parts = lambda *_arguments: parts  # type: ignore[attr-defined]
+        gpt.fused_parts = lambda *_arguments: parts  # type: ignore[attr-defined] # until the process ends
     run = build_run(config, layout, device, vocab_size=40)
     trainer = Trainer(run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest())
     if kernels:

@@ -109,6 +109,10 @@ def test_the_tokenizer_of_the_checkpoint_is_used_unless_another_is_named(tmp_pat
         (("--load", "x", "--max-batch-size", "0"), "--max-batch-size 0 is too small; write 1 or more"),
         (("--load", "x", "--queue-length", "-1"), "--queue-length -1 is too small; write 0 or more"),
         (("--load", "x", "--precision", "fp8"), "invalid choice: 'fp8'"),
+        (
+            ("--load", "x", "--context-parallel-size", "2"),
+            "--context-parallel-size is for training, and a server would ignore it; leave it out",
+        ),
         (("--load", "x", "--use-dpp"), "--use-dpp is for training, and a server would ignore it; leave it out"),
         (("--load", "x", "--num-gpus", "2"), "--num-gpus is for training"),
         (("--load", "x", "--multi-node"), "--multi-node is for training"),

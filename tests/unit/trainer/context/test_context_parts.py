@@ -211,7 +211,7 @@ def attention_of_ranks(exchange: str, dtype_name: str) -> tuple[float, float]:
     return difference.abs().max().item(), max(gradients)
 
 
-@pytest.mark.full("a sweep of sizes and precisions", but=("fp32-3-p2p", "fp32-2-a2a"))
+@pytest.mark.full("a sweep of sizes and precisions", but=("fp32-3-p2p",))
 @pytest.mark.parametrize(
     ("exchange", "world", "dtype", "tolerance"),
     [

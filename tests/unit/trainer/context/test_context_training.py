@@ -75,7 +75,7 @@ PACKED = {
 }
 
 
-@pytest.mark.full("a sweep of layouts", but=("rotary-CP2xTP2-p2p", "learned-CP2-a2a"))
+@pytest.mark.full("a sweep of layouts", but=("rotary-CP2-p2p", "learned-CP2-a2a"))
 @pytest.mark.parametrize(("world", "layout"), PACKED.values(), ids=list(PACKED))
 @pytest.mark.parametrize("flags", [ROTARY, "--calculate-per-token-loss"], ids=["rotary", "learned"])
 def test_packed_documents_train_as_in_a_single_process(
@@ -125,7 +125,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.full("a sweep of layouts", but=("CP4-p2p", "CP2xTP2-a2a", "CP2xPP2-p2p"))
+@pytest.mark.full("a sweep of layouts", but=("CP2xTP2-a2a", "CP2xPP2-p2p"))
 @pytest.mark.parametrize("exchange", ["p2p", "a2a"])
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=list(LAYOUTS))
 def test_layouts_agree_with_a_single_process(

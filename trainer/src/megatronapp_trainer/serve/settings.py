@@ -17,8 +17,8 @@ from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbati
 LARGEST_PORT = 65535
 _NO_TRAINING = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
 """Flags that the trainer's parser requires and a server never uses."""
-_OF_TRAINING = ("use_dpp", "num_gpus", "multi_node", "node_ips")
-"""Names of MegaDPP's flags in the parser; a server could only ignore them."""
+_OF_TRAINING = ("use_dpp", "num_gpus", "multi_node", "node_ips", "context_parallel_size")
+"""Names of flags in the parser that a server could only ignore."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +69,12 @@ def read_command(arguments: Sequence[str]) -> ServeCommand:
     namespace, rest = build_serve_parser().parse_known_args(list(arguments))
     options = read_section(ServeOptions, namespace)
     _check(options)
-    trainer = build_parser().parse_known_args(rest)[0]
+    parser = build_parser()
+    trainer = parser.parse_known_args(rest)[0]
     if trainer.load is None:
         raise UsageError("--load is missing; give the directory of a checkpoint")
     for name in _OF_TRAINING:
-        if getattr(trainer, name) not in {None, False}:
+        if getattr(trainer, name) != parser.get_default(name):
             raise UsageError(f"--{name.replace('_', '-')} is for training, and a server would ignore it; leave it out")
     return ServeCommand(options=options, rest=tuple(rest), load=pathlib.Path(trainer.load))
 
