@@ -289,15 +289,17 @@ py::array_t<std::uint8_t> shift_starts(const Array<std::uint8_t>& rows, const Ar
 void bind_detect(py::module_& module) {
     py::class_<SharedColumnTest>(module, "ColumnTest", "Tests columns against their own levels and their peers.")
         .def(py::init([](const Array<std::int64_t>& peers, std::size_t window, std::int64_t min_history,
-                         std::int64_t least_window, double score, const Array<double>& prior_errors) {
+                         std::int64_t least_window, double independent_tests, const Array<double>& prior_errors) {
                  return std::make_unique<SharedColumnTest>(
                      peers,
-                     detect::ColumnSettings{
-                         .window = window, .min_history = min_history, .least_window = least_window, .score = score},
+                     detect::ColumnSettings{.window = window,
+                                            .min_history = min_history,
+                                            .least_window = least_window,
+                                            .independent_tests = independent_tests},
                      prior_errors);
              }),
              py::arg("peers"), py::kw_only(), py::arg("window"), py::arg("min_history"), py::arg("least_window"),
-             py::arg("score"), py::arg("prior_errors"))
+             py::arg("independent_tests"), py::arg("prior_errors"))
         .def("grow", &SharedColumnTest::grow, py::arg("peers"))
         .def_property_readonly("memory_bytes", &SharedColumnTest::memory_bytes)
         .def("compare", &SharedColumnTest::compare, py::arg("values"), py::arg("limits"))

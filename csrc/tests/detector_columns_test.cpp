@@ -18,7 +18,7 @@
 namespace megatronapp::detect {
 namespace {
 
-constexpr ColumnSettings kSettings{.window = 64, .min_history = 8, .least_window = 1, .score = 2.3};
+constexpr ColumnSettings kSettings{.window = 64, .min_history = 8, .least_window = 1, .independent_tests = 1e5};
 constexpr ColumnLimits kLimits{.floor = 0.004,
                                .own = 0.012,
                                .peers = 0.012,

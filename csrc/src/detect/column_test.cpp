@@ -225,6 +225,10 @@ ColumnTest::ColumnTest(std::span<const std::int64_t> peers, const ColumnSettings
     if (settings.window == 0) {
         throw std::invalid_argument("ColumnTest: a history needs a window of at least one step");
     }
+    if (!(settings.independent_tests >= 1.0)) {
+        throw std::invalid_argument("ColumnTest: independent_tests is " + std::to_string(settings.independent_tests) +
+                                    "; write 1 or more");
+    }
     grow(peers);
 }
 
@@ -241,7 +245,8 @@ void ColumnTest::grow(std::span<const std::int64_t> peers) {
     residuals_.grow(peers.size());
     shifts_.grow(peers.size());
     distances_.grow(peers.size());
-    limit_ = settings_.score + std::sqrt(2.0 * std::log(static_cast<double>(std::max<std::size_t>(peers.size(), 2))));
+    limit_ = std::sqrt(
+        2.0 * std::log(settings_.independent_tests * static_cast<double>(std::max<std::size_t>(peers.size(), 2))));
 }
 
 std::size_t ColumnTest::memory_bytes() const {

@@ -349,14 +349,15 @@ class ColumnTest:
         window: int,
         min_history: int,
         least_window: int,
-        score: float,
+        independent_tests: float,
         prior_errors: NDArray[float64],
     ) -> None:
         """Create columns; `peers` numbers those that do the same work, -1 for none.
 
         `window`: steps of a history of noise; `min_history`: steps from which on a level is used; `least_window`:
-        shortest window that may be evidence; `score`: limit of the score, beyond the largest that is usual;
-        `prior_errors`: errors of the means over the windows before they are measured.
+        shortest window that may be evidence; `independent_tests`: of each column, of which chance lets about one reach
+        the limit; `prior_errors`: errors of the means over the windows before they are measured. ValueError for less
+        than one test.
         """
     def grow(self, peers: NDArray[int64]) -> None:
         """Add columns for new peers. ValueError for fewer than before."""

@@ -59,7 +59,7 @@ class MeanErrors:
     """
 
     MEMORY, PRIOR = 0.99, 20.0
-    PRIOR_CORRELATION = 0.6
+    PRIOR_CORRELATION = 0.8
 
     def __init__(self) -> None:
         lengths = np.array(WINDOWS)
@@ -179,7 +179,7 @@ class PlainReferences:
 
     @property
     def _limit(self) -> float:
-        return self._settings.score + math.sqrt(2.0 * math.log(max(len(self._peers), 2)))
+        return math.sqrt(2.0 * math.log(self._settings.independent_tests * max(len(self._peers), 2)))
 
     def grow(self, peers: Ints) -> None:
         """Add columns for new peers."""

@@ -117,7 +117,7 @@ def test_medians_of_others_are_those_of_the_plain_form(rows: list[tuple[int, flo
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     test = ColumnTest(
-        np.zeros(3, np.int64), window=8, min_history=4, least_window=1, score=2.0, prior_errors=np.ones(12)
+        np.zeros(3, np.int64), window=8, min_history=4, least_window=1, independent_tests=1e3, prior_errors=np.ones(12)
     )
     with pytest.raises(ValueError, match="values has 2 numbers for 3 columns"):
         test.compare(np.zeros(2), dataclasses.astuple(DEVICE))

@@ -78,9 +78,11 @@ class DetectorSettings:
     """Healthy steps that make up a history."""
     min_history: int = 8
     """Steps from which on a history is used."""
-    score: float = 2.3
-    """Mean shift over its standard error from which on compute is over its limit, beyond the largest that is usual:
-    of n columns that is the root of 2 log n.
+    independent_tests: float = 1e5
+    """Independent tests of each column, of which chance lets about one reach the limit of the score.
+
+    The largest of m independent standard normal numbers is about the root of 2 log m: m is this number times that of
+    the columns. 10,000 windows of 120 steps, which are to have no alarm, are 1e5 tests where noise lasts for 12 steps.
     """
     sigmas: float = 4.0
     """Robust deviations from the healthy residual from which on an observation is over."""

@@ -20,7 +20,7 @@ struct ColumnSettings {
     std::size_t window;         // residuals that make up a history
     std::int64_t min_history;   // steps from which on a level is used
     std::int64_t least_window;  // shortest window that may be evidence, in steps
-    double score;               // limit of the score, beyond the largest that is usual
+    double independent_tests;   // of each column, of which chance lets about one reach the limit
 };
 
 /// Limits of one step, in the scale of the values: see ReferenceLimits in the analyzer.

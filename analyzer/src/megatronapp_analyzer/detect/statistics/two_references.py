@@ -107,7 +107,7 @@ class TwoReferences:
             window=settings.window,
             min_history=settings.min_history,
             least_window=least_window,
-            score=settings.score,
+            independent_tests=settings.independent_tests,
             prior_errors=error_of_mean(np.array(WINDOWS), PRIOR_CORRELATION),
         )
 
