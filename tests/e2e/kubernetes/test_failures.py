@@ -12,22 +12,13 @@ import pytest
 from cluster import chart, node
 from cluster.images import OURS
 from cluster.images import name as name_of_image
-from cluster.jobs import SAVE_INTERVAL, E2eJob, lasting, space, volume
+from cluster.jobs import KILL_RANK, SAVE_INTERVAL, E2eJob, lasting, space, volume
 from cluster.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(3600)
 NAME = "kept"
 NEXT = "next"
 """Tag of the images of a later release, which are the same."""
-KILL = """
-import os, pathlib, signal
-for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    if b"megatronapp_trainer.pretrain" in path.read_bytes().split(b"\\0"):
-        os.kill(int(path.parent.name), signal.SIGKILL)
-        break
-else:
-    raise SystemExit("no rank runs here")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +62,7 @@ def test_trains_on_text_that_its_initializer_prepared(cluster: Cluster, job: E2e
 
 def test_killed_rank(cluster: Cluster, job: E2eJob) -> None:
     attempt = job.attempt
-    cluster.kubectl("exec", f"{NAME}-worker-1", "-c", "trainer", "-n", job.namespace, "--", "python", "-c", KILL)
+    cluster.kubectl("exec", f"{NAME}-worker-1", "-c", "trainer", "-n", job.namespace, "--", "python", "-c", KILL_RANK)
     continues_from(job, attempt + 1, SAVE_INTERVAL)
     status = job.status()
     assert (status["failures"][-1]["worker"], status["failures"][-1]["reason"]) == (1, "RankKilled")

@@ -19,6 +19,16 @@ LONG_S = 600
 SHARED = "/shared"
 """Path at which workers mount the volume."""
 SAVE_INTERVAL = 50
+KILL_RANK = """
+import os, pathlib, signal
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    if b"megatronapp_trainer.pretrain" in path.read_bytes().split(b"\\0"):
+        os.kill(int(path.parent.name), signal.SIGKILL)
+        break
+else:
+    raise SystemExit("no rank runs here")
+"""
+"""Program for a trainer container: kills one of its ranks."""
 PREPARE = [
     *("megatronapp", "data", "prepare", "--input", "/usr/lib/python3.11/email", "--pattern", "*.py"),
     *("--output", f"{SHARED}/corpus", "--train-tokenizer", "--vocab-size", "512", "--append-eod"),
