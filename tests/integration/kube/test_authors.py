@@ -10,7 +10,9 @@ import kube
 import pytest
 from rule_example import BASE
 
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS
+from megatronapp_common.job.api.profile import ProfileKind
+from megatronapp_common.names import GROUP, VERSION
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PROFILES
 
 Object = dict[str, Any]
 HOME, TEAM = "authors-home", "authors-team"
@@ -29,7 +31,8 @@ def rendered(*settings: str) -> "subprocess.CompletedProcess[str]":
 
 
 def rights(user: str, namespace: str) -> Object:
-    jobs = {"apiGroups": ["megatronapp.io"], "resources": ["megatronjobs", "megatronjobs/status"], "verbs": ["*"]}
+    written = ["megatronjobs", "megatronjobs/status", "megatronprofiles"]
+    jobs = {"apiGroups": ["megatronapp.io"], "resources": written, "verbs": ["*"]}
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
     api, group = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
     metadata = {"name": user, "namespace": namespace}
@@ -63,6 +66,14 @@ class JobAuthors:
     def create(self, user: str, namespace: str, name: str, **parameters: str) -> httpx.Response:
         headers = {"Impersonate-User": user}
         return self._client.post(JOBS.path(namespace), json=job(name), headers=headers, params=parameters)
+
+    def create_profile(self, kind: ProfileKind, user: str) -> httpx.Response:
+        """Send a profile that the API server judges and does not store."""
+        place = None if kind is ProfileKind.CLUSTER else TEAM
+        document = {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "metadata": {"name": "team"}}
+        spec = {"template": {"image": "registry.example/trainer:1"}}
+        headers, path = {"Impersonate-User": user}, PROFILES[kind].path(place)
+        return self._client.post(path, json=document | {"spec": spec}, headers=headers, params={"dryRun": "All"})
 
     def patch(self, user: str, name: str, change: Object, part: str = "") -> httpx.Response:
         headers = MERGE | {"Impersonate-User": user}
@@ -125,6 +136,32 @@ def test_who_may_not_create_pods_changes_no_spec(authors: JobAuthors) -> None:
 def test_what_is_not_the_spec_needs_no_right_on_pods(authors: JobAuthors, change: Object, part: str) -> None:
     answer = authors.patch(WRITER, "early", change, part)
     assert answer.is_success, answer.text
+
+
+def test_a_profile_is_written_by_those_who_may_create_the_pods_of_its_jobs(
+    authors: JobAuthors, plane: kube.ControlPlane
+) -> None:
+    assert authors.create_profile(ProfileKind.NAMESPACE, AUTHOR).is_success
+    answer = authors.create_profile(ProfileKind.NAMESPACE, WRITER)
+    assert answer.status_code == 403, answer.text
+    assert f"{WRITER} may not create pods in namespace {TEAM}" in answer.json()["message"]
+
+    rights = ("clusterrole", "profiles", "--verb=create", f"--resource={PROFILES[ProfileKind.CLUSTER].plural}.{GROUP}")
+    binding = ("clusterrolebinding", "profiles", "--clusterrole=profiles", f"--user={AUTHOR}")
+    assert plane.kubectl("create", *rights).returncode == 0
+    assert plane.kubectl("create", *binding).returncode == 0
+    try:
+        answer = authors.create_profile(ProfileKind.CLUSTER, AUTHOR)
+        assert answer.status_code == 403, answer.text
+        assert f"{AUTHOR} may not create pods in all namespaces" in answer.json()["message"]
+        pods = ("clusterrole", "profile-pods", "--verb=create", "--resource=pods")
+        assert plane.kubectl("create", *pods).returncode == 0
+        allowed = ("clusterrolebinding", "profile-pods", "--clusterrole=profile-pods", f"--user={AUTHOR}")
+        assert plane.kubectl("create", *allowed).returncode == 0
+        assert authors.create_profile(ProfileKind.CLUSTER, AUTHOR).is_success
+    finally:
+        names = ("profiles", "profile-pods", "--ignore-not-found")
+        assert plane.kubectl("delete", "clusterrole,clusterrolebinding", *names).returncode == 0
 
 
 def test_the_namespace_with_the_key_takes_no_job(authors: JobAuthors) -> None:

@@ -17,6 +17,8 @@ import kube
 import pytest
 import yaml
 
+from megatronapp_common.names import ANNOTATION_RESTART
+
 Object = dict[str, Any]
 Rights = dict[tuple[str, str], set[str]]
 CHART = kube.ROOT / "charts" / "megatronapp"
@@ -33,7 +35,7 @@ OPERATOR: Rights = {
     ("megatronapp.io", "megatronprofiles"): {"list", "watch"},
     ("megatronapp.io", "megatronjobs/status"): {"update"},
     ("megatronapp.io", "megatronjobs/finalizers"): {"update"},
-    ("", "pods"): {"get", "list", "watch", "create", "delete"},
+    ("", "pods"): {"get", "list", "watch", "create", "delete", "patch"},
     ("", "services"): {"list", "create", "patch", "delete"},
     ("", "configmaps"): {"create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
@@ -44,12 +46,12 @@ OPERATOR: Rights = {
 CLUSTER_PROFILES: Rights = {("megatronapp.io", "clustermegatronprofiles"): {"list", "watch"}}
 SWITCHED: Rights = {
     ("", "nodes"): {"get"},
-    ("", "pods"): {"get", "list", "watch", "create", "delete", "patch"},
     ("kueue.x-k8s.io", "workloads"): {"get", "delete"},
     ("scheduling.volcano.sh", "podgroups"): {"get", "create", "patch", "delete"},
     ("scheduling.x-k8s.io", "podgroups"): {"get", "create", "patch", "delete"},
     ("scheduling.run.ai", "podgroups"): {"get", "create", "patch", "delete"},
 }
+MERGE_PATCH = "application/merge-patch+json"
 ANY_LEASE = (200, 404)
 """Read, whether or not an operator of an earlier test has left it."""
 LEASE: Rights = {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
@@ -121,7 +123,8 @@ class Account:
     def send(self, method: str, path: str, document: Object | None = None) -> httpx.Response:
         """Return the answer; repeat the request for as long as the API server is not ready to answer."""
         while True:
-            answer = self._client.request(method, path, json=document, headers=self._headers)
+            headers = [*self._headers, *((("Content-Type", MERGE_PATCH),) if method == "PATCH" else ())]
+            answer = self._client.request(method, path, json=document, headers=headers)
             if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 return answer
             time.sleep(float(answer.headers.get("Retry-After", "1")))
@@ -181,8 +184,10 @@ def pod(name: str) -> Object:
 def test_real_requests_pass_or_are_refused(operator: Account, gateway: Account, mode: str) -> None:
     core, team = f"/api/v1/namespaces/{TEAM}", f"/apis/megatronapp.io/v1alpha1/namespaces/{TEAM}/megatronjobs"
     secret: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{mode}-tokens"}}
+    order: Object = {"metadata": {"annotations": {ANNOTATION_RESTART: "1 30"}}}  # to restart in place
     for account, method, path, document, code in (
         (operator, "POST", f"{core}/pods", pod(mode), 201),
+        (operator, "PATCH", f"{core}/pods/{mode}", order, 200),
         (operator, "DELETE", f"{core}/pods/{mode}", None, 200),
         (operator, "POST", f"{core}/secrets", secret, 201),
         (operator, "GET", f"{core}/secrets/{mode}-tokens", None, 403),

@@ -15,7 +15,7 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete{{ if .Values.rbac.nodeAccess }}, patch{{ end }}] # patch: the node's topology, as an annotation
+  verbs: [get, list, watch, create, delete, patch] # patch: restarts in place, and the node's topology, as annotations
 - apiGroups: [""]
   resources: [configmaps] # applied, which creates or patches; delete: what an edited job does not want any more
   verbs: [create, patch, delete]
