@@ -119,6 +119,23 @@ def template_is_edited(world: World) -> None:
         edit(world, template=f"template-{world.spec.generation}")
 
 
+def profile_changes(world: World) -> None:
+    """The profiles of the next attempt become right or wrong, or are edited."""
+    if world.profile is not None:
+        world.profile = world.random.choice(["applied", "refused"])
+        world.note("profile", world.profile)
+
+
+def profile_is_edited(world: World) -> None:
+    """Profiles have another image, or restart in another way; that reaches no attempt that has begun."""
+    if world.profile is None or world.job_removed or world.job.status.attempt_time is not None:
+        return
+    policy = dataclasses.replace(world.spec.policy, in_place=world.random.random() < 0.5)
+    template = world.random.choice([world.spec.template, f"profile-{world.random.randrange(100)}"])
+    world.job = dataclasses.replace(world.job, spec=dataclasses.replace(world.spec, template=template, policy=policy))
+    world.note("profile is edited", template, policy.in_place)
+
+
 def node_is_allowed(world: World) -> None:
     limits = world.spec.policy.exclusion
     names = frozenset(world.random.sample(sorted(world.nodes), k=world.random.choice([0, 1])))
@@ -202,6 +219,7 @@ def resize(world: World) -> None:
 FAULTS: tuple[Callable[[World], None], ...] = (
     pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
     refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
-    template_is_edited, node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
+    template_is_edited, profile_changes, profile_is_edited,
+    node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
     gathering_changes, launcher_sticks, pod_waits, pod_prepares, agent_stays, resize,
 )  # fmt: skip

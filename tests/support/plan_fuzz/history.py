@@ -98,6 +98,7 @@ def make_world(draw: random.Random, seed: int) -> World:
         polled=draw.random() < 0.8,
         table_known=draw.random() < 0.8,
         image_fails=draw.random() < 0.05,
+        profile=draw.choice([None, "applied", "refused"]),
     )
     if draw.random() < 0.15:
         world.crashes_with = draw.choice([1, 137, 66, 69, 75, 64, 201])

@@ -57,6 +57,7 @@ def calm(world: World) -> None:
     world.hung_ranks, world.slow_ranks, world.missing = None, (), ()
     world.polled = world.admits = world.removes_groups = True
     world.image_fails = False
+    world.profile = None if world.profile is None else "applied"
     for pod in world.pods.values():
         pod.waiting, pod.preparing, pod.occupies = None, False, False
 

@@ -43,6 +43,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     before, after = world.job.status, made.status
     check_creation(world, seen, made)
     check_restarts(world, seen, made)
+    check_profiles(world, seen, made)
     check_counters(world, before, after)
     check_end(before, after)
     check_deadline(world, after)
@@ -100,6 +101,17 @@ def check_restarts(world: World, seen: Observed, made: Plan) -> None:
             broken("a worker is restarted in a pod that is at fault", action)
 
 
+def check_profiles(world: World, seen: Observed, made: Plan) -> None:
+    """No attempt begins with the spec of another one, or with profiles that cannot be merged."""
+    profile, before = seen.profile, world.job.status
+    if profile is None or (before.attempt == made.status.attempt and before.attempt_time is not None):
+        return
+    begins = made.status.attempt_time is not None
+    orders = [action for action in made.actions if isinstance(action, CreateWorker | RestartWorker)]
+    if (begins or orders) and not (profile.ready and profile.attempt == made.status.attempt):
+        broken("an attempt begins without its profiles", profile, orders)
+
+
 def check_counters(world: World, before: Status, after: Status) -> None:
     """Counters only grow; the budget is not passed."""
     if after.attempt < before.attempt or after.restarts < before.restarts:
@@ -147,6 +159,9 @@ def check_conditions(world: World, before: Status, after: Status) -> None:
 
 def check_waking(world: World, seen: Observed, made: Plan) -> None:
     """Check that a plan that waits has a time of its next reconciliation, unless an event will trigger one."""
+    profile = seen.profile
+    if profile is not None and (profile.attempt != made.status.attempt or not profile.ready):
+        return  # the spec is merged anew at once, or once a profile changes
     if made.wake_at is not None and made.wake_at <= world.now:
         broken("the next look is in the past", made.wake_at - world.now)
     status = made.status

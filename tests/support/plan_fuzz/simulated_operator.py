@@ -98,7 +98,9 @@ class Operator:
             job = dataclasses.replace(job, status=made.status)
             if made.wake_at is None:
                 return
-            if made.wake_at <= now:
+            if seen.profile is not None and seen.profile.attempt != made.status.attempt:
+                seen = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, attempt=made.status.attempt))
+            elif made.wake_at <= now:
                 promises.broken("the next look at a world that stands still is in the past")
             now = made.wake_at
 

@@ -23,6 +23,7 @@ from megatronapp_operator.plan import (
     Observed,
     PodGroupKey,
     PodRejection,
+    ProfileState,
     Progress,
     RecordEvent,
     RemoveGroup,
@@ -64,6 +65,8 @@ class World:
     """True if ranks notice the loss of a peer; if not, they hang."""
     crashes_with: int | None = None
     """Exit code that ends every gang soon."""
+    profile: str | None = None
+    """State of the profiles below the job: None: it has none; "applied"; "refused": no attempt begins with them."""
     polled: bool = True
     """True while hub and launcher answer requests."""
     table_known: bool = True
@@ -115,6 +118,7 @@ class World:
         )
         return Observed(
             secret=True,
+            profile=self.profile_state(),
             hub=self.hub,
             workers=workers,
             init=self.init,
@@ -132,6 +136,17 @@ class World:
             progress=self.progress if self.polled else None,
             slow_ranks=self.slow_ranks,
             hung_ranks=self.hung_ranks,
+        )
+
+    def profile_state(self) -> ProfileState | None:
+        """Return the report of the backend, which has merged the spec for the attempt that the status has."""
+        if self.profile is None:
+            return None
+        status = self.job.status
+        refused = self.profile == "refused" and status.attempt_time is None
+        reason = "ProfileRefused" if refused else "ProfileApplied"
+        return ProfileState(
+            reason=reason, message=self.profile, applied=not refused, attempt=status.attempt, ready=not refused
         )
 
     def _first(self) -> Pod | None:
