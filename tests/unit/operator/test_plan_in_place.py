@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worker_groups import worker_groups
 
+from megatronapp_common.job.api.status import ExcludedNode, Failure
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     CreateWorker,
@@ -145,6 +147,122 @@ def test_a_launcher_that_does_not_continue_loses_its_pod(
     plan = made.plan()
     assert actions(plan) == [DeleteWorker(index=late, attempt=1, grace_s=5.0)]
     assert (plan.status.failures[-1].reason, plan.status.failures[-1].worker) == ("NotGathered", late)
+    assert (plan.status.restarts, plan.status.restarts_towards_max) == (2, 1), "the budget pays for the failure alone"
+    made.see(*(known for known in made.observed.workers if known.index != late))
+    assert actions(made.plan()) == []  # others of this attempt are not blamed, also once its answer is gone
+    made.see(*made.observed.workers, launcher_attempt=None, missing=())
+    made.now += 40
+    assert [type(action) for action in actions(made.plan())].count(CreateWorker) == 1
+
+
+def rejoining(failing: Maker, worker: Maker, seen: tuple[dict[str, Any], ...] = ({}, {}), **policy: Any) -> Any:
+    """A gang that was ordered to continue with attempt 1; worker 0 waits for worker 1, and its time is over."""
+    made = failing(**policy)
+    made.plan()
+    made.now += 10
+    made.plan()
+    workers = [sound(worker(index, attempt=1), **changes) for index, changes in enumerate(seen)]
+    made.see(*workers, launcher_attempt=1, missing=(1,))
+    made.plan()
+    made.now += 65
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "others"),
+    [
+        (({}, {"disrupted": "PreemptionByScheduler"}), {}),
+        (({"unreachable_since": 1020.0}, {}), {}),
+        (({}, {"started_at": 1015.0}), {}),
+        (({}, {"started_at": None}), {}),
+        (({}, {}), {"last_contact": 1070.0}),
+        (({}, {}), {"missing": ()}),
+        (({}, {}), {"launcher_attempt": None}),
+        (({}, {}), {"progress": Progress(attempt=1, iteration=0, state="starting")}),
+    ],
+    ids=["disrupted", "lost node", "new pod", "not started", "old answer", "all joined", "no answer", "starts"],
+)
+def test_a_launcher_is_not_late(
+    failing: Maker, worker: Maker, seen: tuple[dict[str, Any], ...], others: dict[str, Any]
+) -> None:
+    made = rejoining(failing, worker, seen)
+    made.see(*made.observed.workers, **others)
+    assert actions(made.plan()) == []
+    assert made.job.status.attempt == 1
+
+
+def test_launchers_wait_for_new_pods_as_long_as_these_may_take(failing: Maker, worker: Maker) -> None:
+    made = rejoining(failing, worker, ({}, {"started_at": 1015.0}))
+    made.spec(worker_groups=worker_groups(3))
+    third = dataclasses.replace(sound(worker(2, attempt=1)), started_at=900.0)
+    made.see(*made.observed.workers, third, missing=(1, 2))
+    assert actions(made.plan()) == []
+    made.see(*made.observed.workers, missing=(2,))
+    assert actions(made.plan()) == [DeleteWorker(index=2, attempt=1, grace_s=5.0)]
+
+
+def test_all_late_launchers_lose_their_pods(failing: Maker, worker: Maker) -> None:
+    """The failure names only the first of them."""
+    made = rejoining(failing, worker)
+    made.spec(worker_groups=worker_groups(3))
+    made.see(*made.observed.workers, sound(worker(2, attempt=1)), missing=(1, 2))
+    deleted = [DeleteWorker(index=index, attempt=1, grace_s=5.0) for index in (1, 2)]
+    assert actions(made.plan()) == deleted
+
+
+def test_after_a_preemption_a_launcher_has_the_time_to_save_as_well(running: Maker, worker: Maker) -> None:
+    """When that is over it has nothing to save any more."""
+    made = running(in_place=True, grace_s=600)
+    preempted = dataclasses.replace(worker(1, "Failed", ExitCode.PREEMPTED), disrupted="PreemptionByScheduler")
+    made.see(sound(worker(0)), preempted)
+    made.plan()
+    made.see(sound(worker(0)))
+    made.now += 10
+    made.plan()
+    made.see(sound(worker(0, attempt=1)), sound(worker(1, attempt=1), started_at=1015.0), launcher_attempt=0)
+    made.plan()
+    made.now += 659
+    plan = made.plan()
+    assert (actions(plan), plan.status.phase, plan.wake_at) == ([], Phase.RESTARTING, made.now + 1)
+    made.now += 1
+    assert actions(made.plan()) == [DeleteWorker(index=0, attempt=1, grace_s=5.0)]
+
+
+@pytest.mark.parametrize(
+    ("before", "last"),
+    [((0, 1, "RankFailed"), (2, 1, "RankFailed")), ((1, 1, "RankFailed"), (2, 1, "RankKilled")),
+     ((1, 0, "RankFailed"), (2, 1, "RankFailed")), ((1, 1, "LostNode"), (1, 0, "RankFailed"))],
+    ids=["an attempt between", "another reason", "another worker", "older than the pod"],
+)  # fmt: skip
+def test_failures_that_do_not_repeat_replace_no_pod(
+    running: Maker, worker: Maker, before: tuple[int, int, str], last: tuple[int, int, str]
+) -> None:
+    made = running(in_place=True)
+    failures = tuple(
+        Failure(time=990.0, attempt=attempt, worker=index, reason=reason, action=FailureAction.RESTART)
+        for attempt, index, reason in (before, last)
+    )
+    made.status(attempt=3, failures=failures, attempt_time=None, running_time=None, progress=None, last_restart_time=0)
+    made.see(*(sound(worker(index, attempt=2)) for index in range(2)))
+    assert {type(action) for action in actions(made.plan())} == {RestartWorker}
+
+
+@pytest.mark.parametrize(("until", "stays"), [(5000.0, False), (900.0, True)], ids=["excluded", "allowed again"])
+def test_a_pod_on_an_excluded_node_is_replaced(running: Maker, worker: Maker, until: float, stays: bool) -> None:
+    made = running(in_place=True)
+    listed = ExcludedNode(node="n1", until=until, reason="SlowNode")
+    made.status(attempt=1, excluded_nodes=(listed,), attempt_time=None, running_time=None, progress=None)
+    made.see(*(sound(worker(index)) for index in range(2)))
+    found = actions(made.plan())
+    assert {type(action) for action in found} == {RestartWorker if stays else DeleteWorker}
+    assert {action.index for action in found} == ({0, 1} if stays else {1})
+
+
+def test_a_released_gang_keeps_no_pod(running: Maker, worker: Maker) -> None:
+    made = running(in_place=True)
+    made.status(attempt=1, released=1, released_time=1000.0, attempt_time=None, running_time=None, progress=None)
+    made.see(*(sound(worker(index)) for index in range(2)))
+    assert {type(action) for action in actions(made.plan())} == {DeleteWorker}
 
 
 def test_a_hang_that_returns_replaces_all_pods(running: Maker, worker: Maker) -> None:

@@ -121,14 +121,15 @@ def clear_stale(draft: PlanBuilder) -> bool:
 def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
     """Return the seconds for stale workers to stop.
 
-    After a preemption the others may still be writing the agreed checkpoint, unless one has lost a peer. A released
-    gang never trained: it gives back its nodes at once.
+    After a preemption the others may still be writing the agreed checkpoint, unless one has lost a peer. A gang that
+    never gathered has nothing to save. A released gang never trained: it gives back its nodes at once.
     """
     last, policy = draft.status.failures[-1:], draft.job.spec.policy
     if draft.status.released:
         return 0.0
     parted = any(outcome.suspicion(worker) for worker in outcome.failed(stale))
-    preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
+    may_save = bool(last) and last[0].reason != reasons.NOT_GATHERED
+    preempted = may_save and last[0].action is FailureAction.RESTART_IGNORE_MAX
     return policy.grace_s if preempted and not parted else policy.failed_grace_s
 
 
@@ -234,6 +235,9 @@ def _silent_for_long(draft: PlanBuilder) -> bool:
     Then its progress document could not be made.
     """
     if draft.status.current_progress is not None or draft.status.running_time is None or draft.observed.missing:
+        return False
+    launcher = draft.observed.launcher_attempt
+    if launcher is not None and launcher < draft.status.attempt:  # it has yet to follow the order to continue
         return False
     at = draft.status.running_time + draft.job.spec.policy.silent_start_s
     if draft.now < at:

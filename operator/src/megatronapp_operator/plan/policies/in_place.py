@@ -66,7 +66,8 @@ def _repeats(status: Status, worker: Worker) -> bool:
 def judge_rejoining(draft: PlanBuilder) -> bool:
     """Fail the attempt if a launcher that is to continue in place does not join in time; its pod is replaced then.
 
-    A new pod has the start deadline, because it may load an image. Answers from before the deadline prove nothing.
+    A new pod has the start deadline, because it may load an image. Answers from before the deadline prove nothing. This
+    costs no restart of the budget: with new pods the failure before would have cost one, too.
     """
     status, policy = draft.status, draft.job.spec.policy
     if not policy.in_place or status.running_time is None or status.current_progress is not None:
@@ -77,7 +78,7 @@ def judge_rejoining(draft: PlanBuilder) -> bool:
     limit = policy.rejoin_s + max(policy.failed_grace_s, policy.grace_s if _was_disrupted(status) else 0.0)
     due, contact = status.running_time + limit, draft.observed.last_contact
     if draft.now < due or (contact is not None and contact < due):
-        draft.wake(max(due, draft.now + POLL_AGAIN_S))
+        draft.wake(due if draft.now < due else draft.now + POLL_AGAIN_S)
         return False
     message = f"the launcher of worker {late.index} did not continue in place within {limit:g} s; its pod is replaced"
     failure = Failure(
@@ -87,14 +88,15 @@ def judge_rejoining(draft: PlanBuilder) -> bool:
         node=late.node,
         reason=reasons.NOT_GATHERED,
         message=message,
-        action=FailureAction.RESTART,
+        action=FailureAction.RESTART_IGNORE_MAX,
     )
     attempt_failed(draft, failure)
     return True
 
 
 def _was_disrupted(status: Status) -> bool:
-    return bool(status.failures) and status.failures[-1].action is FailureAction.RESTART_IGNORE_MAX
+    last = status.failures[-1:]
+    return bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX and last[0].reason != reasons.NOT_GATHERED
 
 
 def _late_worker(draft: PlanBuilder) -> Worker | None:
