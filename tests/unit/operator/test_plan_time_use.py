@@ -110,3 +110,90 @@ def test_the_account_is_read_as_it_was_written(running: Maker) -> None:
     document = status_document(made.job.status)
     assert set(document["timeSpent"]) >= {use.value for use in TimeUse}
     assert read_status(document).time_spent == made.job.status.time_spent
+
+
+def test_time_that_does_not_change_its_use_is_added_once_a_minute(plan_harness: Maker) -> None:
+    made = plan_harness()
+    made.plan()
+    for _ in range(5):
+        made.now += 29
+        made.plan()
+    assert seconds(made) == {"queueing": 87}
+
+
+def test_a_gang_without_nodes_is_in_the_queue_also_after_a_restart(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
+    made.spec(gang=True)
+    made.status(attempt=1, restarts=1)
+    made.plan()
+    made.now += 70
+    made.see(*(dataclasses.replace(worker(index, "Pending", attempt=1), scheduled=False) for index in range(2)))
+    made.plan()
+    made.see(worker(0, "Pending", attempt=1), worker(1, "Pending", attempt=1))
+    made.plan()
+    made.now += 80
+    made.plan()
+    found = seconds(made)
+    assert (found["queueing"], found["restarts"]) == (70, 80)
+
+
+def test_a_served_model_has_no_account(plan_harness: Maker) -> None:
+    made = plan_harness()
+    made.spec(serves=True)
+    made.plan()
+    assert made.job.status.time_spent is None
+
+
+def restarted(made: Any, worker: Maker, attempt: int) -> None:
+    """Let a rank fail, and the next attempt run."""
+    former = attempt - 1
+    made.see(worker(0, "Failed", 1, at=made.now, attempt=former), worker(1, "Failed", 69, at=made.now, attempt=former))
+    made.plan()
+    made.see()
+    made.now += 40
+    made.plan()
+    made.see(worker(0, attempt=attempt), worker(1, attempt=attempt))
+    made.plan()
+
+
+def test_repeated_steps_cost_the_mean_of_the_attempt_that_lost_them(running: Maker, worker: Maker) -> None:
+    made = running()
+    advance(made, 100, 10)
+    restarted(made, worker, 1)
+    advance(made, 1, 0, attempt=1, state="starting")  # it has not loaded its checkpoint yet
+    assert seconds(made).get("failures", 0) == 0
+    advance(made, 1, 10, attempt=1)
+    advance(made, 50, 20, attempt=1)
+    restarted(made, worker, 2)
+    advance(made, 1, 18, attempt=2)
+    found = seconds(made)
+    assert (found["trained"], found["failures"]) == (100 + 50 - 2 * 5, 2 * 5)
+
+
+def test_a_checkpoint_beyond_the_last_step_that_was_seen_costs_nothing(running: Maker, worker: Maker) -> None:
+    made = running()
+    advance(made, 100, 10)
+    restarted(made, worker, 1)
+    advance(made, 1, 12, attempt=1)
+    found = seconds(made)
+    assert (found["trained"], found.get("failures", 0)) == (100, 0)
+
+
+def test_slow_ranks_cost_no_more_than_the_time_of_the_steps(running: Maker) -> None:
+    made = running()
+    advance(made, 10, 1)
+    verdict = SlowRank(id="v", subject="rank", ranks=(0,), cause="compute", state="confirmed", seconds_per_step=50.0)
+    made.see(*made.observed.workers, slow_ranks=(verdict,))
+    made.plan()
+    advance(made, 40, 3)
+    assert seconds(made) == {"trained": 10, "slow": 40}
+
+
+def test_steps_that_are_reported_while_ranks_save_add_no_training(running: Maker) -> None:
+    made = running()
+    advance(made, 10, 1)
+    advance(made, 10, 2, state="saving")
+    advance(made, 30, 3, state="saving")
+    advance(made, 1, 3)
+    found = seconds(made)
+    assert (found["trained"], found["checkpoints"]) == (20, 31)
