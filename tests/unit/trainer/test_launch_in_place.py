@@ -93,7 +93,12 @@ def test_a_late_launcher_never_joins_a_later_attempt(gang: Gang) -> None:
     gang.ran(0, 1, worker=0)
 
 
-@pytest.mark.parametrize(("action", "code", "seconds"), [("exit65", ExitCode.DATA, 600), ("exit7", 1, 0)])
+@pytest.mark.full("the time without an order is waited for by the same loop as the order", but=("no-restart-helps",))
+@pytest.mark.parametrize(
+    ("action", "code", "seconds"),
+    [("exit65", ExitCode.DATA, 600), ("exit7", 1, 0)],
+    ids=["no-restart-helps", "no-order"],
+)
 def test_a_launcher_ends_where_no_restart_helps_or_none_is_ordered(
     tmp_path: pathlib.Path, action: str, code: int, seconds: int
 ) -> None:
