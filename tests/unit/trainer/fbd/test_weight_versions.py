@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from evaluated_training import train
+from evaluated_training import BATCH, train
 
 pytestmark = pytest.mark.torch
 
@@ -91,7 +91,11 @@ def fail(fault: str) -> str:
     ("fault", "rank", "message"),
     [
         ("stale", 1, "command 2: it is for the weights after 1 optimizer steps, and those of rank 1 are of 0, sent by"),
-        ("mixed", 0, "command 2: by version of the weights, rank 1 has run forward passes {1: 7, 0: 1}, and the step"),
+        (
+            "mixed",
+            0,
+            f"command 2: by version of the weights, rank 1 has run forward passes {{1: {BATCH - 1}, 0: 1}}, and",
+        ),
     ],
 )
 def test_other_weights_than_those_of_the_step_are_a_typed_error(

@@ -119,7 +119,7 @@ class Initializer(ManifestModel):
     """Source of the data, STORAGE_URI in the container; without user and password: use secretRef."""
     target: Place | None = None
     """Directory to write to, TARGET in the container. With scope Job it is on data.volume or checkpoint.volume; with
-    scope Node it may also be a new directory, for the ranks of this node."""
+    scope Node it may also be new, for the ranks of this node."""
     secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None

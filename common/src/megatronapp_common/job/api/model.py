@@ -106,7 +106,7 @@ class Serve(ManifestModel):
     """Largest number of tokens of a prompt and its answer, with memory for maxBatch of them; defaults to the positions
     of the training."""
     queue_length: Annotated[int, Field(ge=0, le=4096)] = 32
-    """Prompts that may wait; requests beyond get 429. A request may have maxBatch + queueLength texts."""
+    """Prompts that wait; requests beyond get 429. A request may have maxBatch + queueLength texts."""
     prefill_chunk: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens of a prompt that are read in one forward pass; less needs less memory."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
