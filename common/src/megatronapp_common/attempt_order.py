@@ -65,20 +65,5 @@ def lock_path(directory: pathlib.Path, uid: str, worker: int) -> pathlib.Path:
 def take_lock(path: pathlib.Path) -> int:
     """Create and lock a file for the rest of this process; return its descriptor. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # the only other locks are those of `is_locked`, for an instant
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # the only other locks are those of `processes.is_locked`, for an instant
     return descriptor
-
-
-def is_locked(path: pathlib.Path) -> bool:
-    """Return True while another process holds the lock of a file: the kernel releases that of a dead process."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.attempt_order import AttemptOrder, is_locked, lock_path, prefix_at, read_order
+from megatronapp_common.attempt_order import AttemptOrder, lock_path, prefix_at, read_order
+from megatronapp_common.processes import is_locked
 
 
 @given(attempt=st.integers(0, 10**6), grace_s=st.integers(0, 86400))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from launchers import Gang, alive, wait_until
 
-from megatronapp_common.attempt_order import is_locked, lock_path
+from megatronapp_common.attempt_order import lock_path
 from megatronapp_common.names import ExitCode
+from megatronapp_common.processes import is_locked
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.launch.config import address
 

@@ -8,7 +8,8 @@ import time
 from megatronapp_analyzer.agent.rings import RingLibrary
 from megatronapp_analyzer.agent.service import Agent
 from megatronapp_analyzer.agent.settings import AgentSettings
-from megatronapp_common.attempt_order import POLL_S, is_locked, lock_path
+from megatronapp_common.attempt_order import POLL_S, lock_path
+from megatronapp_common.processes import is_locked
 
 LOG = logging.getLogger(__name__)
 
