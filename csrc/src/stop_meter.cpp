@@ -62,11 +62,14 @@ void StopMeter::close() noexcept {
 
 void StopMeter::run() {
     std::uint64_t queued_before_ns = run_queue_ns();
+    std::uint64_t woke_ns = monotonic_ns();
     while (!closing_) {
-        const std::uint64_t due_ns = monotonic_ns() + period_ns_;
+        // From the last wake-up, not from now: a stop between the two would be lost.
+        const std::uint64_t due_ns = woke_ns + period_ns_;
         sleep_until(due_ns);
         const std::uint64_t queued_ns = run_queue_ns();
-        const Stop stop = stop_of(due_ns, monotonic_ns(), queued_ns - queued_before_ns, period_ns_);
+        woke_ns = monotonic_ns();
+        const Stop stop = stop_of(due_ns, woke_ns, queued_ns - queued_before_ns, period_ns_);
         queued_before_ns = queued_ns;
         if (stop.end_ns > stop.start_ns) {
             const std::lock_guard lock(mutex_);
