@@ -85,18 +85,23 @@ _MODEL = [
         "spec.model.seqLength",
         ({"spec.model.seqLength": 10, "spec.parallelism": {"tensor": 1, "context": 2}}, "a multiple of 2 x"),
     ),
+    *good("expert-unsupported", {"spec.parallelism.expert": 1, "spec.dpp.enabled": True}),
+    *bad(
+        "expert-unsupported",
+        "spec.parallelism.expert",
+        ({"spec.parallelism": {"tensor": 1, "expert": 2}, "spec.fbd.enabled": True}, "must be 1 with fbd and dpp"),
+        ({"spec.parallelism.expert": 2, "spec.dpp.enabled": True}, "must be 1 with fbd and dpp"),
+    ),
     *good(
         "expert-of-replicas",
-        {"spec.parallelism.expert": 1, "spec.dpp.enabled": True},
         {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
         {"spec.parallelism": {"tensor": 1, "expert": 2}},
     ),
     *bad(
         "expert-of-replicas",
         "spec.parallelism.expert",
-        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "must divide parallelism.data"),
-        ({"spec.parallelism": {"tensor": 1, "expert": 2}, "spec.fbd.enabled": True}, "be 1 with fbd and dpp"),
-        ({"spec.parallelism.expert": 2, "spec.dpp.enabled": True}, "be 1 with fbd and dpp"),
+        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "3 does not divide the 8 replicas"),
+        ({"spec.parallelism": {"tensor": 1, "expert": 3}}, "3 does not divide the 8 replicas"),
     ),
     *good(
         "hidden-size-of-heads",

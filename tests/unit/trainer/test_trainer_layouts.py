@@ -1,5 +1,6 @@
 """Every layout trains alike: some steps against one process."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +58,7 @@ def losses_of(run_ranks: RunRanks, world: int, flags: str) -> tuple[list[float],
 @pytest.fixture(scope="module")
 def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]]]:
     """Losses of one process, once for each set of flags."""
-    known: dict[str, tuple[list[float], list[float]]] = {}
-
-    def losses(flags: str) -> tuple[list[float], list[float]]:
-        if flags not in known:
-            known[flags] = losses_of(run_ranks, 1, flags)
-        return known[flags]
-
-    return losses
+    return functools.cache(functools.partial(losses_of, run_ranks, 1))
 
 
 @pytest.mark.full("a sweep of layouts", but=("VPP",))

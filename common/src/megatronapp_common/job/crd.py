@@ -4,6 +4,7 @@ The API server takes structural schemas only (OpenAPI v3.0): no references, no `
 `additionalProperties: false` (it prunes, and refuses unknown fields under strict field validation).
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ COSTLY = frozenset({"blend-alternates"})
 """Rules too expensive for the API server to evaluate on the old spec as well; each reads one block."""
 _HAS_PROFILE = "has(self.profile)||"
 """CEL exception of jobs that name a profile: the operator judges their rules on the merged spec."""
+_TEXT_OR_SPACES = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\s+""")
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
 
 
@@ -115,7 +117,7 @@ def _lenient(rule: Rule, *, unless: str = "") -> Schema:
         lenient = f"({rule.rule}) || (oldSelf.hasValue() && oldSelf.value().{block} == self.{block})"
     else:  # the new spec keeps (k) the rule, or the old one breaks it; short, as each rule has these characters
         lenient = f"[true,false].exists(k,[?k?optional.of(self):oldSelf].exists(self,({rule.rule})==k))"
-    return _validation(rule) | {"rule": f"{unless}{lenient}", "optionalOldSelf": True}
+    return _validation(rule) | {"rule": compact(f"{unless}{lenient}"), "optionalOldSelf": True}
 
 
 def _of_server(rules: Iterable[Rule]) -> list[Rule]:
@@ -126,11 +128,30 @@ def _of_server(rules: Iterable[Rule]) -> list[Rule]:
 def _validation(rule: Rule) -> Schema:
     """Return a rule in the form that the API server takes; its reason is the default, FieldValueInvalid."""
     return {
-        "rule": rule.rule,
+        "rule": compact(rule.rule),
         "fieldPath": rule.field,
         "message": rule.message,
-        **({"messageExpression": rule.message_expression} if rule.message_expression else {}),
+        **({"messageExpression": compact(rule.message_expression)} if rule.message_expression else {}),
     }
+
+
+def compact(text: str) -> str:
+    """Return CEL text without the spaces that CEL does not need: `kubectl apply` stores all rules in one annotation.
+
+    Spaces in literals are kept, and those between two identifiers, such as `word in words`.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        before, after = text[: found.start()][-1:], text[found.end() :][:1]
+        return " " if _in_identifier(before) and _in_identifier(after) else ""
+
+    return _TEXT_OR_SPACES.sub(replaced, text)
+
+
+def _in_identifier(character: str) -> bool:
+    return character.isalnum() or character == "_"
 
 
 def structural(schema: Schema, *, with_defaults: bool = True) -> Schema:

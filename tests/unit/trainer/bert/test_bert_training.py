@@ -1,5 +1,6 @@
 """BERT trains as plain torch does, and alike in every layout, schedule and after a resume."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +44,7 @@ def figures_of(run_ranks: RunRanks, world: int, flags: str, seed: int | None = N
 @pytest.fixture(scope="module")
 def alone(run_ranks: RunRanks) -> Callable[[str], Figures]:
     """Figures of one process, once for each set of flags."""
-    known: dict[str, Figures] = {}
-
-    def figures(flags: str) -> Figures:
-        if flags not in known:
-            known[flags] = figures_of(run_ranks, 1, flags)
-        return known[flags]
-
-    return figures
+    return functools.cache(functools.partial(figures_of, run_ranks, 1))
 
 
 def plainly_trained(flags: str) -> Figures:

@@ -1,6 +1,7 @@
 """Sequences that are divided over ranks train as whole ones, in every layout, by both ways of attention."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,14 +96,7 @@ def figures_of(run_ranks: RunRanks, world: int, flags: str) -> Figures:
 @pytest.fixture(scope="module")
 def alone(run_ranks: RunRanks) -> Callable[[str], Figures]:
     """Figures of one process, once for each set of flags."""
-    known: dict[str, Figures] = {}
-
-    def figures(flags: str) -> Figures:
-        if flags not in known:
-            known[flags] = figures_of(run_ranks, 1, flags)
-        return known[flags]
-
-    return figures
+    return functools.cache(functools.partial(figures_of, run_ranks, 1))
 
 
 LAYOUTS = {

@@ -43,6 +43,16 @@ _GPUS = Rule(
         )
     ),
 )
+_EXPERT = "self.parallelism.expert"
+_EXPERTS = Rule(
+    id="expert-of-replicas",
+    field=".parallelism.expert",
+    rule=f"{_EXPERT} == 1 || self.fbd.enabled || {with_gang(f'{REPLICAS} % {_EXPERT} == 0')}",
+    message="must divide the number of replicas (parallelism.data); write 1, or a divisor",
+    message_expression=cel_message_with_sizes(
+        cel_message(f"{{{_EXPERT}}} does not divide the {{{REPLICAS}}} replicas; write 1, or a divisor")
+    ),
+)
 _BATCHES = (
     Rule(
         id="batch-of-replicas",
@@ -168,4 +178,4 @@ _FAULTS = (
         "{self.training.trainIters}; write less",
     ),
 )
-GANG_RULES = (_GPUS, *_BATCHES, *_FAULTS)
+GANG_RULES = (_GPUS, _EXPERTS, *_BATCHES, *_FAULTS)

@@ -34,7 +34,7 @@ def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "
     return multiple(rule_id, field, value=value, factor=TENSOR, named="parallelism.tensor", unless=unless, why=why)
 
 
-_EXPERT, _DATA, _CONTEXT = "self.parallelism.expert", "self.parallelism.data", "self.parallelism.context"
+_EXPERT, _CONTEXT = "self.parallelism.expert", "self.parallelism.context"
 _POSITIONS, _LAYERS = "self.model.positionEmbeddingType", "self.model.transformerImpl"
 _NOT_OF_BERT = (
     "self.fbd.enabled",
@@ -77,10 +77,10 @@ _SUPPORT = (
         message="must be a multiple of 2 x parallelism.context",
     ),
     Rule(
-        id="expert-of-replicas",
+        id="expert-unsupported",
         field=".parallelism.expert",
-        rule=f"{_EXPERT} == 1 || !(self.fbd.enabled || self.dpp.enabled || (has({_DATA}) && {_DATA} % {_EXPERT} != 0))",
-        message="must divide parallelism.data, and be 1 with fbd and dpp; write 1, or a divisor",
+        rule=f"{_EXPERT} == 1 || !(self.fbd.enabled || self.dpp.enabled)",
+        message="must be 1 with fbd and dpp; write 1",
     ),
 )
 _WIDTHS = (
