@@ -97,7 +97,7 @@ def manifest(namespace: str, name: str = "job", **spec: Any) -> Object:
 
 @dataclasses.dataclass(slots=True)
 class OperatorSimulation:
-    """Sequence of operators, and the nodes under them. Time passes by `pass_time` and by itself."""
+    """Sequence of operators, and the nodes under them. Time passes by `pass_time`, and by itself as `clock` says."""
 
     api: KillableApi
     nodes: FakeNodes
@@ -105,6 +105,7 @@ class OperatorSimulation:
     settings: RenderSettings = SETTINGS
     installation: str = "megatronapp/megatronapp-operator"
     keys: KeyRing = dataclasses.field(default_factory=lambda: KeyRing([KEY]))
+    clock: Callable[[], float] = time.time
     skipped_s: float = 0.0
     store: ObjectStore = dataclasses.field(init=False)
     reconciler: Reconciler = dataclasses.field(init=False)
@@ -113,7 +114,7 @@ class OperatorSimulation:
 
     def now(self) -> float:
         """Seconds since the epoch, with what was skipped."""
-        return time.time() + self.skipped_s
+        return self.clock() + self.skipped_s
 
     async def begin(self) -> None:
         """A new operator process: it remembers nothing and lists everything."""
