@@ -23,7 +23,7 @@ PROGRAM = """
     print("an error", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
 """
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 @pytest.fixture

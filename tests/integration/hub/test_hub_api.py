@@ -22,7 +22,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def slow_rank(state: VerdictState = VerdictState.CONFIRMED, **changes: Any) -> Verdict:

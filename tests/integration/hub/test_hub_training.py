@@ -30,7 +30,7 @@ def steered(tmp_path: Path, serve: Any) -> Iterator[Any]:
 @pytest_asyncio.fixture
 async def controller(steered: Any) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": f"Bearer {derive_token(steered.secret, TokenRole.CONTROLLER)}"}
-    async with httpx.AsyncClient(base_url=f"{steered.url}/api/v1", headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=f"{steered.url}/api/v1", headers=headers, timeout=180) as client:
         yield client
 
 
@@ -270,7 +270,7 @@ async def test_captures_are_ordered_and_the_ranks_report_their_interval(
 @pytest.mark.asyncio
 async def test_a_training_without_control_is_reported(hub: Any) -> None:
     headers = {"Authorization": f"Bearer {derive_token(hub.secret, TokenRole.CONTROLLER)}"}
-    async with httpx.AsyncClient(base_url=hub.url, headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=hub.url, headers=headers, timeout=180) as client:
         answer = await client.get("/api/v1/training")
         assert answer.status_code == 409 and "spec.scope.training.enabled" in answer.json()["hint"]
     assert (await hub.get("/api/v1/job"))["training"] is None

@@ -41,7 +41,7 @@ RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
 RUNS = "/api/v1/scope/runs"
 LAYERS, HEADS, TILE = 2, 4, 256
-DEADLINE_S = 60
+DEADLINE_S = 120
 ENDED = {"done", "cancelled", "failed"}
 AT_ONCE = 16
 """Probes that wait, of the 24 that a page may have."""

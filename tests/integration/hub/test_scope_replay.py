@@ -47,20 +47,20 @@ async def replayed(file: pathlib.Path, *arguments: str) -> AsyncIterator[tuple[h
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             token = (await process.stdout.readline()).decode().split()[-1]
             url = (await process.stdout.readline()).decode().partition("/#code=")[0]
-        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120) as client:
             await listening(client)
             yield client, process
     finally:
         process.terminate()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await process.communicate()
 
 
 async def listening(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 if (await client.get("/readyz")).status_code == 200:

@@ -399,7 +399,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     finally:
         process.terminate()  # so that it gives its lease back, which the next one would wait for
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+            process.wait(120)
         process.kill()
         process.wait()
         client.close()

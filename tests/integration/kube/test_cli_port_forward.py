@@ -294,7 +294,7 @@ def test_the_pods_side_ends_after_the_local_side(place: GatewayNamespace, monkey
             socket.create_connection(("127.0.0.1", forward.port)).close()
             connection = listener.accept()[0]
             with connection:
-                connection.settimeout(10)
+                connection.settimeout(120)
                 assert connection.recv(1) == b""
 
 
@@ -305,7 +305,7 @@ def test_the_end_does_not_wait_for_a_credential_plugin(
 
     def authorization(client: OfficialClient) -> None:
         called.set()
-        release.wait(10)
+        release.wait(120)
         returned.set()
 
     with answering() as server:
@@ -313,11 +313,11 @@ def test_the_end_does_not_wait_for_a_credential_plugin(
         with place.forwarded() as forward:
             monkeypatch.setattr(OfficialClient, "authorization", authorization)
             connection = socket.create_connection(("127.0.0.1", forward.port))
-            assert called.wait(10)
+            assert called.wait(120)
         connection.close()
         assert not returned.is_set()
         release.set()
-        assert returned.wait(10)
+        assert returned.wait(120)
 
 
 def test_a_client_certificate_opens_the_way(place: GatewayNamespace, tmp_path: pathlib.Path) -> None:

@@ -24,7 +24,7 @@ from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.metrics import OperatorMetrics
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class FailingApi(KubernetesApi):

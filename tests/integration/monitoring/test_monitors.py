@@ -35,7 +35,7 @@ def relabeled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     path = tmp_path_factory.mktemp("targets") / "prometheus.yaml"
     path.write_text(yaml.safe_dump({"scrape_configs": [config]}), encoding="utf-8")
     command = ["promtool", "check", "service-discovery", "--timeout=1s", str(path), "hubs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     return {found["discoveredLabels"]["__case"]: found["labels"] or {} for found in json.loads(done.stdout)}
 

@@ -76,7 +76,7 @@ def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: A
         shown.end(1, "-0-0")
         assert following.stdout.readline() == "line of rank 1, attempt 1\n"
         shown.end(0)
-        assert following.wait(60) == 0
+        assert following.wait(180) == 0
 
 
 def test_the_pages_have_an_address_with_a_code_and_the_hub_takes_the_commands_token(shown: Any) -> None:
@@ -119,7 +119,7 @@ def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(process_backe
     backend = process_backend.run(process_backend.manifest(analyzer=True))
     process_backend.until_phase("Running")
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     command = process_backend.command("ui", "job", "--print")
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=process_backend.environment, text=True, stdout=pipe, stderr=pipe) as showing:
@@ -128,7 +128,7 @@ def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(process_backe
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#code=x{32}", address)
         assert showing.stderr.readline() == "job has ended as Succeeded; Ctrl-C closes its pages\n"
         showing.send_signal(signal.SIGINT)
-        assert showing.wait(60) == 0
+        assert showing.wait(180) == 0
     port = int(address.partition("/#")[0].rpartition(":")[2])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "its hub has ended with it"
@@ -138,7 +138,7 @@ def test_a_job_without_stored_pages_reports_it(process_backend: Any) -> None:
     backend = process_backend.run(process_backend.manifest())
     process_backend.until_phase("Running")
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     refused = process_backend.cli("ui", "job")
     assert (refused.returncode, "no pages are stored" in refused.stderr) == (1, True)
 

@@ -50,13 +50,13 @@ def sleeps(process: psutil.Process) -> bool:
 
 def finish(process_backend: Any) -> None:
     process_backend.end(0)
-    assert process_backend.backend.wait(60) == 0
+    assert process_backend.backend.wait(180) == 0
     process_backend.until_nothing_is_left(process_backend.job_uid)
 
 
 def test_kill_9_of_the_backend_leaves_no_process_and_is_recorded(running: Any) -> None:
     running.backend.kill()
-    running.backend.wait(60)
+    running.backend.wait(180)
     running.until_nothing_is_left(running.job_uid)
     shown = running.cli("get", "job", "-o", "json")
     status = json.loads(shown.stdout)["status"]
@@ -72,7 +72,7 @@ def test_kill_9_of_the_backend_leaves_no_process_and_is_recorded(running: Any) -
 def test_kill_9_of_the_backend_and_its_guardian_is_cleaned_up_by_the_next_command(running: Any) -> None:
     kill(running.guardians(running.job_uid), signal.SIGSTOP)
     running.backend.kill()
-    running.backend.wait(60)
+    running.backend.wait(180)
     kill(running.guardians(running.job_uid))
     assert running.shared_memory(), "nobody is there to remove it"
     assert running.cli("get").returncode == 0
@@ -119,7 +119,7 @@ def test_stopped_processes_do_not_hold_up_the_end(running: Any) -> None:
     kill(running.processes(running.job_uid), signal.SIGSTOP)
     kill(running.guardians(running.job_uid), signal.SIGSTOP)
     running.backend.send_signal(signal.SIGINT)
-    assert running.backend.wait(90) == 130
+    assert running.backend.wait(180) == 130
     running.until(lambda: not running.processes(running.job_uid), "no process is left")
     assert running.shared_memory() == []
 

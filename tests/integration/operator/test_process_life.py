@@ -21,7 +21,7 @@ def test_a_job_runs_to_its_end_and_leaves_nothing(process_backend: Any) -> None:
     uid = process_backend.uid()
     assert len(process_backend.processes(uid)) == 6, "two launchers with two children each"
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     process_backend.until_nothing_is_left(uid)
     status = process_backend.status()
     assert status["phase"] == "Succeeded"
@@ -37,7 +37,7 @@ def test_the_first_ctrl_c_asks_for_a_checkpoint(process_backend: Any) -> None:
     process_backend.until_phase("Running")
     uid = process_backend.uid()
     backend.send_signal(signal.SIGINT)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     process_backend.until_nothing_is_left(uid)
     record = json.loads((process_backend.job() / "attempt-0" / "worker-1" / "termination.json").read_text())
     assert record["code"] == 75, "the launcher was asked, not killed"
@@ -51,7 +51,7 @@ def test_the_first_ctrl_c_asks_for_a_checkpoint(process_backend: Any) -> None:
     again = process_backend.run(process_backend.manifest())
     process_backend.until_phase("Running")
     process_backend.end(0)
-    assert again.wait(60) == 0
+    assert again.wait(180) == 0
 
 
 def test_a_ctrl_c_whose_checkpoint_fails_reports_the_reason(process_backend: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_ctrl_c_whose_checkpoint_fails_reports_the_reason(process_backend: Any
     backend = process_backend.run(process_backend.manifest(grace_s=3600))
     process_backend.until_phase("Running")
     backend.send_signal(signal.SIGINT)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     status = process_backend.status()
     assert [(failure["worker"], failure["exitCode"], failure["action"]) for failure in status["failures"]] == [
         (1, 67, "FailJob")
@@ -83,7 +83,7 @@ def test_a_ctrl_c_between_two_attempts_suspends_the_job(process_backend: Any) ->
     process_backend.end(1, "-1-0")
     process_backend.until_phase("Restarting", attempt=1)
     backend.send_signal(signal.SIGINT)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     status = process_backend.status()
     assert (status["phase"], status["attempt"], len(status["failures"])) == ("Suspended", 1, 1)
     lines = (process_backend.folder / "backend.out").read_text().splitlines()
@@ -102,7 +102,7 @@ def test_the_second_ctrl_c_kills(process_backend: Any) -> None:
     )
     assert backend.poll() is None
     backend.send_signal(signal.SIGINT)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     process_backend.until_nothing_is_left(uid)
     assert process_backend.status()["phase"] == "Failed", "nothing was saved"
 
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_stop_is_killed_after_its_grace(process_backend: 
     process_backend.until_phase("Running")
     uid = process_backend.uid()
     backend.send_signal(signal.SIGTERM)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     process_backend.until_nothing_is_left(uid)
 
 
@@ -123,7 +123,7 @@ def test_the_job_ends_with_its_terminal(process_backend: Any) -> None:
     process_backend.until_phase("Running")
     uid = process_backend.uid()
     backend.send_signal(signal.SIGHUP)
-    assert backend.wait(60) == 130
+    assert backend.wait(180) == 130
     process_backend.until_nothing_is_left(uid)
 
 
@@ -192,9 +192,9 @@ def test_a_running_job_keeps_its_checkpoints_for_itself(process_backend: Any) ->
         assert refused.returncode == 1
         assert 'spec.checkpoint.save: kept belongs to the running job "job"' in refused.stderr
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     later = process_backend.run(str(manifest), "--name", "other")
-    assert later.wait(60) == 0
+    assert later.wait(180) == 0
 
 
 def test_a_running_job_is_not_replaced_and_a_finished_job_is(process_backend: Any) -> None:
@@ -208,9 +208,9 @@ def test_a_running_job_is_not_replaced_and_a_finished_job_is(process_backend: An
     process_backend.until_phase("Running", name="other")
     first = process_backend.uid()
     process_backend.end(0)
-    assert (backend.wait(60), other.wait(60)) == (0, 0)
+    assert (backend.wait(180), other.wait(180)) == (0, 0)
     again = process_backend.run(process_backend.manifest())
-    assert again.wait(60) == 0
+    assert again.wait(180) == 0
     assert first not in (process_backend.job() / "job.yaml").read_text()
 
 
@@ -224,7 +224,7 @@ def test_a_failing_worker_restarts_the_gang(process_backend: Any) -> None:
     failure = process_backend.status()["failures"][0]
     assert (failure["worker"], failure["rank"], failure["exitCode"], failure["action"]) == (1, 1, 1, "RestartJob")
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     assert process_backend.status()["restarts"] == 1
     process_backend.until_nothing_is_left(uid)
 
@@ -234,7 +234,7 @@ def test_a_usage_error_fails_the_job_at_once(process_backend: Any) -> None:
     process_backend.until_phase("Running")
     uid = process_backend.uid()
     process_backend.end(64, "-0")
-    assert backend.wait(60) == 1
+    assert backend.wait(180) == 1
     process_backend.until_nothing_is_left(uid)
     assert (process_backend.status()["phase"], process_backend.status()["restarts"]) == ("Failed", 0)
 
@@ -243,7 +243,7 @@ def test_a_usage_error_fails_the_job_at_once(process_backend: Any) -> None:
 def test_the_budget_of_restarts_ends(process_backend: Any) -> None:
     process_backend.end(67, "-1")
     backend = process_backend.run(process_backend.manifest())
-    assert backend.wait(90) == 1
+    assert backend.wait(180) == 1
     status = process_backend.status()
     assert (status["restarts"], len(status["failures"])) == (2, 3)
     assert status["failures"][-1]["action"] == "FailJob"
@@ -278,7 +278,7 @@ def test_the_final_status_is_written_once_the_disk_has_space(process_backend: An
     )
     assert process_backend.status()["phase"] == "Running"
     taken.rmdir()
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     assert process_backend.status()["phase"] == "Succeeded"
     assert process_backend.cli("get").stdout.splitlines()[1].split()[:2] == ["job", "Succeeded"]
 
@@ -295,7 +295,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again_as_any_that_failed(proce
     assert "worker 0 could not be started: Not a directory" in failure["message"]
     assert "WorkerNotStarted" in process_backend.cli("describe", "job").stdout
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     assert process_backend.status()["restarts"] == 2
     process_backend.until_nothing_is_left(uid)
 
@@ -316,7 +316,7 @@ def test_events_delayed_by_a_full_disk_are_written_once_it_has_space(process_bac
         lambda: "attempt 1 starts in" in written() and "of attempt 1 train" in written(), "held events are told"
     )
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
 
 
 def test_on_a_terminal_the_pages_stay_open_until_ctrl_c(process_backend: Any) -> None:
@@ -328,7 +328,7 @@ def test_on_a_terminal_the_pages_stay_open_until_ctrl_c(process_backend: Any) ->
     uid = process_backend.uid()
     assert process_backend.processes(uid, argument="hub.py")
     backend.send_signal(signal.SIGINT)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     process_backend.until_nothing_is_left(uid)
     assert "hubUrl" not in process_backend.status()
 
@@ -340,14 +340,14 @@ def test_a_closed_terminal_silences_the_job_and_does_not_end_it(process_backend:
     process_backend.end(1, "-0-0")
     process_backend.until_phase("Running", attempt=1)
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
 
 
 def test_follow_prints_the_log_of_the_reporting_rank(process_backend: Any) -> None:
     backend = process_backend.run(process_backend.manifest(), "--follow")
     process_backend.until_phase("Running")
     process_backend.end(0)
-    assert backend.wait(60) == 0
+    assert backend.wait(180) == 0
     lines = (process_backend.folder / "backend.out").read_text().splitlines()
     assert "line of rank 1, attempt 0" in lines
     assert "step 3/5  loss 1.5000" in lines

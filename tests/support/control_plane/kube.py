@@ -67,7 +67,7 @@ class ControlPlane:
     def client(self, user: str = ADMIN) -> httpx.Client:
         """An HTTP client with the user's token."""
         headers = {"Authorization": f"Bearer {self.tokens[user]}"}
-        return httpx.Client(base_url=self.url, headers=headers, verify=self.context(), timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, verify=self.context(), timeout=180)
 
     def kubeconfig(self, user: str = ADMIN) -> pathlib.Path:
         """A file for kubectl and clients, written once: an operator may read it at any time."""

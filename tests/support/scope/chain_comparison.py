@@ -13,7 +13,7 @@ from megatronapp_common.web.tokens import TokenRole, derive_token
 NOTHING = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "gaussian", "coefficient": 0}}]}
 ABLATED = {"perturbations": [{"kind": "calculation", "site": "mlp2", "action": {"type": "zero"}, "layers": [1]}]}
 COMPARISONS = "/api/v1/scope/comparisons"
-DEADLINE_S = 60
+DEADLINE_S = 120
 SWEEPS = "/api/v1/scope/sweeps"
 TOKENS = 5
 

@@ -29,7 +29,7 @@ from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
 from megatronapp_common.frames import Frame
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
-DEADLINE_S = 30
+DEADLINE_S = 120
 
 
 @dataclasses.dataclass

@@ -45,7 +45,7 @@ async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> Async
     work = asyncio.create_task(asyncio.to_thread(generate))
     try:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=180) as client:
             yield client
     finally:
         over = True

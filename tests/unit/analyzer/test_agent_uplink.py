@@ -17,7 +17,7 @@ from megatronapp_analyzer.agent.settings import AgentSettings
 from megatronapp_analyzer.agent.uplink import REFUSED_FAILURES, Uplink
 from megatronapp_analyzer.errors import ProtocolError
 
-SETTLED_S = 20.0
+SETTLED_S = 120.0
 
 
 @pytest.fixture

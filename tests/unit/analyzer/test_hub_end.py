@@ -14,7 +14,7 @@ from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_operator.backends.kubernetes.render import hub as hub_pod
 from megatronapp_operator.backends.process import hub as hub_process
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class LateJudge(LocalJudge):

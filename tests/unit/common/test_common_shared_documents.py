@@ -19,7 +19,7 @@ page = DocumentWriter(pathlib.Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
     page.write({"number": number, "again": [number] * (number % 700)})
 """
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 @pytest.fixture

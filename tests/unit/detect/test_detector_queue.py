@@ -30,7 +30,7 @@ from megatronapp_analyzer.model import (
     VerdictSubject,
 )
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def verdict(*, lost_s: float, state: VerdictState = VerdictState.CONFIRMED, since_step: int = 1) -> Verdict:

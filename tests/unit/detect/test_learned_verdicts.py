@@ -28,7 +28,7 @@ from megatronapp_analyzer.model import (
     VerdictSubject,
 )
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 SECONDS = st.integers(0, 100).map(lambda quarters: quarters / 4)
 
 

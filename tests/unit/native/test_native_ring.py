@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatronapp_common import trace
 from megatronapp_native import RingError, RingReader, RingWriter, monotonic_ns, run_queue_ns
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 U8, U16, U32, U64 = 0xFF, 0xFFFF, 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
 FIELD_MAX = {
     "start_ns": U64,

@@ -75,7 +75,7 @@ def answered(folder: pathlib.Path, begin: bytes, part: bytes = b"") -> Iterator[
                 yield found
         finally:
             left.set()
-            server.join(10)
+            server.join(120)
 
 
 @pytest.mark.parametrize(

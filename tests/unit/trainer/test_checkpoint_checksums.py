@@ -136,7 +136,7 @@ def test_threads_read_at_the_same_time(tmp_path: pathlib.Path, monkeypatch: pyte
     crc32 = checksums._crc32
 
     def met(path: pathlib.Path, block: checksums._FileBlock) -> int:
-        both.wait(timeout=60)
+        both.wait(timeout=180)
         return crc32(path, block)
 
     monkeypatch.setattr(checksums, "_crc32", met)

@@ -25,7 +25,7 @@ from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 EXPECTED = ExpectedGang(uid="u", attempt=2, proc_per_node=(2, 1, 3))
 
 

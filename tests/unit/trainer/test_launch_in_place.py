@@ -38,7 +38,7 @@ def status_of(gang: Gang, port: int) -> dict[str, Any]:
     request = urllib.request.Request(
         f"http://127.0.0.2:{port}/api/v1/launcher", headers={"Authorization": f"Bearer {token}"}
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         document: dict[str, Any] = json.load(answer)
     return document
 

@@ -81,7 +81,7 @@ def test_uneven_workers_in_the_order_of_their_racks(tmp_path: pathlib.Path) -> N
 
 
 def request_status(port: int, token: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.2", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.2", port, timeout=120)
     try:
         connection.request("GET", "/api/v1/launcher", headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
@@ -143,7 +143,7 @@ def test_a_stdout_that_is_never_read_delays_no_rank(tmp_path: pathlib.Path) -> N
         gang.go()
         state = tmp_path / "worker-0" / "state-0"
         wait_until(lambda: state.exists() and state.read_text() == "has said it all")
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=180)
     lines = [line for line in output.splitlines() if line.startswith("[rank 0] line ")]
     assert lines == [f"[rank 0] line {number}" for number in range(100_000)]
     assert launcher.returncode == ExitCode.OK

@@ -20,7 +20,7 @@ from megatronapp_trainer.launch.rendezvous.messages import EndNotice, JoinReques
 from megatronapp_trainer.launch.rendezvous.session import SingleWorkerGang
 
 PLACE = WorkerAddress(address="127.0.0.2", listen_address="127.0.0.2")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def text(faults: Iterator[str]) -> str:

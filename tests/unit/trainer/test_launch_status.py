@@ -34,7 +34,7 @@ def port(gang_status: GangStatus) -> Iterator[int]:
 def request_status(
     port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN}", method: str = "GET"
 ) -> Any:
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, port, timeout=120)
     connection.request(method, path, headers={} if authorization is None else {"Authorization": authorization})
     answer = connection.getresponse()
     body = answer.read()
@@ -91,7 +91,7 @@ def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -
 
 def test_silent_connections_block_no_request_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_server._StatusHandler, "timeout", 0.3)
-    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS - 1)]
+    silent = [socket.create_connection((HOST, port), timeout=120) for _ in range(status_server.MOST_CONNECTIONS - 1)]
     assert request_status(port)[0] == 200
     for connection in silent:
         assert connection.recv(1) == b""
@@ -99,7 +99,7 @@ def test_silent_connections_block_no_request_and_are_closed(port: int, monkeypat
 
 
 def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
-    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS)]
+    silent = [socket.create_connection((HOST, port), timeout=120) for _ in range(status_server.MOST_CONNECTIONS)]
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         request_status(port)
     for connection in silent:

@@ -55,7 +55,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
+    return socket.create_connection(("127.0.0.1", port), timeout=120)
 
 
 def request_status(port: int, path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> int:
@@ -128,7 +128,7 @@ def test_strangers_whatever_they_do_give_their_places_and_who_has_the_token_does
         for _ in range(20):
             busy.append(stack.enter_context(connected(port)))
             busy[-1].sendall(b"GET /route HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert reached.acquire(timeout=30)
+            assert reached.acquire(timeout=120)
         assert [request_status(port, "/healthz"), request_status(port, "/v1/models", **key)] == [200, 503]
         assert ended(busy[0])
         mine.sendall(b"a")

@@ -23,7 +23,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_PART_BYTES, SOCKET
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 PART, TOKENS = FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS
 
 
