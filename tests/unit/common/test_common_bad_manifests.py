@@ -129,7 +129,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"spec.parallelism.expert": 2, "spec.dpp.enabled": True},
-        "spec.parallelism.expert: must divide parallelism.data, and be 1 with fbd and dpp; write 1, or a divisor",
+        "spec.parallelism.expert: must be 1 with fbd and dpp; write 1",
     ),
     (
         {"spec.model.numLayers": 5},
