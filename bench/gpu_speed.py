@@ -3,9 +3,9 @@
     python bench/gpu_speed.py --out gpu_speed.json
 
 Arms of one model take turns in blocks of steps on the same data: megatron-core's local layers with softmax in fp32 (its
-default) and in bf16, our trainer with all kernels off, and our trainer with each part added, up to its defaults. For
+default) and in bf16, our trainer with all kernels off, with each part added, up to its defaults, and in fp8. For
 each arm: the median block, TFLOP/s by both counts of attention, the share of passes whose host was not ahead of the
-device, device time by kernel class, and the losses. The deep model has the first and the last of our arms alone.
+device, device time by kernel class, and the losses. The deep model has the first and the last two of our arms alone.
 An arm that fails is reported, and the others continue.
 """
 
@@ -53,6 +53,7 @@ OFF = {
 """Flags that turn a part off, in the order in which the parts are added. Until the graphs are on, the host may be what
 limits an arm; its device time shows what the part saves then.
 """
+FP8 = ["--fp8-format", "e4m3"]
 PLAIN = {"megatron-core, softmax in fp32": True, "megatron-core, softmax in bf16": False}
 CLASSES = {
     "attention": r"flash|fmha|sdpa|softmax|attention",
@@ -61,6 +62,7 @@ CLASSES = {
     "norm": r"norm",
     "activation": r"_activation_|gelu|silu",
     "residual": r"_residual_",
+    "rounding to fp8": r"_quantize_",
     "bias sums": r"_column_|reduce_kernel",
     "optimizer": r"adam|multi_tensor|foreach",
     "embedding": r"embedding|index|gather|sort",
@@ -254,6 +256,8 @@ def show(results: dict[str, Any]) -> None:
     for name in PLAIN:
         if ours is not None and name in rows:
             print(f"ours over {name}: {rows[name]['step_ms'] / ours['step_ms']:.2f}")
+    if ours is not None and "ours, fp8" in rows:
+        print(f"fp8 over bf16: {ours['step_ms'] / rows['ours, fp8']['step_ms']:.2f}")
     sys.stdout.flush()
 
 
@@ -267,6 +271,7 @@ def measure_parts(device: Device, layers: int, only: str) -> dict[str, Any]:
         name = "ours, defaults" if count == len(parts) else name
         flags = [flag for part in parts[count:] for flag in OFF[part]]
         bench.add(name, lambda name=name, flags=flags: bench.ours(name, flags))  # type: ignore[misc]
+    bench.add("ours, fp8", lambda: bench.ours("ours, fp8", FP8))
     bench.measure()
     return bench.results()
 
@@ -276,6 +281,7 @@ def measure_deep(device: Device, layers: int, only: str) -> dict[str, Any]:
     every = [flag for flags in OFF.values() for flag in flags]
     bench.add("ours, all off", lambda: bench.ours("ours, all off", every))
     bench.add("ours, defaults", lambda: bench.ours("ours, defaults", []))
+    bench.add("ours, fp8", lambda: bench.ours("ours, fp8", FP8))
     bench.measure()
     return bench.results()
 

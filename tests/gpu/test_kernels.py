@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_training import losses_of, train
+from device_training import losses_of, train, train_on_all_kernels
 
 RunRanks = Callable[..., list[Any]]
 OFF = (
@@ -34,23 +34,11 @@ def test_kernels_in_bf16_follow_plain_torch(run_ranks: RunRanks, flags: str) -> 
     assert losses_of(run_ranks(1, fused, f"{HALF} {flags}")) == pytest.approx(plain, abs=HALF_TOLERANCE)
 
 
-def always_fused(flags: str) -> dict[str, Any]:
-    """Train on all kernels, whether passes are replayed or not."""
-    import importlib
-    import warnings
-
-    warnings.simplefilter("ignore")
-    for name in ("models.kernels.choice", "pipeline.split_backward"):
-        module: Any = importlib.import_module(f"megatronapp_trainer.{name}")
-        module.launches_are_replayed = lambda _config: True
-    return train(flags)
-
-
 @pytest.mark.parametrize("flags", [HALF, "", f"{HALF} --overlap-grad-reduce --overlap-param-gather"])
 def test_graphs_are_equal_to_the_bit(run_ranks: RunRanks, flags: str) -> None:
     flags = f"{flags} --deterministic-mode"
-    expected = run_ranks(1, always_fused, f"{flags} --cuda-graph-impl none")[0]
-    found = run_ranks(1, always_fused, f"{flags} --cuda-graph-impl local")[0]
+    expected = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl none")[0]
+    found = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl local")[0]
     assert found["losses"] == expected["losses"]
     assert found["norms"] == expected["norms"]
 
@@ -58,8 +46,8 @@ def test_graphs_are_equal_to_the_bit(run_ranks: RunRanks, flags: str) -> None:
 def test_graphs_follow_a_growing_batch(run_ranks: RunRanks) -> None:
     """Each length of a step has its own divisor of the loss, and so its own graph."""
     flags = f"{HALF} --deterministic-mode --rampup-batch-size 2 2 16"
-    expected = losses_of(run_ranks(1, always_fused, f"{flags} --cuda-graph-impl none"))
-    assert losses_of(run_ranks(1, always_fused, f"{flags} --cuda-graph-impl local")) == expected
+    expected = losses_of(run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl none"))
+    assert losses_of(run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl local")) == expected
 
 
 def embedding_gradient() -> bool:

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-_NOT_YET = "not yet"
 _LAUNCHER = "the launcher sets it; leave it out"
 SAME = "the same"
 
@@ -49,7 +48,7 @@ FLAGS: Final[dict[str, str]] = {
     "--expert-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.expert",
     "--context-parallel-size": f"{SAME}; in a manifest spec.parallelism.context",
     "--cp-comm-type": f"{SAME} for p2p and a2a; in a manifest spec.args",
-    "--fp8-format": f"{_NOT_YET}; leave it out, and write --bf16",
+    "--fp8-format": f"{SAME} for e4m3, with --bf16 (docs/training.md); in a manifest spec.args",
     "--fp16": f"{SAME}; in a manifest spec.training.precision: fp16; megatronapp serve has --precision fp16",
     "--loss-scale": f"{SAME}; in a manifest spec.args",
     "--tokenizer-type": f"{SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "

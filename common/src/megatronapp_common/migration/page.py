@@ -18,7 +18,7 @@ megatronapp translate 'python tools/checkpoint/convert.py --loader legacy --load
 megatronapp translate -- --trace-interval 5
 ```
 
-"Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, T5, fp8. Flags of a
+"Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, and T5. Flags of a
 training command that the trainer does not take are named with the reason, and the printed command is without them.
 Options of the converters are in [checkpoints.md](checkpoints.md), those of the old server in
 [serving.md](serving.md).

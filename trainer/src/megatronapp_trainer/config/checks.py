@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
-from megatronapp_trainer.config.precision import PrecisionConfig
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.bert import bert_problems
 from megatronapp_trainer.config.rules.context import context_problems
@@ -15,6 +14,7 @@ from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.experts import experts_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.graphs import graph_problems
+from megatronapp_trainer.config.rules.precision import precision_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.config.rules.tokenizer import tokenizer_problems
 from megatronapp_trainer.config.rules.trace import trace_problems
@@ -371,26 +371,6 @@ def _overlap(config: TrainerConfig) -> Iterator[str]:
     )
 
 
-def _precision(config: TrainerConfig) -> Iterator[str]:
-    precision, plain = config.precision, PrecisionConfig()
-    yield from require(not (precision.bf16 and precision.fp16), "--bf16 and --fp16 exclude each other; omit either")
-    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        flag = f"--{name.replace('_', '-')}"
-        yield from require(
-            precision.fp16 or getattr(precision, name) == getattr(plain, name),
-            f"{flag} is about the loss scale of --fp16; omit it, or add --fp16",
-        )
-        yield from require(
-            precision.loss_scale is None or name == "loss_scale" or getattr(precision, name) == getattr(plain, name),
-            f"{flag} is for a scale that adapts, and --loss-scale {precision.loss_scale} fixes it; omit either",
-        )
-    yield from require(
-        precision.min_loss_scale <= precision.initial_loss_scale,
-        f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "
-        f"{precision.initial_loss_scale:g}; give at most that",
-    )
-
-
 def _recompute(config: TrainerConfig) -> Iterator[str]:
     precision = config.precision
     if precision.granularity == "full":
@@ -485,7 +465,7 @@ _RULES: tuple[Rule, ...] = (
     _dpp,
     fbd_problems,
     _overlap,
-    _precision,
+    precision_problems,
     _recompute,
     _batches,
     *SCHEDULE_RULES,

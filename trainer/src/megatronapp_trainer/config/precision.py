@@ -24,6 +24,20 @@ class PrecisionConfig:
         1000, "steps in a row without overflow after which the factor doubles", bounds="[1, inf)"
     )
     hysteresis: int = option(2, "overflows after which the factor is halved", bounds="[1, inf)")
+    fp8_format: str | None = option(
+        None,
+        "number format of the products of linear layers; with --bf16, in which weights, their gradients and the rest "
+        "stay",
+        choices=("e4m3",),
+    )
+    fp8_recipe: str = option("rowwise", "how numbers of 8 bits are scaled: a scale for each row", choices=("rowwise",))
+    first_last_layers_bf16: bool = option(False, "leave the first and last layers in bf16 with --fp8-format")
+    num_layers_at_start_in_bf16: int = option(
+        1, "first layers left in bf16 with --first-last-layers-bf16", bounds="[0, inf)"
+    )
+    num_layers_at_end_in_bf16: int = option(
+        1, "last layers left in bf16 with --first-last-layers-bf16", bounds="[0, inf)"
+    )
     accumulate_allreduce_grads_in_fp32: bool = option(
         False, "accumulate and reduce the gradients of --fp16 in fp32; those of --bf16 always are"
     )

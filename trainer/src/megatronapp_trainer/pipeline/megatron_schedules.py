@@ -137,14 +137,23 @@ def install_pass_timers(context: ScheduleContext) -> PassTimers | None:
 
 def _fuse_gradients(context: ScheduleContext) -> None:
     # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+    from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
     from megatronapp_trainer.pipeline.split_backward import (
         fused_gradients,
         install_direct_gradients,
         uses_small_kernels,
     )
 
+    in_fp8 = layers_in_fp8(context.config, next(context.chunks[0].parameters()).device)
     if (gradients := fused_gradients(context)) is not None:
-        install_direct_gradients(context.chunks, sum_rows=gradients, embedding_rows=uses_small_kernels(context.config))
+        install_direct_gradients(
+            context.chunks,
+            sum_rows=gradients,
+            embedding_rows=uses_small_kernels(context.config),
+            fp8_layers=in_fp8,
+        )
+    elif in_fp8:
+        install_direct_gradients(context.chunks, fused=False, fp8_layers=in_fp8)
 
 
 def connect_gradients(context: ScheduleContext) -> None:

@@ -8,16 +8,18 @@ docs/megadpp.md says what is split, and what that costs.
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.models.kernels import fp8
 from megatronapp_trainer.models.kernels.choice import launches_are_replayed, reason_against_kernels
 from megatronapp_trainer.models.layers import implementation_of
 from megatronapp_trainer.pipeline.reduction_order import order_reductions
@@ -44,6 +46,7 @@ def install_split_backward(
     output_layer: bool = True,
     fused: bool = False,
     sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
+    fp8_layers: Collection[int] = (),
 ) -> list[WeightGradientStore]:
     """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
 
@@ -58,6 +61,7 @@ def install_split_backward(
             layers: the product is not rounded to the precision of the weights before it is added. Split and whole
             passes both do it, so results do not depend on which of them run.
         sum_rows: sums the gradients of outputs over tokens, for biases.
+        fp8_layers: numbers of the transformer layers, from 1 over all stages, whose linear layers multiply in 8 bits.
 
     Raises:
         UsageError: the device has no fused product for the model's precision.
@@ -65,7 +69,7 @@ def install_split_backward(
     stores = []
     for index, chunk in enumerate(chunks):
         store = WeightGradientStore(chunk, index=index, fused=fused, sum_rows=sum_rows)
-        _install(chunk, store, output_layer=output_layer)
+        _install(chunk, store, output_layer=output_layer, fp8_layers=fp8_layers)
         stores.append(store)
     order_reductions(chunks)
     return stores
@@ -74,16 +78,19 @@ def install_split_backward(
 def install_direct_gradients(
     chunks: list[Any],
     *,
+    fused: bool = True,
     sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
     embedding_rows: bool = False,
+    fp8_layers: Collection[int] = (),
 ) -> None:
-    """Let the linear layers of model chunks add their weight gradients to fp32 within the matrix product.
+    """Let the linear layers of model chunks add their own weight gradients, by default to fp32 within the product.
 
     For schedules whose backward passes are whole. `embedding_rows`: the embedding of tokens adds its gradient row by
-    row, in our own Triton kernel. Raises UsageError as `install_split_backward`.
+    row, in our own Triton kernel. Other arguments and errors as of `install_split_backward`.
     """
     for chunk in chunks:
-        _install(chunk, DirectGradients(chunk, sum_rows=sum_rows), output_layer=True)
+        gradients = DirectGradients(chunk, fused=fused, sum_rows=sum_rows)
+        _install(chunk, gradients, output_layer=True, fp8_layers=fp8_layers)
         if embedding_rows:
             for module in _own_embeddings(chunk):
                 module.forward = _RowEmbedding(module, chunk, module.forward)
@@ -122,14 +129,26 @@ class _RowEmbedding:
         return embed(input_, weight, lambda parameter: announce(self.chunk, parameter))
 
 
-def _install(chunk: Any, gradients: WeightGradients, *, output_layer: bool) -> None:  # noqa: ANN401 - DDP
+def _install(
+    chunk: Any,  # noqa: ANN401 - DDP
+    gradients: WeightGradients,
+    *,
+    output_layer: bool,
+    fp8_layers: Collection[int],
+) -> None:
+    in_fp8 = {
+        id(module)
+        for layer in chunk.modules()
+        if isinstance(layer, BaseTransformerLayer) and layer.layer_number in fp8_layers
+        for module in layer.modules()
+    }
     for module in _split_layers(chunk, output_layer=output_layer)[0].values():
         if gradients.fused:
             _require_fused_product(module.weight)
         whole = module._forward_impl
         if isinstance(whole, _SplitLayer):
             whole = whole.whole
-        module._forward_impl = _SplitLayer(module.weight, gradients, whole)
+        module._forward_impl = _SplitLayer(module.weight, gradients, whole, in_fp8=id(module) in in_fp8)
 
 
 def fused_gradients(context: ScheduleContext) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -232,6 +251,8 @@ class _SplitLayer:
     store: WeightGradients
     whole: Callable[..., torch.Tensor]
     """The module's own, for any weight but its parameter, and for a frozen one."""
+    in_fp8: bool = False
+    """Outputs and gradients of inputs are products in 8 bits, those of weights are not."""
 
     def __call__(
         self,
@@ -260,6 +281,7 @@ class _SplitLayer:
             store=self.store,
             reduce_group=tp_group if allreduce_dgrad else None,
             gather_group=tp_group if sequence_parallel else None,
+            in_fp8=self.in_fp8,
         )
         # Autograd gets a leaf of its own with the weight's memory: it then never visits the parameter, whose hook would
         # count the gradient of the last microbatch as complete, and which has no gradient in a split pass.
@@ -278,6 +300,7 @@ class _LayerCall:
     """Ranks over which the input's gradient is summed."""
     gather_group: dist.ProcessGroup | None
     """Ranks that hold the parts of the input's sequence, and get those of its gradient."""
+    in_fp8: bool
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -300,6 +323,8 @@ class _LinearFunction(torch.autograd.Function):
         whole, gather = _gather_shared(input, call.gather_group)
         if gather is not None:
             gather.wait()
+        if call.in_fp8:
+            return fp8.linear(whole, weight, bias)
         if call.store.fused:  # the bias is added before the product is rounded
             return torch.nn.functional.linear(whole, weight, bias)
         output = torch.matmul(whole, weight.t())
@@ -311,7 +336,7 @@ class _LinearFunction(torch.autograd.Function):
         call: _LayerCall = ctx.call
         splits = call.store.is_collecting
         whole, gather = (input, None) if splits else _gather_shared(input, call.gather_group)
-        input_gradient = output_gradient.matmul(weight)
+        input_gradient = fp8.input_gradient(output_gradient, weight) if call.in_fp8 else output_gradient.matmul(weight)
         if gather is not None:
             gather.wait()
         product = weight_product(call.weight, input, output_gradient, call.gather_group)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.vee_gradients import finalize_vee
 from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
@@ -53,7 +54,10 @@ class TaskPasses:
         self._split = split
         gradients = fused_gradients(context)
         self._stores = install_split_backward(
-            context.chunks, fused=gradients is not None, sum_rows=sum_rows if gradients is None else gradients
+            context.chunks,
+            fused=gradients is not None,
+            sum_rows=sum_rows if gradients is None else gradients,
+            fp8_layers=layers_in_fp8(context.config, next(context.chunks[0].parameters()).device),
         )
         self._random = TaskRandom() if context.config.model.has_dropout else None
         self._device = next(context.chunks[0].parameters()).device

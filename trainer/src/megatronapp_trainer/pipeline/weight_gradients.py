@@ -95,13 +95,19 @@ class WeightGradients(Protocol):
 
 
 class DirectGradients:
-    """Adds each weight gradient of a model chunk to its `main_grad` within the backward pass, in one fused product."""
+    """Adds each weight gradient of a model chunk to its `main_grad` within the backward pass."""
 
-    fused = True
     is_collecting = False
 
-    def __init__(self, chunk: Any, *, sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows) -> None:  # noqa: ANN401 - DDP
+    def __init__(
+        self,
+        chunk: Any,  # noqa: ANN401 - DDP
+        *,
+        fused: bool = True,
+        sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
+    ) -> None:
         self._chunk = chunk
+        self.fused = fused
         self.sum_rows = sum_rows
 
     def collect(self, product: WeightProduct) -> None:
@@ -111,7 +117,7 @@ class DirectGradients:
     @torch.no_grad()
     def add_now(self, product: WeightProduct, layer_input: torch.Tensor) -> None:
         """Compute a weight gradient within its backward pass, from the whole input of the layer [.., I]."""
-        add_product(product, layer_input, fused=True)
+        add_product(product, layer_input, fused=self.fused)
         announce(self._chunk, product.weight)
 
 

@@ -1,0 +1,76 @@
+"""Products in 8 bits on a device: rounding and products next to plain torch, and trainings next to bf16."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device_training import losses_of, train, train_on_all_kernels
+
+RunRanks = Callable[..., list[Any]]
+HALF = "--bf16 --use-distributed-optimizer"
+FP8 = f"{HALF} --fp8-format e4m3"
+TOLERANCE = 0.05
+"""Absolute: the loss falls from 4.8 to 3.8 over eight steps."""
+
+
+def rounding_errors() -> dict[str, float]:
+    """Return the share of numbers that the kernels round otherwise than torch, and relative errors of products."""
+    import torch
+
+    from megatronapp_trainer.models.kernels import fp8
+
+    torch.manual_seed(0)
+    inputs = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16) * 7
+    weight, bias = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((640, 512), (640,)))
+    gradient = torch.randn(300, 640, device="cuda", dtype=torch.bfloat16) * 1e-4
+    inputs[5] = 0
+    rows, columns = fp8.quantize_rows(inputs), fp8.quantize_columns(weight)
+    expected_rows, expected_columns = fp8.quantize_rows(inputs.cpu()), fp8.quantize_columns(weight.cpu())
+
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((found.cpu().float() - expected.float()).norm() / expected.float().norm())
+
+    return {
+        "rows": float((rows.values.cpu().float() != expected_rows.values.float()).float().mean()),
+        "columns": float((columns.values.cpu().float() != expected_columns.values.float()).float().mean()),
+        "row scales": error(rows.scales, expected_rows.scales),
+        "column scales": error(columns.scales, expected_columns.scales),
+        "output": error(fp8.linear(inputs, weight, bias), fp8.linear(inputs.cpu(), weight.cpu(), bias.cpu())),
+        "input gradient": error(fp8.input_gradient(gradient, weight), fp8.input_gradient(gradient.cpu(), weight.cpu())),
+    }
+
+
+def test_rounding_and_products_are_those_of_torch(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(1, rounding_errors)
+    assert found["rows"] < 1e-3 and found["columns"] < 1e-3  # where a quotient is between two numbers
+    assert found["row scales"] < 1e-6 and found["column scales"] < 1e-6
+    assert found["output"] < 0.005 and found["input gradient"] < 0.005  # rounded to bf16
+
+
+@pytest.mark.parametrize("flags", ["", "--swiglu --normalization RMSNorm"])
+def test_fp8_follows_bf16(run_ranks: RunRanks, flags: str) -> None:
+    plain = losses_of(run_ranks(1, train, f"{HALF} {flags}"))
+    found = losses_of(run_ranks(1, train, f"{FP8} {flags}"))
+    assert found != plain
+    assert found == pytest.approx(plain, abs=TOLERANCE)
+
+
+def test_graphs_in_fp8_are_equal_to_the_bit(run_ranks: RunRanks) -> None:
+    flags = f"{FP8} --deterministic-mode"
+    expected = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl none")[0]
+    found = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl local")[0]
+    assert found["losses"] == expected["losses"]
+    assert found["norms"] == expected["norms"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", id="TP2"),
+        pytest.param("--pipeline-model-parallel-size 2", id="PP2"),
+        pytest.param("--pipeline-model-parallel-size 2 --use-dpp", id="PP2-MegaDPP"),
+    ],
+)
+def test_layouts_in_fp8(run_ranks: RunRanks, flags: str) -> None:
+    alone = losses_of(run_ranks(1, train, FP8))
+    assert losses_of(run_ranks(2, train, f"{FP8} {flags}")) == pytest.approx(alone, abs=TOLERANCE)
