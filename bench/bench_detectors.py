@@ -5,27 +5,34 @@
     python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --minutes 60   # in several parts
     python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --processes 16
     python bench/bench_detectors.py --rows @healthy --windows 1112 --published --continue run.outcomes --processes 16
+    python bench/bench_detectors.py ... --part 2/3 --continue 2.outcomes                  # a third of the seeds
+    python bench/bench_detectors.py ... --continue 1.outcomes --also 2.outcomes 3.outcomes   # the sums of all parts
     python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
 
-Every window is a separate job, watched from its first step. All detectors get the same records.
+Every window is a separate job, watched from its first step. All detectors get the same records. With --continue,
+Ctrl-C or SIGTERM ends a run after the windows that have begun; the same command continues it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import pathlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
 import detect
 import numpy as np
 from detect.noise import Floats
-from detect.progress import OutcomeFile, key_of, version_of
+from detect.progress import OutcomeFile, key_of, outcomes_in, version_of
 from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
 from detect.score import quantile, score
 from detect.suite import LAYOUTS, PUBLISHED, ROW_GROUPS, ROWS, DetectionCase, draw
@@ -43,13 +50,14 @@ def main() -> None:
     options = parse_options()
     rows = chosen_rows(options.rows or "@faults,@healthy")
     names = chosen(options.detectors, DETECTORS, "--detectors")
-    first = options.seed + (PUBLISHED - 1 if options.published else 0)
     layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
     # Row by row within a seed, so that a run that is ended has equally many windows of each row.
-    cases = [draw(ROWS[row], seed, layouts) for seed in range(first, first + options.windows) for row in rows]
+    cases = [draw(ROWS[row], seed, layouts) for seed in seeds_of(options) for row in rows]
     if options.pace:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
     outcomes = run_some(cases, names, options) if options.resume else run_in_order(cases, names, options.processes)
+    if not outcomes:
+        sys.exit("no window has been run; give more --minutes")
     print(table(outcomes))
     print("\nAll rows together, with exact bounds at 95 %:\n" + totals_table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
@@ -98,6 +106,14 @@ def with_recorded_pace(case: DetectionCase, pace: Floats) -> DetectionCase:
     return dataclasses.replace(case, job=dataclasses.replace(case.job, noise=noise))
 
 
+def seeds_of(options: argparse.Namespace) -> range:
+    """Return the seeds of the windows of each row: all, or those of a part."""
+    first = options.seed + (PUBLISHED - 1 if options.published else 0)
+    part, parts = options.part
+    ends = [first + options.windows * number // parts for number in (part - 1, part)]
+    return range(*ends)
+
+
 def run_in_order(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
     """Return the outcomes of cases in their order."""
     found = {key_of(outcome.case): outcome for outcome in run_all(cases, names, processes)}
@@ -105,24 +121,61 @@ def run_in_order(cases: Sequence[DetectionCase], names: Sequence[str], processes
 
 
 def run_all(
-    cases: Iterable[DetectionCase], names: Sequence[str], processes: int, minutes: float = math.inf
+    cases: Iterable[DetectionCase],
+    names: Sequence[str],
+    processes: int,
+    minutes: float = math.inf,
+    ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[DetectionOutcome]:
-    """Yield the outcomes of cases, in any order; none is begun after `minutes`.
+    """Yield the outcomes of cases, in any order; none is begun after `minutes`, or once `ended` returns true.
 
     A window depends on its case alone, so that the number of processes changes nothing.
     """
     end = time.monotonic() + 60 * minutes
-    in_time = itertools.takewhile(lambda case: time.monotonic() < end, cases)
+    in_time = itertools.takewhile(lambda case: time.monotonic() < end and not ended(), cases)
     if processes == 1:
         yield from (run(case, names) for case in in_time)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        # A few in advance, so that no process waits and few windows are begun after the end.
-        running = {pool.submit(run, case, names) for case in itertools.islice(in_time, processes + AHEAD)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {pool.submit(run, case, names) for case in itertools.islice(in_time, len(done))}
-            yield from (future.result() for future in done)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process: windows are spread, and not what is inside
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), ignore_interrupts) as pool:
+        try:
+            # A few in advance, so that no process waits and few windows are begun after the end.
+            running = {pool.submit(run, case, names) for case in itertools.islice(in_time, processes + AHEAD)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {pool.submit(run, case, names) for case in itertools.islice(in_time, len(done))}
+                yield from (future.result() for future in done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def until_a_signal() -> Iterator[Callable[[], bool]]:
+    """Give what returns true after the first Ctrl-C or SIGTERM; a second has its usual effect."""
+    received = threading.Event()
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    def receive(number: int, frame: object) -> None:
+        received.set()
+        restore()
+        print("\nends after the windows that have begun; the same command continues", file=sys.stderr)
+
+    for number in usual:
+        signal.signal(number, receive)
+    try:
+        yield received.is_set
+    finally:
+        restore()
+
+
+def ignore_interrupts() -> None:
+    """Let Ctrl-C end the run and not the window that a process is at."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_some(
@@ -131,18 +184,31 @@ def run_some(
     """Continue a run for some time; return the outcomes of all cases that have been run."""
     analyzer = pathlib.Path(next(iter(megatronapp_analyzer.__path__)))
     folders = [pathlib.Path(next(iter(detect.__path__))), *(analyzer / name for name in ("detect", "graph", "align"))]
-    folders.append(pathlib.Path(__file__).parents[1] / "csrc" / "src" / "detect")
+    csrc = pathlib.Path(__file__).parents[1] / "csrc"
+    folders += [csrc / "src" / "detect", csrc / "include" / "megatronapp" / "detect"]
+    version = version_of(folders, f"{names} {options.pace}")
     try:
-        stored = OutcomeFile(options.resume, version_of(folders, f"{names} {options.pace}"))
-    except ValueError as error:
+        others = [outcomes_in(path, version) for path in options.also]
+    except (OSError, ValueError) as error:
+        sys.exit(f"--also: {error}")
+    try:
+        stored = OutcomeFile(options.resume, version)
+    except (OSError, ValueError) as error:
         sys.exit(f"--continue: {error}")
-    missing = [case for case in cases if key_of(case) not in stored.outcomes]
-    for number, outcome in enumerate(run_all(missing, names, options.processes, options.minutes), start=1):
-        stored.add(outcome)
-        print(f"\r{number} of {len(missing)} windows", end="", file=sys.stderr, flush=True)
+    found = dict(itertools.chain.from_iterable(part.items() for part in [*others, stored.outcomes]))
+    missing = [case for case in cases if key_of(case) not in found]
+    begun_s = time.monotonic()
+    with until_a_signal() as ended:
+        outcomes = run_all(missing, names, options.processes, options.minutes, ended)
+        for number, outcome in enumerate(outcomes, start=1):
+            stored.add(outcome)
+            found[key_of(outcome.case)] = outcome
+            left = (time.monotonic() - begun_s) / number * (len(missing) - number) / 60
+            print(f"\r{number} of {len(missing)} windows, {left:.0f} minutes for the others  ", end="", file=sys.stderr)
+            sys.stderr.flush()
     print(file=sys.stderr)
     stored.close()
-    return [stored.outcomes[key_of(case)] for case in cases if key_of(case) in stored.outcomes]
+    return [found[key_of(case)] for case in cases if key_of(case) in found]
 
 
 def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:
@@ -174,6 +240,14 @@ def chosen(text: str, known: Mapping[str, object], option: str) -> list[str]:
     return names
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """Read `2/3`, the second of three parts."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write for example 2/3 for the second of three")
+    return int(part), int(parts)
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10, help="windows of each row")
@@ -187,12 +261,25 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--continue", dest="resume", metavar="FILE", type=pathlib.Path, help="store outcomes, and skip those stored"
     )
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        type=pathlib.Path,
+        help="with --continue: use these outcomes, too",
+    )
+    parser.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="K/N", help="only the Kth of N parts of the seeds"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="with --continue: begin no window afterwards")
     parser.add_argument("--processes", type=int, default=1, help="processes that windows are spread over")
     parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
     parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")
     options = parser.parse_args()
+    if options.resume is None and options.also:
+        parser.error("--also: write --continue FILE, too, for the outcomes that are missing in these files")
     if options.resume is None and options.minutes != math.inf:
         parser.error("--minutes: write --continue FILE, too, with which the rest can be run later")
     return options

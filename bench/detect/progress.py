@@ -27,22 +27,12 @@ class OutcomeFile:
 
     def __init__(self, path: pathlib.Path, version: str) -> None:
         """Read what is there. Raises ValueError where another version, or another program, has begun the file."""
-        self.outcomes: dict[Key, DetectionOutcome] = {}
-        end = 0
         self._stream: BinaryIO = path.open("r+b" if path.exists() else "w+b")
-        for number, (content, end_of_member) in enumerate(_members(self._stream)):
-            if number:
-                outcome: DetectionOutcome = pickle.loads(content)
-                self.outcomes[key_of(outcome.case)] = outcome
-            elif (begun_by := content.decode()) != version:
-                self._stream.close()
-                raise ValueError(
-                    f"{path} has outcomes of version {begun_by}, and the code is {version}; write another file"
-                )
-            end = end_of_member
-        if not end and self._stream.seek(0, 2):
+        try:
+            self.outcomes, end = _stored(self._stream, path, version)
+        except ValueError:
             self._stream.close()
-            raise ValueError(f"{path} is not a file of outcomes; write another file")
+            raise
         self._stream.truncate(end)  # an outcome that was being written when the run ended
         self._stream.seek(end)
         if not end:
@@ -60,6 +50,33 @@ class OutcomeFile:
     def _append(self, content: bytes) -> None:
         self._stream.write(gzip.compress(content))
         self._stream.flush()
+
+
+def outcomes_in(path: pathlib.Path, version: str) -> dict[Key, DetectionOutcome]:
+    """Return the complete outcomes of a file, such as another part of a run, which may be going on.
+
+    Raises ValueError where another version, or another program, has begun the file, and OSError without it.
+    """
+    with path.open("rb") as stream:
+        return _stored(stream, path, version)[0]
+
+
+def _stored(stream: BinaryIO, path: pathlib.Path, version: str) -> tuple[dict[Key, DetectionOutcome], int]:
+    """Return the complete outcomes of a stream, and the position at which they end; 0 in an empty one."""
+    outcomes: dict[Key, DetectionOutcome] = {}
+    end = 0
+    for number, (content, end_of_member) in enumerate(_members(stream)):
+        if number:
+            outcome: DetectionOutcome = pickle.loads(content)
+            outcomes[key_of(outcome.case)] = outcome
+        elif (begun_by := content.decode()) != version:
+            raise ValueError(
+                f"{path} has outcomes of version {begun_by}, and the code is {version}; write another file"
+            )
+        end = end_of_member
+    if not end and stream.seek(0, 2):
+        raise ValueError(f"{path} is not a file of outcomes; write another file")
+    return outcomes, end
 
 
 def key_of(case: DetectionCase) -> Key:

@@ -4,16 +4,22 @@ import dataclasses
 import gzip
 import pathlib
 import pickle
+import signal
+import subprocess
+import sys
 
+import bench_detectors
 import pytest
-from bench_detectors import chosen_rows, main, run_all, run_in_order, totals_table
+from bench_detectors import chosen_rows, main, parse_options, run_all, run_in_order, seeds_of, totals_table
 from detect.layout import Grid
-from detect.progress import OutcomeFile, key_of, version_of
+from detect.progress import OutcomeFile, key_of, outcomes_in, version_of
 from detect.protocol import NamedSubject, Verdict
 from detect.runner import DetectionOutcome, StepLengths
 from detect.score import Truth, Window
 from detect.simulation import JobSimulation, SimulatedJob
-from detect.suite import ROWS, DetectionCase, draw
+from detect.suite import PUBLISHED, ROWS, DetectionCase, draw
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 GRID = Grid(dp=4)
 RANK = NamedSubject((1,))
@@ -98,6 +104,90 @@ def test_outcomes_of_another_version_are_refused(tmp_path: pathlib.Path) -> None
     before = version_of([tmp_path], "")
     (tmp_path / "x.py").write_text("x = 2")
     assert before != version_of([tmp_path], "") != version_of([tmp_path], "other options")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 2000), st.booleans())
+def test_parts_of_a_run_have_each_seed_once(
+    monkeypatch: pytest.MonkeyPatch, windows: int, parts: int, seed: int, published: bool
+) -> None:
+    argv = ["bench", "--windows", str(windows), "--seed", str(seed), *["--published"] * published]
+    seeds: list[int] = []
+    for part in range(1, parts + 1):
+        monkeypatch.setattr("sys.argv", [*argv, "--part", f"{part}/{parts}"])
+        seeds += seeds_of(parse_options())
+    first = seed + (PUBLISHED - 1 if published else 0)
+    assert seeds == list(range(first, first + windows))
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2"])
+def test_a_part_that_is_none_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", f"--part={part}"])
+    with pytest.raises(SystemExit):
+        parse_options()
+    assert "is no part; write for example 2/3" in capsys.readouterr().err
+
+
+def test_parts_are_summed_up(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "1.outcomes", tmp_path / "2.outcomes"
+    argv = ["bench", "--rows", "healthy", "--layouts", "dp4", "--detectors", "late start", "--windows", "2"]
+
+    def bench(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", [*argv, *options])
+        main()
+        return capsys.readouterr().out
+
+    bench("--part", "1/2", "--continue", str(first))
+    second.write_bytes(first.read_bytes()[:-10])  # a run that has just begun
+    assert "| healthy | late start | 2 |" in bench("--continue", str(second), "--also", str(first))
+    assert len(outcomes_in(second, _version_in(second))) == 1
+    assert "| healthy | late start | 2 |" in bench("--continue", str(first), "--also", str(second), "--minutes", "0")
+    with pytest.raises(SystemExit, match=r"--also: .*no file"):
+        bench("--continue", str(first), "--also", str(tmp_path / "no file"))
+    with pytest.raises(SystemExit, match="no window has been run; give more --minutes"):
+        bench("--continue", str(tmp_path / "3.outcomes"), "--minutes", "0")
+
+
+def _version_in(path: pathlib.Path) -> str:
+    with gzip.open(path) as stream:
+        return stream.read(12).decode()
+
+
+def test_outcomes_of_another_part_are_read_while_it_runs(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.outcomes"
+    stored = OutcomeFile(path, "a")
+    found = [outcome("ramp", seed, faulty=True, named=True) for seed in (1, 2)]
+    for each in found:
+        stored.add(each)
+    assert list(outcomes_in(path, "a").values()) == found
+    size = path.stat().st_size
+    with path.open("r+b") as stream:
+        stream.truncate(size - 10)
+    assert list(outcomes_in(path, "a").values()) == found[:1]
+    assert path.stat().st_size == size - 10
+    with pytest.raises(ValueError, match="has outcomes of version a, and the code is b"):
+        outcomes_in(path, "b")
+    stored.close()
+
+
+def test_a_run_that_is_ended_prints_what_is_stored(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.outcomes"
+    command = [sys.executable, bench_detectors.__file__, "--rows", "healthy", "--layouts", "dp8-pp8"]
+    command += ["--detectors", "late start", "--windows", "2000", "--processes", "2", "--continue", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.read(1)  # the first window is stored
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "ends after the windows that have begun; the same command continues" in err
+    stored = len(outcomes_in(path, _version_in(path)))
+    assert stored > 0
+    assert f"| healthy | late start | {stored} |" in out
 
 
 def test_rows_are_summed_up_by_group() -> None:
