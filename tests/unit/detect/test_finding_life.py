@@ -1,6 +1,10 @@
 """Life of findings: what a larger subject does to those that it includes."""
 
 import dataclasses
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
@@ -32,7 +36,6 @@ def step(tracker: FindingTracker, number: int, *candidates: SuspectCandidate) ->
         lambda votes: now,
         lambda suspect: False,
         hits=lambda suspect: 3,
-        healthy=lambda suspect: frozenset({7}),
     )
     changed = tracker.advance(now, lambda track: (True, 5))
     return changed + tracker.confirm(now, lambda track: True, lambda track: track.cause)
@@ -76,13 +79,49 @@ def test_links_within_a_unit_are_not_narrowed_to_a_member() -> None:
     assert [track.subject.ranks for track in tracker.live.values()] == [(0, 1)]
 
 
-def test_what_was_healthy_when_a_finding_became_certain_is_remembered() -> None:
-    tracker = FindingTracker(DetectorSettings())
-    step(tracker, 1, dataclasses.replace(candidate(RANK), votes=3))
-    assert tracker.healthy_then(Cause.COMPUTE) == {}
-    step(tracker, 2, candidate(RANK))
-    assert tracker.healthy_then(Cause.COMPUTE) == {0: frozenset({7})}
-    assert tracker.healthy_then(Cause.HOST) == {}
+def life(evidence: Iterable[bool], settings: DetectorSettings) -> list[bool]:
+    """Return for each step whether rank 0 is named, from whether the step is evidence against it."""
+    tracker = FindingTracker(settings)
+    last: list[bool] = []
+    return [_is_named_after(tracker, settings, number, over, last) for number, over in enumerate(evidence)]
+
+
+def _is_named_after(
+    tracker: FindingTracker, settings: DetectorSettings, number: int, over: bool, last: list[bool]
+) -> bool:
+    """Track one step; `last` are the judgements of the last steps, which it is added to."""
+    now = JobMoment(attempt=0, step=number, time=float(number))
+    last.append(over)
+    votes = sum(last[-settings.votes :])
+    proposed = [dataclasses.replace(candidate(RANK), votes=votes)] if votes >= settings.suspect_votes else []
+    tracker.propose(proposed, lambda votes: now, lambda suspect: False, hits=lambda suspect: 3)
+    tracker.advance(now, lambda track: (over, votes))
+    tracker.confirm(now, lambda track: True, lambda track: track.cause)
+    return any(track.named for track in tracker.live.values())
+
+
+@given(on=st.integers(4, 15), off=st.integers(1, 60), periods=st.integers(3, 5))
+def test_the_verdict_of_a_fault_that_stops_and_starts_stays(on: int, off: int, periods: int) -> None:
+    settings = DetectorSettings()
+    pattern = ([True] * on + [False] * off) * periods
+    named = life([*pattern, *[False] * 100], settings)
+    first = settings.confirm_votes - 1
+    assert named.index(True) == first
+    again = on + off + first  # from here on it is known to return
+    end = len(pattern) - off
+    assert all(named[again:end])
+    if off < settings.clear_steps:
+        assert all(named[first:end])
+    clean = max(settings.clear_steps, min(2 * off, settings.longest_pause))
+    # Its last steps stay among the votes for some more, so it is recovering a little later.
+    assert not any(named[end + clean :])
+
+
+@given(st.integers(62, 90))
+def test_a_fault_that_returns_after_long_is_another_fault(off: int) -> None:
+    settings = DetectorSettings()
+    named = life(([True] * 8 + [False] * off) * 3, settings)
+    assert sum(named) == 3 * (8 - 3 + settings.clear_steps - 1)
 
 
 def test_findings_of_another_cause_and_of_equal_subjects_stay() -> None:

@@ -26,7 +26,14 @@ CASES = {
         "compute rank=6 factor=1.4 from=14; compute rank=7 factor=1.4 from=19",
     ),
     "two hosts alike, one after the other": ("dp2-pp4", "host rank=0 stall=1.5 from=14; host rank=1 stall=1.5 from=22"),
+    "two devices alike, two steps apart": (
+        "dp2-pp4",
+        "compute rank=6 factor=1.4 from=14; compute rank=7 factor=1.4 from=16",
+    ),
+    "two devices unlike at once": ("dp2-pp4", "compute rank=4 factor=1.2 from=15; compute rank=5 factor=1.6 from=14"),
+    "two hosts alike, two steps apart": ("dp2-pp4", "host rank=6 stall=1.1 from=14; host rank=7 stall=1.1 from=16"),
     "a node of two": ("dp2-pp4", "compute node=3 factor=1.1 from=14"),
+    "the hosts of a node of two": ("dp2-pp4", "host node=3 stall=1.1 from=14"),
 }
 
 

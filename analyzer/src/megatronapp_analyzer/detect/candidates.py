@@ -1,13 +1,14 @@
 """Grouping of slow columns into subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.detect.statistics.onset_order import NO_ORDER, Onsets
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.work import StepWork, work_details
 from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSubject
@@ -39,6 +40,8 @@ class CauseEvidence:
     by_history: Mask
     harmful: Mask
     """Columns that cost so much of a step that fewer steps suffice."""
+    onsets: Onsets = NO_ORDER
+    """Order in which columns became slow; not recorded for causes that no neighbours share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,40 +155,26 @@ class SubjectResolver:
         )
 
 
-HealthyThen = Mapping[int, frozenset[int]]
-"""Columns that were still healthy when a column had become slow for certain; columns without such are absent."""
-
-
 def of_compute(
-    evidence: CauseEvidence,
-    active: Ints,
-    places: SubjectResolver,
-    settings: DetectorSettings,
-    healthy_then: HealthyThen,
+    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
 ) -> list[SuspectCandidate]:
     """Return slow units, grouped where they share a node, a worker, or (all of them) a stage."""
     left = {int(unit) for unit in active}
     found = []
     ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
     for subject, ranks in places.shared():
-        inside = _slow_together(sorted(unit for unit in left if ranks_of[unit] <= ranks), healthy_then)
+        inside = evidence.onsets.together(unit for unit in left if ranks_of[unit] <= ranks)
         most = sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks)
         if len(inside) > 1 and most and _has_common_reason(evidence, inside, ranks, places):
             found.append(_candidate(evidence, inside, subject))
             left -= set(inside)
     for stage in sorted({int(places.units.stage[unit]) for unit in left}):
         inside = tuple(int(unit) for unit in np.flatnonzero(places.units.stage == stage))
-        together = inside == _slow_together(inside, healthy_then)
-        if len(inside) > 1 and together and set(inside) <= left and len(inside) < len(places.units):
+        slow = len(inside) > 1 and set(inside) <= left and len(inside) < len(places.units)
+        if slow and inside == evidence.onsets.together(inside) and _are_alike(evidence, inside):
             found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
             left -= set(inside)
     return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
-
-
-def _slow_together(columns: Iterable[int], healthy_then: HealthyThen) -> tuple[int, ...]:
-    """Return the columns without those that were slow before others of them: two faults, not one of their node."""
-    inside = frozenset(columns)
-    return tuple(sorted(column for column in inside if not healthy_then.get(column, frozenset()) & inside))
 
 
 def _has_common_reason(
@@ -195,25 +184,26 @@ def _has_common_reason(
 
     Then their slowdowns are alike, and none of the others there is healthy in all of the last steps.
     """
-    logs = np.log(np.maximum(evidence.ratio[list(inside)], 1.0))
-    if np.ptp(logs) > max(ALIKE_PART * float(np.median(logs)), ALIKE_LEAST):
+    if not _are_alike(evidence, inside):
         return False
     others = {int(places.units.of_rank[rank]) for rank in ranks} - set(inside)
     return bool((evidence.votes[sorted(others)] > 0).all())
 
 
+def _are_alike(evidence: CauseEvidence, inside: tuple[int, ...]) -> bool:
+    """Return whether columns are slower by about the same factor."""
+    logs = np.log(np.maximum(evidence.ratio[list(inside)], 1.0))
+    return bool(np.ptp(logs) <= max(ALIKE_PART * float(np.median(logs)), ALIKE_LEAST))
+
+
 def of_host(
-    evidence: CauseEvidence,
-    active: Ints,
-    places: SubjectResolver,
-    settings: DetectorSettings,
-    healthy_then: HealthyThen,
+    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
 ) -> list[SuspectCandidate]:
     """Return stalling ranks, grouped where they share a node or a worker."""
     left = {int(rank) for rank in active}
     found = []
     for subject, ranks in places.shared():
-        inside = _slow_together(left & ranks, healthy_then)
+        inside = evidence.onsets.together(left & ranks)
         if len(inside) > 1 and len(inside) >= settings.group_share * len(ranks):
             found.append(_candidate(evidence, inside, subject))
             left -= set(inside)

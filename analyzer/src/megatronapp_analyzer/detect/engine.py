@@ -162,11 +162,8 @@ class Detector:
         self._tracks.propose(
             found,
             lambda votes: self._since(view, votes),
-            lambda suspect: self._near.may_be_slow_too(
-                suspect, evidence.part(suspect), self._tracks.healthy_then(suspect.cause)
-            ),
+            lambda suspect: self._near.may_be_slow_too(suspect, evidence.part(suspect)),
             hits=lambda suspect: self._hits(suspect, evidence),
-            healthy=lambda suspect: self._near.healthy(suspect, evidence.part(suspect)),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         doubt_s = aligned.clocks.worst_ns() * 1e-9
@@ -193,17 +190,14 @@ class Detector:
     ) -> list[SuspectCandidate]:
         """Return the subjects that the last steps are evidence against."""
         host, data = (
-            cand.of_host(part, self._active(part), self._places, self._settings, self._tracks.healthy_then(part.cause))
+            cand.of_host(part, self._active(part), self._places, self._settings)
             for part in (evidence.host, evidence.data)
         )
         on_device = evidence.on_device
         link = cand.of_links(
             evidence.link, self._active(evidence.link), evidence.pairs, self._places, on_device=on_device
         )
-        earlier = self._tracks.healthy_then(Cause.COMPUTE)
-        compute = cand.of_compute(
-            evidence.compute, self._active(evidence.compute), self._places, self._settings, earlier
-        )
+        compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
         groups = cand.of_groups(evidence.collective, self._active(evidence.collective), evidence.groups, self._places)
         link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link

@@ -22,6 +22,7 @@ from megatronapp_analyzer.detect.evidence_channels import (
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
 from megatronapp_analyzer.detect.kernel_launch_delays import LaunchBaseline, LaunchReading
 from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.detect.statistics.onset_order import OnsetOrder
 from megatronapp_analyzer.detect.statistics.persistence import VoteWindow
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import Cause, JobLayout, SubjectType
@@ -117,6 +118,11 @@ class ChannelSet:
         """Pairs of the newest step and their columns: those of the next step are the same but for lost records."""
         self._link = DelayChannel(np.empty(0, np.int64), settings)
         self._votes_compute = VoteWindow(len(units), settings.votes)
+        self._onsets = {
+            Cause.COMPUTE: OnsetOrder(len(units), settings.clear_steps),
+            Cause.HOST: OnsetOrder(layout.world, settings.clear_steps),
+            Cause.DATA: OnsetOrder(layout.world, settings.clear_steps),
+        }
         self._votes_imbalance = VoteWindow(len(units), settings.imbalance_steps)
         self._votes_host = VoteWindow(layout.world, settings.votes)
         self._job = JobBaseline()
@@ -183,10 +189,10 @@ class ChannelSet:
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards / self._chunks)
         evidence = _evidence(Cause.COMPUTE, reading, self._votes_compute, count, self._harm_s(features, step_s))
-        if not features.on_device:
-            return evidence
-        # While others compute or wait, its passes are a part of the step: a tenth of them costs less than that of it.
-        return dataclasses.replace(evidence, harmful=evidence.harmful | (reading.ratio >= HARMFUL_RATIO))
+        if features.on_device:
+            # While others compute or wait, its passes are a part of the step: a tenth of them costs less than that.
+            evidence = dataclasses.replace(evidence, harmful=evidence.harmful | (reading.ratio >= HARMFUL_RATIO))
+        return self._with_onsets(evidence, reading.known, on_device=features.on_device)
 
     def _read_host(
         self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading, *, whole: bool
@@ -216,6 +222,7 @@ class ChannelSet:
         if np.isfinite(passes_s).any():
             passes_s = np.where(np.isfinite(passes_s), passes_s, np.nanmedian(passes_s))
         evidence = _against_compute(evidence, passes_s - launches.late.excess * self._chunks)
+        evidence = self._with_onsets(evidence, reading.known, on_device=features.on_device)
         with np.errstate(divide="ignore", invalid="ignore"):
             part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + np.nan_to_num(queued_s)), 0.0)
         return evidence, HostParts(
@@ -231,6 +238,7 @@ class ChannelSet:
         reading = self._data.read(waits, step_s / count, noise, COMPUTE_PART * crowded_s)
         self._votes_data.add(reading.over, reading.known)
         evidence = _evidence(Cause.DATA, reading, self._votes_data, count, self._harm_s(features, step_s))
+        evidence = self._with_onsets(evidence, reading.known, on_device=features.on_device)
         return _against_compute(evidence, features.passes_s)
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> CauseEvidence:
@@ -301,6 +309,20 @@ class ChannelSet:
         ]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds)) if kinds.count(kind) > 1}
         return np.array([numbers.get(kind, -1) for kind in kinds], np.int64)
+
+    def _with_onsets(self, evidence: CauseEvidence, known: Mask, *, on_device: bool) -> CauseEvidence:
+        """Return the evidence with the order in which its columns became slow."""
+        noise = self._settings.device if on_device else self._settings.processor
+        onsets = self._onsets[evidence.cause].add(
+            evidence.over,
+            known,
+            evidence.strength,
+            evidence.votes,
+            votes_needed=self._settings.confirm_votes - evidence.harmful,
+            steps_needed=noise.hits,
+            brief=on_device,  # a processor may be busy for some steps
+        )
+        return dataclasses.replace(evidence, onsets=onsets)
 
     def _harm_s(self, features: StepFeatures, step_s: float) -> float:
         """Return the excess in a step from which fewer steps suffice; a processor may be busy for a moment."""

@@ -93,7 +93,9 @@ class DetectorSettings:
     harm: float = 0.1
     """Part of a step from which an excess needs one step less, as a suspect and to be named, on a device's clock."""
     clear_steps: int = 10
-    """Clean steps after which a verdict is cleared."""
+    """Clean steps after which a verdict is cleared; twice the longest pause of a fault that stops and starts."""
+    longest_pause: int = 60
+    """Clean steps after which it is cleared in any case, and a fault of the same subject is another one."""
     cost_share: float = 0.005
     """Smallest part of a step by which the replayed step must be shorter without a fault that is named.
 

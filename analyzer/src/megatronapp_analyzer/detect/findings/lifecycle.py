@@ -28,9 +28,9 @@ class FindingTrack:
     """Steps for which confirmation was deferred."""
     certain: bool = False
     """True if this step's votes suffice to confirm it."""
-    healthy_then: frozenset[int] | None = None
-    """Columns of its neighbours that were healthy when the votes first sufficed: they have no fault in common."""
     clean: int = 0
+    pause: int = 0
+    """Longest number of clean steps after which there was evidence again."""
     steps_seen: int = 0
     hits: int = 0
     evidence: collections.deque[int] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
@@ -153,6 +153,9 @@ class FindingTracker:
         self.live: dict[Key, FindingTrack] = {}
         self._narrowed: list[FindingTrack] = []
         """Named findings, as they were before their subject became narrower in this step."""
+        self._step = 0
+        self._ended: dict[Key, int] = {}
+        """Step with the last evidence of each finding that was cleared not long ago."""
 
     def propose(
         self,
@@ -161,13 +164,11 @@ class FindingTracker:
         hold: Callable[[SuspectCandidate], bool],
         *,
         hits: Callable[[SuspectCandidate], int],
-        healthy: Callable[[SuspectCandidate], frozenset[int]],
     ) -> None:
         """Take this step's candidates: new suspects, and suspects with enough votes to be confirmed.
 
         `when(votes)` is the moment at which the last `votes` votes began; `hold` is true while more evidence is
-        awaited; `hits(candidate)` steps, this one included, must be evidence against a subject that is named;
-        `healthy(candidate)` are the columns of its neighbours that are healthy in this step.
+        awaited; `hits(candidate)` steps, this one included, must be evidence against a subject that is named.
         """
         for known in self.live.values():
             known.certain = False
@@ -182,6 +183,7 @@ class FindingTracker:
                     since=when(candidate.votes),
                     hits=candidate.votes - 1,
                     steps_seen=candidate.votes - 1,
+                    pause=self._pause_before(candidate),
                 )
             track.candidate = candidate
             votes = self._settings.confirm_votes - candidate.harmful
@@ -191,13 +193,12 @@ class FindingTracker:
                     track.held += 1
                     continue
                 track.certain = True
-                if track.healthy_then is None:
-                    track.healthy_then = healthy(candidate)
 
     def advance(self, now: JobMoment, over: Callable[[FindingTrack], tuple[bool, int]]) -> list[FindingTrack]:
         """Age every track by one step; return those whose verdict changed. `over` returns (over now, votes)."""
         told = [dataclasses.replace(track, state=VerdictState.CLEARED, until=now) for track in self._narrowed]
         self._narrowed.clear()
+        self._step += 1
         for key, track in list(self.live.items()):
             before = track.state
             hit, votes = over(track)
@@ -208,6 +209,7 @@ class FindingTracker:
                 del self.live[key]
             elif track.state is VerdictState.CLEARED:
                 del self.live[key]
+                self._ended[key] = self._step - track.clean
                 told.append(track)
             elif track.named and (hit or track.state is not before):
                 told.append(track)
@@ -228,6 +230,13 @@ class FindingTracker:
         for track in confirmed:
             track.state, track.confirmed_cause = VerdictState.CONFIRMED, cause(track)
         return confirmed + [ended for track in confirmed for ended in self._end_parts(track, now)]
+
+    def _pause_before(self, candidate: SuspectCandidate) -> int:
+        """Return for how many steps a fault has paused whose verdict was cleared not long ago; 0 for others."""
+        newest = self._step + 1 - candidate.votes
+        limit = self._settings.longest_pause
+        self._ended = {key: last for key, last in self._ended.items() if newest - last <= limit}
+        return max(newest - self._ended.get(candidate.key, newest), 0)
 
     def _end_parts(self, whole: FindingTrack, now: JobMoment) -> list[FindingTrack]:
         """End findings of the same cause whose columns are some of those of `whole`; return those that were named."""
@@ -251,16 +260,8 @@ class FindingTracker:
         for track in ended:
             track.state, track.until = VerdictState.CLEARED, now
         self.live.clear()
+        self._ended.clear()
         return ended
-
-    def healthy_then(self, cause: Cause) -> dict[int, frozenset[int]]:
-        """Return, for each column of a finding of `cause`, the columns that were healthy when it became certain."""
-        return {
-            column: track.healthy_then
-            for track in self.live.values()
-            if track.candidate.cause is cause and track.healthy_then
-            for column in track.candidate.columns
-        }
 
     def strongest_s(self) -> float:
         """Return the current cost of the costliest named finding, in seconds per step."""
@@ -272,7 +273,7 @@ class FindingTracker:
     def _age(self, track: FindingTrack, hit: bool, votes: int, now: JobMoment) -> None:
         if hit:
             track.hits += 1
-            track.clean = 0
+            track.pause, track.clean = max(track.pause, track.clean), 0
             track.evidence.append(now.step)
             if track.state is VerdictState.RECOVERING and votes >= self._settings.confirm_votes:
                 track.state = VerdictState.CONFIRMED
@@ -282,8 +283,12 @@ class FindingTracker:
         unknown = track.clean >= self._settings.clear_steps
         if track.state is VerdictState.CONFIRMED and (votes < self._settings.suspect_votes or unknown):
             track.state = VerdictState.RECOVERING
-        elif track.state is VerdictState.RECOVERING and track.clean >= self._settings.clear_steps:
+        elif track.state is VerdictState.RECOVERING and track.clean >= self._clean_steps(track):
             track.state, track.until = VerdictState.CLEARED, now
+
+    def _clean_steps(self, track: FindingTrack) -> int:
+        """Return after how many clean steps a verdict is cleared: a fault that has paused may pause again."""
+        return max(self._settings.clear_steps, min(2 * track.pause, self._settings.longest_pause))
 
     def _narrow(self, candidate: SuspectCandidate) -> None:
         """Continue a finding about several ranks, such as a tensor-parallel unit, as that about the one at fault."""
