@@ -1,6 +1,7 @@
 """Cost of a job's page in Chromium at 10,000 ranks and a million spans a step: script of a frame, and time to each map.
 
     python bench/bench_page.py
+    python bench/bench_page.py --hub      # only what the hub answers, without Chromium
 
 A hub process with its detector gets the records of a job of PP 8 x DP 1,250 through the sockets of 40 agents, and
 Chromium shows its page. While the timeline is panned, zoomed and scrolled over lanes, the script time of each frame is
@@ -222,6 +223,13 @@ async def opened(page: pw.Page, address: str) -> dict[str, Any]:
     return {"what": "seconds from opening the page until a map is drawn", **shown, "goal_s": MAP_GOAL_S}
 
 
+async def hub_alone(given: argparse.Namespace) -> None:
+    """Print the size of the job, and the times of the hub's answers."""
+    with tempfile.TemporaryDirectory() as name:
+        async with job(pathlib.Path(name), given) as (_, _, size):
+            print(json.dumps({"ranks": given.ranks, "steps": given.steps} | size), flush=True)
+
+
 async def measured(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Figures of a page."""
     with tempfile.TemporaryDirectory() as name:
@@ -250,9 +258,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=10_000, help="a multiple of 2,000 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="whole steps that the hub has (default: %(default)s)")
     parser.add_argument("--frames", type=int, default=240, help="inputs of each kind (default: %(default)s)")
+    parser.add_argument("--hub", action="store_true", help="only the answers of the hub, without a browser")
     parser.add_argument("--pictures", help="file for a screenshot of the page")
     given = parser.parse_args()
     print(json.dumps({"machine": host()}), flush=True)
+    if given.hub:
+        asyncio.run(hub_alone(given))
+        return 0
     found = asyncio.run(measured(given))
     for figures in found:
         print(json.dumps(figures), flush=True)

@@ -21,7 +21,7 @@ from megatronapp_analyzer.hub.http.timeline.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.hub.state.answer_cache import MAX_WAITING, REST_FACTOR, AnswerCache
+from megatronapp_analyzer.hub.state.answer_cache import DEFERRED_S, MAX_WAITING, REST_FACTOR, AnswerCache
 from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
 from megatronapp_common.web.problems import HttpError
@@ -254,12 +254,14 @@ def test_large_jobs_are_shown_in_blocks_with_their_slowest_cell(
 
 
 class SlowAnswers:
-    """Answers that each take two seconds of a clock which only they and sleeps move."""
+    """Answers that each take SPENT_S of a processor in twice the time; only they and sleeps move the clocks."""
+
+    SPENT_S = 3.0
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.spent = 0.0
         self.begun: list[float] = []
-        self.cache = AnswerCache(lambda: self.now, self.sleep)
+        self.cache = AnswerCache(lambda: self.now, lambda: self.spent, self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -267,7 +269,8 @@ class SlowAnswers:
 
     def compute(self) -> int:
         self.begun.append(self.now)
-        self.now += 2
+        self.now += 2 * self.SPENT_S
+        self.spent += self.SPENT_S
         return len(self.begun)
 
 
@@ -275,24 +278,27 @@ class SlowAnswers:
 async def test_an_answer_that_took_long_is_computed_again_only_after_a_rest() -> None:
     slow = SlowAnswers()
     assert [await slow.cache.answer(("a",), version, slow.compute) for version in (1, 1, 2)] == [1, 1, 1]
-    slow.now += 2 * REST_FACTOR
+    slow.now += slow.SPENT_S * REST_FACTOR
     assert await slow.cache.answer(("a",), 1, slow.compute) == 1
     assert await slow.cache.answer(("a",), 2, slow.compute) == 2
     slow.cache.close()
 
 
 @pytest.mark.asyncio
-async def test_the_rest_is_of_all_questions_together_and_few_requests_wait_for_it() -> None:
+async def test_the_first_answers_are_given_at_once_and_few_requests_wait_for_later_ones() -> None:
     slow = SlowAnswers()
     answers = await asyncio.gather(
         *(slow.cache.answer((number,), 1, slow.compute) for number in range(MAX_WAITING + 3)), return_exceptions=True
     )
     assert answers[: MAX_WAITING + 1] == list(range(1, MAX_WAITING + 2))
-    assert slow.begun == [2 * (1 + REST_FACTOR) * number for number in range(MAX_WAITING + 1)]
+    rest_s = slow.SPENT_S * REST_FACTOR
+    at_once = 1 + int(DEFERRED_S // rest_s)
+    assert slow.begun[:at_once] == [2 * slow.SPENT_S * number for number in range(at_once)]
+    assert slow.begun[at_once + 2 :] == pytest.approx([begun + rest_s for begun in slow.begun[at_once + 1 : -1]])
     for refused in answers[MAX_WAITING + 1 :]:
         assert isinstance(refused, HttpError)
         assert (refused.status, refused.code) == (503, "busy")
-        assert refused.retry_s is not None and 1 <= refused.retry_s <= 2 * REST_FACTOR
+        assert refused.retry_s is not None and 1 <= refused.retry_s <= rest_s
     slow.cache.close()
 
 

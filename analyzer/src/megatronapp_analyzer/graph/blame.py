@@ -97,13 +97,14 @@ class StepBlame:
 def find_blame(graph: StepGraph, ideal: Seconds, unit_of_rank: Index, replayer: Replayer = replay) -> StepBlame:
     """Return the blame of a step whose edges usually have the weights `ideal`; units are those it was built with."""
     grown = graph.edges.weight - ideal
+    arrivals = _Arrivals.of(graph)
     replays = _replays(graph, ideal, grown, replayer)
     ideal_s = float(makespan_s(graph, next(replays)[1]))
     weights, times = next(replays)
-    recorded_s, path = float(makespan_s(graph, times)), critical_path(graph, weights, times)
+    recorded_s, path = float(makespan_s(graph, times)), arrivals.longest_path(weights, times)
     blame = np.zeros(len(grown))
     for weights, times in replays:
-        between = critical_path(graph, weights, times)
+        between = arrivals.longest_path(weights, times)
         blame[between] += grown[between] / POINTS
     items = _items(graph, blame, unit_of_rank)
     culprit = items[0] if items and items[0].seconds > 0 else None
@@ -126,28 +127,42 @@ def _replays(graph: StepGraph, ideal: Seconds, grown: Seconds, replayer: Replaye
     parts = np.concatenate([[0.0, 1.0], (np.arange(POINTS) + 0.5) / POINTS])
     together = lanes_at_once(graph)
     for first in range(0, len(parts), together):
-        weights = ideal[:, None] + grown[:, None] * parts[first : first + together]
+        weights = np.multiply.outer(grown, parts[first : first + together])
+        weights += ideal[:, None]
         times = replayer(graph, weights)
         for column in range(weights.shape[1]):
             yield weights[:, column], times[:, column]
 
 
-def critical_path(graph: StepGraph, weights: Seconds, times: Seconds) -> Index:
-    """Return the edges of a longest path to the last event, in order; `times` are those of a replay with `weights`."""
-    target, source = graph.edges.target, graph.edges.source
-    begin = np.flatnonzero(np.diff(target, prepend=-1))
-    first = np.full(graph.events, -1, np.int64)
-    first[target[begin]] = begin
-    end = np.zeros(graph.events, np.int64)
-    end[target[begin]] = np.append(begin[1:], len(target))
-    event = int(times.argmax()) if graph.events else -1
-    path = []
-    while event >= 0 and first[event] >= 0:
-        edges = slice(first[event], end[event])
-        edge = int(first[event] + np.argmax(times[source[edges]] + weights[edges]))
-        path.append(edge)
-        event = int(source[edge])
-    return np.array(path[::-1], np.int64)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """Edges by the event that they lead to: the number of the first, -1 without any, and the end of these edges."""
+
+    source: Index
+    first: Index
+    end: Index
+
+    @classmethod
+    def of(cls, graph: StepGraph) -> "_Arrivals":
+        """Return those of a graph, whose edges are sorted by the event that they lead to."""
+        target = graph.edges.target
+        begin = np.flatnonzero(np.diff(target, prepend=-1))
+        first = np.full(graph.events, -1, np.int64)
+        first[target[begin]] = begin
+        end = np.zeros(graph.events, np.int64)
+        end[target[begin]] = np.append(begin[1:], len(target))
+        return cls(graph.edges.source, first, end)
+
+    def longest_path(self, weights: Seconds, times: Seconds) -> Index:
+        """Return the edges of a longest path to the last event; `times` are those of a replay with `weights`."""
+        event = int(times.argmax()) if len(times) else -1
+        path = []
+        while event >= 0 and self.first[event] >= 0:
+            edges = slice(self.first[event], self.end[event])
+            edge = int(self.first[event] + np.argmax(times[self.source[edges]] + weights[edges]))
+            path.append(edge)
+            event = int(self.source[edge])
+        return np.array(path[::-1], np.int64)
 
 
 def _causes(graph: StepGraph) -> Index:

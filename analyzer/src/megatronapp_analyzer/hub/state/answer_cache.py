@@ -12,7 +12,9 @@ from typing import NamedTuple, TypeVar, cast
 from megatronapp_common.web.problems import HttpError
 
 REST_FACTOR = 10
-"""After an answer none is computed for this many times as long as it took."""
+"""After an answer none is computed for this many times the processor time that it took."""
+DEFERRED_S = 60.0
+"""Rest that a question without an answer does not wait for; later ones do, so that the mean stays the same."""
 MAX_WAITING = 8
 """Requests that wait for an answer while another one is computed."""
 V = TypeVar("V")
@@ -26,18 +28,21 @@ class _Answer(NamedTuple):
 class AnswerCache:
     """Newest answers by their question, computed by a separate thread, which rests after each of them.
 
-    All questions together, without what `run` computes, take a tenth of a core at most. A page asks again with every
-    step, and gets its last answer while the thread computes or rests; a question without an answer waits until the
-    rest is over. Requests with equal questions wait together: a client that gives up and asks again takes one place.
+    All questions together, without what `run` computes, take a tenth of a core in the mean. A page asks again with
+    every step, and gets its last answer while the thread computes or rests; a question without an answer waits until
+    little enough rest remains, so that a page that has just been opened gets its first answers at once. Requests with
+    equal questions wait together: a client that gives up and asks again takes one place.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
+        processor_clock: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         entries: int = 16,
     ) -> None:
         self._clock = clock
+        self._processor_clock = processor_clock
         self._sleep = sleep
         self._entries = entries
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -79,7 +84,7 @@ class AnswerCache:
     async def _wait(self, question: tuple[object, ...], version: object, compute: Callable[[], object]) -> _Answer:
         """Wait until the thread is free and rested, and compute the answer unless another request has done so."""
         async with self._computing:
-            while (rest_s := self._rest_s()) > 0:
+            while (rest_s := self._rest_s() - DEFERRED_S) > 0:
                 await self._sleep(rest_s)
             found = self._of_version(question, version)
             if found is None:
@@ -101,7 +106,7 @@ class AnswerCache:
     def _take_place(self) -> None:
         """Count a question that waits or is computed. Raises HttpError 503 as above."""
         if self._pending > MAX_WAITING:
-            retry_s = math.ceil(max(1.0, self._rest_s()))  # the rest begins long ago where nothing was computed yet
+            retry_s = math.ceil(max(1.0, self._rest_s() - DEFERRED_S))  # its end is long ago where nothing was computed
             text = f"{MAX_WAITING} requests for the analysis of slow ranks wait already"
             raise HttpError(503, "busy", text, f"Try again in {retry_s} s.", retry_s=retry_s)
         self._pending += 1
@@ -128,13 +133,13 @@ class AnswerCache:
 
     def _compute(self, question: tuple[object, ...], version: object, compute: Callable[[], object]) -> _Answer:
         """Compute an answer, in the thread; one that fails is followed by a rest, too."""
-        begun = self._clock()
+        begun = self._processor_clock()
         try:
             found = _Answer(version, compute())
         finally:
-            ended = self._clock()
+            spent = self._processor_clock() - begun
             with self._state:
-                self._rest_end = ended + REST_FACTOR * (ended - begun)
+                self._rest_end = max(self._rest_end, self._clock()) + REST_FACTOR * spent
         with self._state:
             self._answers[question] = found
             self._answers.move_to_end(question)
