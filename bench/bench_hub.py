@@ -192,7 +192,7 @@ async def hub_process(
 
 
 async def wait_until_ready(url: str) -> None:
-    async with asyncio.timeout(30), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with asyncio.timeout(120), httpx.AsyncClient(base_url=url, trust_env=False) as client:
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get("/readyz")).status_code == 200:

@@ -37,6 +37,8 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PIPELINE, MICROBATCHES = 8, 10
 RANKS_PER_WORKER = 250
+WORKERS_AT_ONCE = 4
+"""Agents that send at a time: on a busy node the hub would wait too long for the first frame of more of them."""
 STEP_NS = 100_000_000
 MEDIAN_GOAL_MS, P95_GOAL_MS, MAP_GOAL_S = 8.0, 16.0, 2.0
 WATCH = """
@@ -108,11 +110,14 @@ class Worker:
         self._ranks = range(number * RANKS_PER_WORKER, (number + 1) * RANKS_PER_WORKER)
         self._random = np.random.default_rng(number)
 
-    async def run(self, url: str, token: str, steps: int, begun_ns: int) -> None:
-        """Send rings and steps."""
-        async with websockets.asyncio.client.connect(
-            url, additional_headers={"Authorization": f"Bearer {token}"}, proxy=None, compression=None
-        ) as socket:
+    async def run(self, url: str, token: str, steps: int, begun_ns: int, places: asyncio.Semaphore) -> None:
+        """Send rings and steps, once there is a place."""
+        async with (
+            places,
+            websockets.asyncio.client.connect(
+                url, additional_headers={"Authorization": f"Bearer {token}"}, proxy=None, compression=None
+            ) as socket,
+        ):
             names = {"job": "bench", "uid": "bench", "attempt": 0, "node": f"node-{self.number}", "protocol": 1}
             await socket.send(frames.encode(Frame(FrameType.HELLO, names | {"worker": self.number})))
             await socket.recv()
@@ -161,7 +166,8 @@ async def job(folder: pathlib.Path, given: argparse.Namespace) -> AsyncIterator[
         socket_url = url.replace("http", "ws") + "/api/v1/agent"
         viewer = derive_token(secret, TokenRole.VIEWER)
         headers = {"Authorization": f"Bearer {viewer}"}
-        await asyncio.gather(*(worker.run(socket_url, token, given.steps, begun_ns) for worker in workers))
+        places = asyncio.Semaphore(WORKERS_AT_ONCE)
+        await asyncio.gather(*(worker.run(socket_url, token, given.steps, begun_ns, places) for worker in workers))
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:
             await bench_hub.wait_for_steps(client, given.steps)
             part = (await client.get("/api/v1/timeline?pixels=1&tracks=1")).json()
