@@ -469,7 +469,10 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
             "--attention-backend fused --transformer-impl local",
             "--attention-backend fused and --transformer-impl local",
         ),
-        ("--cuda-graph-impl local --use-dpp --pipeline-model-parallel-size 2", "cannot be combined with --pipeline-mo"),
+        (
+            "--cuda-graph-impl local --context-parallel-size 2",
+            "cannot be combined with --context-parallel-size above 1",
+        ),
         ("--cuda-graph-impl transformer_engine", "invalid choice: 'transformer_engine'"),
         ("--tokenizer-type NullTokenizer", "give --vocab-size N + 1"),
         ("--tokenizer-type SentencePieceTokenizer --tokenizer-model t.model", "give --tokenizer-file tokenizer.json"),

@@ -5,6 +5,7 @@ TrainerError               1  any error of the trainer
 ├── DataError             65  training data that is corrupt, empty, missing or does not fit the model
 ├── UnsavedStopError       1  asked to stop without --save: a restart begins from the start
 ├── TaskOrderError         1  tasks of a step in an order that would change its sums, or one that never ran
+├── SlotsExhaustedError    1  more microbatches in flight than there are recordings of passes
 ├── NotFiniteError        66  a loss became NaN or Inf
 ├── StorageError          67  a checkpoint, prepared corpus or log could not be written
 ├── CheckpointError       65  a checkpoint that cannot be read back into this run
@@ -56,6 +57,10 @@ class UnsavedStopError(TrainerError):
 
 class TaskOrderError(TrainerError):
     """Tasks of a training step ran in an order that would change its sums of gradients, or one never ran."""
+
+
+class SlotsExhaustedError(TrainerError):
+    """More microbatches of a chunk were in flight than its schedule has, by which recordings of passes are counted."""
 
 
 class NotFiniteError(TrainerError):

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from megatronapp_trainer.config import TrainerConfig, parse
-from megatronapp_trainer.config.rules.graphs import reasons_against_graphs
+from megatronapp_trainer.config.rules.graphs import reasons_against_graphs, uses_slots
 from megatronapp_trainer.errors import UsageErrors
 
 SMALL = (
@@ -27,16 +27,24 @@ def config_of(flags: str) -> TrainerConfig:
         ("", ("dropout",)),
         (f"{NO_DROPOUT} --cuda-graph-impl none", ("--cuda-graph-impl none",)),
         (f"{NO_DROPOUT} --trace --fp16", ("--fp16",)),
-        (
-            f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2",
-            ("--trace with --tensor-model-parallel-size above 1", "--tensor-model-parallel-size above 1"),
-        ),
+        (f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2", ("--tensor-model-parallel-size above 1",)),
         (f"{NO_DROPOUT} --pipeline-model-parallel-size 2", ("--pipeline-model-parallel-size above 1",)),
+        (
+            f"{NO_DROPOUT} --pipeline-model-parallel-size 2 --use-dpp",
+            ("--pipeline-model-parallel-size above 1", "--use-dpp"),
+        ),
         (f"{NO_DROPOUT} --tensor-model-parallel-size 2", ("--tensor-model-parallel-size above 1",)),
-        (f"{NO_DROPOUT} --tensor-model-parallel-size 2 --cuda-graph-impl local", ()),
         (
             f"{NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl auto",
-            ("--sequence-parallel", "--tensor-model-parallel-size above 1"),
+            ("--tensor-model-parallel-size above 1",),
+        ),
+        *(
+            (f"{NO_DROPOUT} {layout} --cuda-graph-impl local", ())
+            for layout in (
+                "--tensor-model-parallel-size 2 --sequence-parallel --trace",
+                "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --fp16",
+                "--pipeline-model-parallel-size 2 --use-dpp --overlap-grad-reduce",
+            )
         ),
         (f"{NO_DROPOUT} --transformer-impl local", ("--transformer-impl local",)),
         (f"{NO_DROPOUT} --recompute-activations", ("--recompute-granularity",)),
@@ -63,9 +71,33 @@ def test_packed_documents_leave_the_order_of_kernels_to_torch() -> None:
     assert order_of_backends(with_packed_documents()) is None
 
 
-def test_graphs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UsageErrors, match="--cuda-graph-impl local cannot be combined with --context-parallel-size"):
-        config_of(f"{NO_DROPOUT} --context-parallel-size 2 --cuda-graph-impl local")
+@pytest.mark.parametrize(
+    "obstacle",
+    [
+        "--context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --recompute-granularity selective",
+        "--forward-backward-disaggregating",
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(obstacle: str) -> None:
+    named = obstacle.split()[-2] if " " in obstacle else obstacle
+    with pytest.raises(UsageErrors, match=f"--cuda-graph-impl local cannot be combined with {named}"):
+        config_of(f"{NO_DROPOUT} {obstacle} --cuda-graph-impl local")
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_slots"),
+    [
+        ("", False),
+        ("--use-distributed-optimizer --overlap-grad-reduce", False),
+        ("--fp16", True),
+        ("--tensor-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size 2 --use-dpp", True),
+    ],
+)
+def test_only_a_stage_without_collectives_has_no_slots(layout: str, in_slots: bool) -> None:
+    assert uses_slots(config_of(f"{NO_DROPOUT} {layout}")) == in_slots
 
 
 def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +138,7 @@ def test_a_graph_reads_copies_of_all_tensors_of_a_microbatch() -> None:
     import torch
 
     from megatronapp_trainer.data.microbatches import Microbatch
-    from megatronapp_trainer.pipeline.graphs.graphed_step import copied_tensors
+    from megatronapp_trainer.pipeline.graphs.pass_slot import copied_tensors
 
     tokens = torch.arange(4).view(1, 4)
     batch = Microbatch(

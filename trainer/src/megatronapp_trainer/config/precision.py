@@ -96,7 +96,7 @@ class KernelConfig:
     )
     cuda_graph_impl: str = option(
         "auto",
-        "passes of a microbatch as one CUDA graph: local, none, or auto: on one pipeline stage and one tensor rank, "
-        "where nothing needs separate passes",
+        "a CUDA graph for each pass of a microbatch: none; local, also in pipelines, on tensor ranks, with MegaDPP and "
+        "--fp16, which has not run on GPUs yet; auto: on one pipeline stage and one tensor rank, without these",
         choices=("auto", "none", "local"),
     )

@@ -1,9 +1,11 @@
 """Policies of MegaDPP's schedules."""
 
+import operator
 from collections.abc import Sequence
 
 from megatronapp_trainer.config.dpp import DppConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pipeline.graphs.slots import SlotLimits, slots_of_order
 from megatronapp_trainer.pipeline.planning.choice import Candidate, HostReaction
 from megatronapp_trainer.pipeline.planning.memory import ChunkMemory, MemoryLimit
 from megatronapp_trainer.pipeline.planning.orders import (
@@ -124,6 +126,32 @@ class DppPlan:
             )
         planned = needed_chunks(self.placement, num_microbatches)
         return planned if self._schedule == "static" else planned + self.most_spare(num_microbatches)
+
+    def slots(self, rank: int, num_microbatches: int) -> SlotLimits:
+        """Return the slots that recordings of a pipeline rank's passes need in a step.
+
+        They are exact where the order or the number of admitted microbatches is fixed. `auto` may spend its spare
+        memory on any chunk: each gets what the static orders need of it and the spare chunks, at most a slot for each
+        microbatch, and within a cap in bytes. Where a step leaves the plan so far that a chunk needs more, passes run
+        without a recording.
+        """
+        chunks = self.placement.chunks
+        if self._schedule in {"dfc", "bfc"}:
+            return SlotLimits((self._admitted(num_microbatches),) * chunks)
+        if self._schedule == "static":
+            return slots_of_order(interleaved(self.placement, num_microbatches, rank), chunks)
+        planned = slots_of_order(zero_bubble(self.placement, num_microbatches, rank), chunks)
+        if self._schedule == "zero-bubble":
+            return planned
+        static = slots_of_order(with_weights(static_order(self.placement, num_microbatches, rank)), chunks)
+        needed = tuple(map(max, planned.counts, static.counts))
+        spares = range(self.most_spare(num_microbatches), -1, -1)
+        counts = [tuple(min(num_microbatches, count + spare) for count in needed) for spare in spares]
+        if self.memory:
+            chunk_bytes = [chunk.activations for chunk in self.memory[rank].chunks]
+            most = self.memory[rank].most
+            counts = [each for each in counts if sum(map(operator.mul, each, chunk_bytes)) <= most] or counts[-1:]
+        return SlotLimits(counts[0], is_exact=False)
 
     def report(self, num_microbatches: int) -> PlanReport:
         """Return what is published of the plan for steps of this size."""

@@ -79,8 +79,15 @@ class DynamicSchedule:
         usual = self._tune(num_microbatches)
         self._is_captured = feed.is_captured
         self._publish_plan(num_microbatches)
+        limits = self._plan.slots(self._layout.pipeline_rank, num_microbatches)
+        with self._passes.step(feed, num_microbatches, limits):
+            self._passes.begin_step(feed, num_microbatches)
+            self._run(num_microbatches, usual)
+            return self._passes.end_step()
+
+    def _run(self, num_microbatches: int, usual: UsualTimes | None) -> None:
+        """Run the tasks of a step."""
         rank, placement = self._layout.pipeline_rank, self._plan.placement
-        self._passes.begin_step(feed, num_microbatches)
         self._clock.begin_step({} if usual is None else usual.of_rank(rank))
         plan = StepTasks(
             placement=placement,
@@ -107,7 +114,6 @@ class DynamicSchedule:
             raise
         if measured is not None:
             self._limit_memory(measured)
-        return self._passes.end_step()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run the forward passes alone, with no gradients and no spans."""
@@ -136,6 +142,7 @@ class DynamicSchedule:
 
     def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End the transport; what was sent is delivered first."""
+        self._passes.close()
         self._transport.close()
 
     def _publish_plan(self, num_microbatches: int) -> None:

@@ -6,13 +6,19 @@ from typing import Any, cast
 import torch
 
 from megatronapp_common.names import ExitCode
+from megatronapp_trainer.config.rules.graphs import uses_slots
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
 from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
-from megatronapp_trainer.pipeline.graphs.graphed_step import GraphedStep, uses_graphs
+from megatronapp_trainer.pipeline.graphs.choice import pass_recorders
+from megatronapp_trainer.pipeline.graphs.graphed_step import GraphedStep
+from megatronapp_trainer.pipeline.graphs.replayed_passes import ReplayedPasses
+from megatronapp_trainer.pipeline.graphs.slots import SlotLimits, slots_of_order
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
+from megatronapp_trainer.pipeline.planning.orders import interleaved
+from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -28,10 +34,18 @@ class ForwardStep:
     def __call__(self, feed: ChunkFeed, model: Any) -> tuple[torch.Tensor, LossFunction]:  # noqa: ANN401 - DDP
         """Run one microbatch through one chunk."""
         batch = feed.next()
+        self.announce(feed, model)
+        return self.compute(model, batch)
+
+    def announce(self, feed: ChunkFeed, model: Any) -> None:  # noqa: ANN401 - DDP
+        """Announce the pass whose data has been read."""
         if self._timers is not None:
             if feed.is_first and model.use_forward_hook:
                 self._timers.gather(lambda: _await_first_parameters(model))
             self._timers.begin_forward(feed.chunk, feed.microbatch)
+
+    def compute(self, model: Any, batch: Any | None) -> tuple[torch.Tensor, LossFunction]:  # noqa: ANN401 - DDP, microbatch
+        """Run a microbatch through a chunk. Returns its output, and the loss to apply if this is the last chunk."""
         output = self._family.forward(model, batch)
         if batch is None:
             return output, _no_loss
@@ -64,13 +78,17 @@ class StaticSchedule:
         self._chunks = context.chunks
         self._forward_backward = get_forward_backward_func()
         self._graphed: GraphedStep | None = None
+        self._replayed: ReplayedPasses | None = None
         if context.optimizer is not None:
             connect_gradients(context)
             _fuse_gradients(context)
         self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
         self._plain_forward_step = ForwardStep(context.family, None)
-        if context.optimizer is not None and uses_graphs(context):
+        recorders = None if context.optimizer is None else pass_recorders(context)
+        if recorders is not None and uses_slots(context.config):
+            self._replayed = ReplayedPasses(context, self._forward_step, recorders)
+        elif recorders is not None:
             self._graphed = GraphedStep(context, self._forward_step, self._plain_forward_step, self._timers)
         self._transport = _transport_options(context.transport, context.core_config)
         self._shared_transport = context.evaluation_transport
@@ -82,7 +100,10 @@ class StaticSchedule:
             return self._graphed.train(feed, num_microbatches)
         if self._timers is not None:
             self._timers.begin_step(backward_order(self._layout, num_microbatches))
-        return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
+        if self._replayed is None:
+            return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
+        with self._replayed.step(feed, num_microbatches, _slot_limits(self._layout, num_microbatches)):
+            return self._run(feed, num_microbatches, self._replayed, forward_only=False, **self._transport)
 
     @torch.no_grad()
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
@@ -93,10 +114,18 @@ class StaticSchedule:
 
     def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End the transport; what was sent is delivered first."""
+        if self._replayed is not None:
+            self._replayed.close()
         if self._shared_transport is not None:
             self._shared_transport.close()
 
-    def _run(self, feed: StepFeed, num_microbatches: int, step: ForwardStep, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    def _run(
+        self,
+        feed: StepFeed,
+        num_microbatches: int,
+        step: ForwardStep | ReplayedPasses,
+        **options: Any,  # noqa: ANN401 - of megatron-core's schedules
+    ) -> list[torch.Tensor]:
         feeds = [ChunkFeed(feed, chunk) for chunk in range(len(self._chunks))]
         single = len(self._chunks) == 1
         try:
@@ -114,6 +143,11 @@ class StaticSchedule:
                 self._shared_transport.close(drain=False)  # so that ranks that wait for this one learn of it at once
             raise
         return cast("list[torch.Tensor]", reports)
+
+
+def _slot_limits(layout: Layout, num_microbatches: int) -> SlotLimits:
+    placement = Placement(layout.pipeline_size, layout.virtual_size)
+    return slots_of_order(interleaved(placement, num_microbatches, layout.pipeline_rank), layout.virtual_size)
 
 
 def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, int], ...]:

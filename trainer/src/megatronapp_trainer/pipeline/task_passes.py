@@ -1,5 +1,6 @@
 """Forward and backward passes of single tasks, through megatron-core's functions."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,6 +10,9 @@ from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.vee_gradients import finalize_vee
+from megatronapp_trainer.pipeline.graphs.choice import pass_recorders
+from megatronapp_trainer.pipeline.graphs.replayed_passes import ReplayedPasses
+from megatronapp_trainer.pipeline.graphs.slots import SlotLimits
 from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
@@ -46,7 +50,7 @@ class TaskPasses:
         self._groups = schedule_groups()
         connect_gradients(context)
         self._timers = install_pass_timers(context)
-        self._forward_step = ForwardStep(context.family, self._timers)
+        self._forward_step: ForwardStep | ReplayedPasses = ForwardStep(context.family, self._timers)
         # The transport keeps what it sends, so that outputs can be freed also where megatron-core's own transfers of
         # several chunks still read them. A copy: evaluations run megatron-core's schedule with the given one.
         self._core_config = copy.copy(context.core_config)
@@ -59,8 +63,25 @@ class TaskPasses:
             sum_rows=sum_rows if gradients is None else gradients,
             fp8_layers=layers_in_fp8(context.config, next(context.chunks[0].parameters()).device),
         )
+        self._replayed: ReplayedPasses | None = None
+        if (recorders := pass_recorders(context)) is not None:
+            self._replayed = ReplayedPasses(context, self._forward_step, recorders, self._stores, split=split)
+            self._forward_step = self._replayed
         self._random = TaskRandom() if context.config.model.has_dropout else None
         self._device = next(context.chunks[0].parameters()).device
+
+    def step(
+        self, feed: StepFeed, num_microbatches: int, limits: SlotLimits
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a step, from `begin_step` to `end_step`; `limits`: of its microbatches in flight."""
+        if self._replayed is None:
+            return contextlib.nullcontext()
+        return self._replayed.step(feed, num_microbatches, limits)
+
+    def close(self) -> None:
+        """Let recordings of passes go."""
+        if self._replayed is not None:
+            self._replayed.close()
 
     def begin_step(self, feed: StepFeed, num_microbatches: int) -> None:
         """Begin a step; `feed` has its microbatches."""

@@ -182,6 +182,8 @@ class WeightGradientStore:
         self._bytes: dict[int, int] = {}
         """For each pending microbatch of which the bytes have been counted."""
         self._collecting: list[WeightProduct] | None = None
+        self._replays: dict[int, Callable[[], None]] = {}
+        """For each pending microbatch whose W is replayed."""
 
     @property
     def is_collecting(self) -> bool:
@@ -246,12 +248,39 @@ class WeightGradientStore:
                 f"pending, in this order: {_listed(self.pending)}"
             )
         self._bytes.pop(microbatch, None)
+        products = self._collected.pop(microbatch)
+        if (replay := self._replays.pop(microbatch, None)) is not None:
+            replay()
+            return
         is_last = microbatch == self._microbatches - 1
-        for product, layer_input in _gathered(collections.deque(self._collected.pop(microbatch))):
+        for product, layer_input in _gathered(collections.deque(products)):
             self._refuse_overwritten(product, microbatch)
             add_product(product, layer_input, fused=self.fused)
             if is_last:
                 announce(self._chunk, product.weight)
+
+    @contextlib.contextmanager
+    def recording(self, products: list[WeightProduct]) -> Iterator[None]:
+        """Within the context a backward pass is recorded that leaves its weight gradients in `products`.
+
+        It belongs to no microbatch: those whose passes are replayed run in the order that `backward` and `run` check.
+        """
+        outer, self._collecting = self._collecting, products
+        try:
+            yield
+        finally:
+            self._collecting = outer
+
+    @torch.no_grad()
+    def add_recorded(self, products: list[WeightProduct]) -> None:
+        """Compute the weight gradients that a recorded backward pass has left; what their operands hold now counts."""
+        for product, layer_input in _gathered(collections.deque(products)):
+            add_product(product, layer_input, fused=self.fused)
+
+    def replay_later(self, microbatch: int, replay: Callable[[], None]) -> None:
+        """Take what computes the weight gradients of a microbatch whose backward pass was replayed; `run` calls it."""
+        assert self._collecting is not None, "a replayed backward pass left weight gradients outside of a split pass"
+        self._replays[microbatch] = replay
 
     def finish_step(self) -> None:
         """End the step. Raises TaskOrderError if a backward pass or a W has not run."""

@@ -10,25 +10,19 @@ from megatronapp_trainer.config.root import TrainerConfig
 def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
     """Return what keeps the passes of a microbatch out of a CUDA graph, named by flags; empty if nothing does.
 
-    A graph holds the forward and the backward pass of one microbatch with fixed shapes, draws no random numbers, and
-    ends without a transfer. The parts that packed documents are computed in differ from one microbatch to the next.
+    A graph holds a pass of one microbatch with fixed shapes, draws no random numbers, and sends nothing to other stages
+    or replicas. The parts that packed documents are computed in differ from one microbatch to the next.
     Transformer Engine's layers, which are the default where it is installed, choose their kernels in each pass.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
     found = {
-        "--pipeline-model-parallel-size above 1": parallel.pipeline_model_parallel_size > 1,
         "--context-parallel-size above 1": parallel.context_parallel_size > 1,
         "--reset-attention-mask": config.data.reset_attention_mask,
-        "--use-dpp": config.dpp.use_dpp,
         "--forward-backward-disaggregating": config.fbd.enabled,
         f"--model-type {model.model_type}": model.model_type != "gpt",
         "--num-experts": model.num_experts is not None,
         "dropout": model.has_dropout,
-        "--fp16": precision.fp16,
         "--recompute-granularity": precision.granularity is not None,
-        "--trace with --tensor-model-parallel-size above 1": config.logging.trace
-        and parallel.tensor_model_parallel_size > 1,
-        "--sequence-parallel": parallel.sequence_parallel,
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl not in {"", "torch"},
         "Transformer Engine, which is installed, without --transformer-impl torch": not model.transformer_impl
         and importlib.util.find_spec("transformer_engine") is not None,
@@ -39,7 +33,7 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
 def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     """Return why the passes of a microbatch are not replayed; empty if they are.
 
-    Besides what a graph cannot hold: what costs more than it saves, or was not measured, unless it is asked for.
+    Besides what a graph cannot hold: what costs more than it saves, or has not run on GPUs, unless it is asked for.
     """
     requested, parallel = config.kernels.cuda_graph_impl, config.parallel
     if requested == "none":
@@ -48,11 +42,28 @@ def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     if requested == "local":
         return obstacles
     found = {
+        "--pipeline-model-parallel-size above 1": parallel.pipeline_model_parallel_size > 1,
         "--tensor-model-parallel-size above 1": parallel.tensor_model_parallel_size > 1,
+        "--use-dpp": config.dpp.use_dpp,
+        "--fp16": config.precision.fp16,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
         "--overlap-param-gather": parallel.overlap_param_gather,
     }
     return obstacles + tuple(name for name, holds in found.items() if holds)
+
+
+def uses_slots(config: TrainerConfig) -> bool:
+    """Return whether graphs, where there are any, are replayed in slots.
+
+    That is so where several microbatches are in flight, collectives are in graphs, or the scale of the loss changes.
+    """
+    parallel = config.parallel
+    return (
+        parallel.pipeline_model_parallel_size > 1
+        or parallel.tensor_model_parallel_size > 1
+        or config.dpp.use_dpp
+        or config.precision.fp16
+    )
 
 
 def graph_problems(config: TrainerConfig) -> Iterator[str]:

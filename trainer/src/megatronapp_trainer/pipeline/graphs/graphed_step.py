@@ -2,40 +2,18 @@
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatronapp_trainer.config.rules.graphs import reasons_against_graphs
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.device.cuda_graphs import own_workspace
 from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
-from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.groups import schedule_groups
+from megatronapp_trainer.pipeline.graphs.pass_slot import copied_tensors, count_hooks
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-
-log = logging.getLogger(__name__)
-
-
-def uses_graphs(context: ScheduleContext) -> bool:
-    """Return whether the passes of this run are replayed, and log why not.
-
-    Raises UsageError if graphs are asked for on a device that has none.
-    """
-    config = context.config
-    if not next(context.chunks[0].parameters()).is_cuda:
-        if config.kernels.cuda_graph_impl == "local":
-            raise UsageError("--cuda-graph-impl local needs a GPU; leave it out here")
-        return False
-    reasons = reasons_against_graphs(config)
-    if reasons:
-        log.info("CUDA graphs: off, because of %s", ", ".join(reasons))
-        return False
-    log.info("CUDA graphs: passes are replayed from the second step on")
-    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,12 +30,6 @@ class _GivenMicrobatch:
 
     def next(self) -> Any:  # noqa: ANN401 - the family's microbatch
         return self.batch
-
-
-def copied_tensors(batch: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - the family's microbatch
-    """Return copies of the tensors of a microbatch by field; other fields are alike in all microbatches of a run."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 class MicrobatchGraph:
@@ -106,6 +78,9 @@ class MicrobatchGraph:
 class GraphedStep:
     """Runs the steps of a chunk that is a whole model, in the order of megatron-core's schedule without a pipeline.
 
+    Loss, its scale and its division are part of the graphs, which have been measured on a GPU; `ReplayedPasses` has the
+    layouts that have not.
+
     A step whose modules have hooks, as those of captures, perturbations and windows of detailed spans, runs without
     graphs, and so does the one after it: the memory of the graphs is free until they are captured again.
     """
@@ -123,11 +98,11 @@ class GraphedStep:
         self._graph: MicrobatchGraph | None = None
         self._graph_microbatches = 0
         self._is_warm = False
-        self._hooks = _count_hooks(self._chunk)
+        self._hooks = count_hooks(self._chunk)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run a step, as `PipelineSchedule.train`."""
-        is_plain = not feed.is_captured and _count_hooks(self._chunk) == self._hooks
+        is_plain = not feed.is_captured and count_hooks(self._chunk) == self._hooks
         replays = self._is_warm and is_plain
         if not replays and self._graph is not None:
             self._graph = None
@@ -222,17 +197,3 @@ class GraphedStep:
         from megatron.core.pipeline_parallel.schedules import backward_step
 
         backward_step(None, loss, None, ModelType.encoder_or_decoder, self._core_config)
-
-
-def _count_hooks(chunk: torch.nn.Module) -> int:
-    """Return the number of hooks on the modules of a chunk."""
-    return sum(
-        len(hooks)
-        for module in chunk.modules()
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )

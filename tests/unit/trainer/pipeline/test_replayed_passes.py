@@ -1,0 +1,148 @@
+"""Passes replayed in slots train as passes without recordings, to the last bit, in every layout that has them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import replayed_training
+from replayed_training import Trained
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+STEPS = 4
+MODEL = (
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    f"--global-batch-size 8 --train-iters {STEPS} --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    "--vocab-size 120 --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 2"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4 --num-layers 8"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+TP2 = "--tensor-model-parallel-size 2"
+SP = "--sequence-parallel"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+LAYOUTS = {
+    "TP2": (2, TP2, ""),
+    "TP2-SP-bf16": (2, f"{TP2} {SP} --bf16", ""),
+    "TP2-local-layers": (2, f"{TP2} --transformer-impl torch --swiglu --normalization RMSNorm", ""),
+    "TP2xDP2-overlap": (4, f"{TP2} {OVERLAP}", ""),
+    "fp16": (1, "--fp16 --initial-loss-scale 4096", ""),
+    "PP2": (2, PP2, ""),
+    "PP2-untied-fp16": (2, f"{PP2} --fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights", ""),
+    "PP2-VPP2": (2, f"{PP2} {VPP2}", ""),
+    "PP2-VPP2-no-overlap": (2, f"{PP2} {VPP2} --no-overlap-p2p-communication", ""),
+    "PP4-VPP2": (4, f"{PP4} {VPP2} --untie-embeddings-and-output-weights", ""),
+    "PP4-per-token-loss": (4, f"{PP4} --calculate-per-token-loss", ""),
+    "PP2xDP2-overlap": (4, f"{PP2} {VPP2} {OVERLAP}", ""),
+    "PP4-growing-batch": (4, f"{PP4} --rampup-batch-size 2 2 16", ""),
+    "TP2xPP2": (4, f"{TP2} {PP2} {SP}", ""),
+    "MegaDPP-static": (2, PP2, "--use-dpp --dpp-schedule static"),
+    "MegaDPP-zero-bubble": (2, PP2, "--use-dpp --dpp-schedule zero-bubble"),
+    "MegaDPP-dfc-VPP2": (2, f"{PP2} {VPP2}", "--use-dpp --dpp-schedule dfc"),
+    "MegaDPP-bfc": (4, PP4, "--use-dpp --dpp-schedule bfc"),
+    "MegaDPP-VPP2": (2, f"{PP2} {VPP2}", "--use-dpp"),
+    "MegaDPP-vee": (2, f"{PP2} {VPP2}", "--use-dpp --dpp-schedule zero-bubble"),
+    "MegaDPP-byte-cap": (2, PP2, "--use-dpp --dpp-memory-cap 4MiB"),
+    "MegaDPP-DP2-overlap": (4, f"{PP2} {OVERLAP}", "--use-dpp"),
+    "MegaDPP-TP2-SP": (4, f"{TP2} {PP2} {SP}", "--use-dpp"),
+}
+"""Ranks, flags of both runs, and flags of the run with recordings alone."""
+CORNERS = ("PP2-VPP2", "MegaDPP-TP2-SP")
+
+
+def compare(layout: str, seed: int | None) -> tuple[Trained, Trained]:
+    _, flags, more = LAYOUTS[layout]
+    return replayed_training.compare(f"{MODEL} {flags}", f"{MODEL} {flags} {more}", seed)
+
+
+@pytest.mark.full("a sweep of layouts", but=CORNERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replayed_passes_train_to_the_bit_as_others(run_ranks: RunRanks, layout: str) -> None:
+    world, _, more = LAYOUTS[layout]
+    splits = "--use-dpp" in more and not any(schedule in more for schedule in ("static", "dfc", "bfc"))
+    seed = 5 if "--use-dpp" in more and "static" not in more and "zero-bubble" not in more else None
+    results = run_ranks(world, compare, layout, seed)
+    for expected, found in results:
+        assert expected.losses == found.losses
+        assert expected.norms == found.norms
+        assert expected.forwards == []
+        assert found.forwards[0] == 0, "the first step runs without recordings"
+        assert all(found.forwards[1:]), found.forwards
+        assert all(0 < slots <= 8 for slots in found.slots)
+        assert (found.weights > 0) == splits
+    assert any(loss for expected, _ in results for loss in expected.losses)
+
+
+def with_hooks() -> tuple[Trained, Trained]:
+    """Train with a hook in the model during the fourth step, with recordings and without."""
+    flags = f"{MODEL} --train-iters 7 --fp16 --initial-loss-scale 4096"
+    hooks: list[Any] = []
+
+    def before_step(run: Any, step: int) -> None:
+        while hooks:
+            hooks.pop().remove()
+        if step == 3:
+            module = next(iter(run.state.chunks[0].modules()))
+            hooks.append(module.register_forward_hook(lambda *_: None))
+
+    plain = replayed_training.train(flags)
+    return plain, replayed_training.train(f"{flags} {replayed_training.LOCAL}", before_step=before_step)
+
+
+def test_a_step_with_hooks_and_its_successor_run_without_recordings(run_ranks: RunRanks) -> None:
+    ((plain, found),) = run_ranks(1, with_hooks)
+    assert found.forwards == [0, 8, 8, 0, 0, 8, 8]
+    assert found.losses == plain.losses
+
+
+def late_reader() -> tuple[list[float], list[bool], list[int]]:
+    """Return results that a replay has overwritten, and whether they are NaN after the end of their microbatch."""
+    import torch
+
+    from megatronapp_trainer.pipeline.graphs.recorders import RepeatingRecorders
+
+    recorder = RepeatingRecorders().slot()
+    given = torch.ones(3)
+    recording = recorder.record(lambda: (given * 2, torch.ones(2, dtype=torch.int64)))
+    first = recording.replay()
+    given.fill_(5.0)
+    second = recording.replay()
+    overwritten = first[0].tolist()
+    recorder.spoil(second)
+    return overwritten, first[0].isnan().tolist(), first[1].tolist()
+
+
+def test_what_is_read_too_late_is_no_number(run_ranks: RunRanks) -> None:
+    assert [tuple(found) for found in run_ranks(1, late_reader)] == [([10.0] * 3, [True] * 3, [1, 1])]
+
+
+def other_shape() -> str:
+    """Return why a microbatch of fewer samples cannot be replayed."""
+    import dataclasses
+
+    import small_training
+
+    from megatronapp_trainer.models.registry import model_family
+    from megatronapp_trainer.pipeline.graphs.pass_slot import ChunkPasses, PassExample, PassSlot, TensorForm
+    from megatronapp_trainer.pipeline.graphs.recorders import RepeatingRecorders
+
+    run = small_training.prepare(MODEL)
+    (chunk,) = run.state.chunks
+    family = model_family(run.config)
+    batch = family.example_batch(run.config, run.layout, run.device)
+    passes = ChunkPasses(chunk=chunk, family=family, has_loss=True, store=None, split=False, set_input=lambda _: None)
+    example = PassExample(batch=batch, received=None, output=TensorForm.of(batch.loss_tokens))
+    slot = PassSlot(passes, example, RepeatingRecorders().slot())
+    slot.forward(batch, None)
+    try:
+        slot.forward(dataclasses.replace(batch, labels=batch.labels[:, :-1]), None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_microbatch_of_another_shape_is_refused(run_ranks: RunRanks) -> None:
+    (message,) = run_ranks(1, other_shape)
+    assert message == "labels of a microbatch has the shape [1, 15], and its passes were recorded for [1, 16]"
