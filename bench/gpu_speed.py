@@ -6,7 +6,7 @@ Arms of one model take turns in blocks of steps on the same data: megatron-core'
 default) and in bf16, our trainer with all kernels off, with each part added, up to its defaults, and in fp8. For
 each arm: the median block, TFLOP/s by both counts of attention, the share of passes whose host was not ahead of the
 device, device time by kernel class, and the losses. The deep model has the first and the last two of our arms alone.
-An arm that fails is reported, and the others continue.
+An arm that fails is reported, and the others continue. Layouts of several GPUs are measured by `gpu_graph_layouts.py`.
 """
 
 import argparse

@@ -41,10 +41,11 @@ def train(flags: str) -> dict[str, Any]:
         manager.load(run.state)
     observer = _observer(config, layout, run, device) if config.logging.trace else None
     recorder = RecordingReporter()
+    schedule = build_schedule(run, observer)
     trainer = Trainer(
         run,
         build_iterators(config, layout, run.state.consumed_samples),
-        build_schedule(run, observer),
+        schedule,
         stop_request=StopRequest(),
         reporter=recorder,  # type: ignore[arg-type]
         checkpoints=manager,
@@ -55,6 +56,7 @@ def train(flags: str) -> dict[str, Any]:
     synchronisations = _count_synchronisations(trainer) if device.is_cuda and not config.checkpoint.save else 0
     if observer is not None:
         observer.close()
+    schedule.close()
     destroy_groups()
     return {
         "device": device.name,

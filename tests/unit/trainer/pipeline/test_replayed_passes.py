@@ -43,7 +43,7 @@ LAYOUTS = {
     "MegaDPP-dfc-VPP2": (2, f"{PP2} {VPP2}", "--use-dpp --dpp-schedule dfc"),
     "MegaDPP-bfc": (4, PP4, "--use-dpp --dpp-schedule bfc"),
     "MegaDPP-VPP2": (2, f"{PP2} {VPP2}", "--use-dpp"),
-    "MegaDPP-vee": (2, f"{PP2} {VPP2}", "--use-dpp --dpp-schedule zero-bubble"),
+    "MegaDPP-vee": (2, f"{PP2} {VPP2} --use-dpp --dpp-schedule zero-bubble", ""),
     "MegaDPP-byte-cap": (2, PP2, "--use-dpp --dpp-memory-cap 4MiB"),
     "MegaDPP-DP2-overlap": (4, f"{PP2} {OVERLAP}", "--use-dpp"),
     "MegaDPP-TP2-SP": (4, f"{TP2} {PP2} {SP}", "--use-dpp"),
@@ -60,8 +60,9 @@ def compare(layout: str, seed: int | None) -> tuple[Trained, Trained]:
 @pytest.mark.full("a sweep of layouts", but=CORNERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replayed_passes_train_to_the_bit_as_others(run_ranks: RunRanks, layout: str) -> None:
-    world, _, more = LAYOUTS[layout]
-    splits = "--use-dpp" in more and not any(schedule in more for schedule in ("static", "dfc", "bfc"))
+    world, flags, more = LAYOUTS[layout]
+    dynamic = "--use-dpp" in f"{flags} {more}"
+    splits = dynamic and not any(schedule in more for schedule in ("static", "dfc", "bfc"))
     seed = 5 if "--use-dpp" in more and "static" not in more and "zero-bubble" not in more else None
     results = run_ranks(world, compare, layout, seed)
     for expected, found in results:
