@@ -79,8 +79,8 @@ class DynamicSchedule:
         usual = self._tune(num_microbatches)
         self._is_captured = feed.is_captured
         self._publish_plan(num_microbatches)
-        limits = self._plan.slots(self._layout.pipeline_rank, num_microbatches)
-        with self._passes.step(feed, num_microbatches, limits):
+        rank = self._layout.pipeline_rank
+        with self._passes.step(feed, num_microbatches, lambda: self._plan.slots(rank, num_microbatches)):
             self._passes.begin_step(feed, num_microbatches)
             self._run(num_microbatches, usual)
             return self._passes.end_step()

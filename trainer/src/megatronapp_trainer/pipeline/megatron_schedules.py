@@ -102,7 +102,7 @@ class StaticSchedule:
             self._timers.begin_step(backward_order(self._layout, num_microbatches))
         if self._replayed is None:
             return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
-        with self._replayed.step(feed, num_microbatches, _slot_limits(self._layout, num_microbatches)):
+        with self._replayed.step(feed, num_microbatches, lambda: _slot_limits(self._layout, num_microbatches)):
             return self._run(feed, num_microbatches, self._replayed, forward_only=False, **self._transport)
 
     @torch.no_grad()

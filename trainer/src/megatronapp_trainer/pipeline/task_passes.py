@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,9 +72,9 @@ class TaskPasses:
         self._device = next(context.chunks[0].parameters()).device
 
     def step(
-        self, feed: StepFeed, num_microbatches: int, limits: SlotLimits
+        self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a step, from `begin_step` to `end_step`; `limits`: of its microbatches in flight."""
+        """Return the context of a step, from `begin_step` to `end_step`; `limits` as in `ReplayedPasses`."""
         if self._replayed is None:
             return contextlib.nullcontext()
         return self._replayed.step(feed, num_microbatches, limits)

@@ -89,6 +89,8 @@ class ReplayedPasses:
         self._examples: list[PassExample | None] = [None] * len(self._chunks)
         self._slots: list[list[PassSlot]] = [[] for _ in self._chunks]
         self._pool = SlotPool()
+        self._limits: dict[int, SlotLimits] = {}
+        """By the number of microbatches of a step."""
         self._anchor = torch.empty(0, requires_grad=True)
         """Gives the outputs of chunks without an input a node of autograd."""
         self._hooks = self._count_hooks()
@@ -97,8 +99,10 @@ class ReplayedPasses:
         self._num_microbatches = 0
 
     @contextlib.contextmanager
-    def step(self, feed: StepFeed, num_microbatches: int, limits: SlotLimits) -> Iterator[None]:
+    def step(self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]) -> Iterator[None]:
         """Within the context the passes of a step run, on the stream of recordings.
+
+        `limits` returns the slots of steps of this many microbatches; it is called once for each number.
 
         Raises:
             SlotsExhaustedError: more microbatches are in flight than exact limits say.
@@ -108,7 +112,7 @@ class ReplayedPasses:
             self._begin(feed, num_microbatches, limits)
             yield
             self._pool.end_step()
-        if self._pool.shortages:
+        if self._replays and self._pool.shortages:
             log.info(
                 "CUDA graphs: %d of %d forward passes of the step found no slot and ran without a graph",
                 self._pool.shortages,
@@ -140,15 +144,19 @@ class ReplayedPasses:
         if any(self._slots):
             self._recorders.drop(self._slots)
 
-    def _begin(self, feed: StepFeed, num_microbatches: int, limits: SlotLimits) -> None:
+    def _begin(self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]) -> None:
         is_plain = not feed.is_captured and self._count_hooks() == self._hooks
-        self._replays = self._is_warm and is_plain and all(example is not None for example in self._examples)
+        # Where each microbatch of a step communicates, recordings would have no use.
+        is_useful = num_microbatches > self._gathers + self._reduces
+        self._replays = self._is_warm and is_plain and is_useful
         self._is_warm = is_plain
         self._num_microbatches = num_microbatches
-        self._pool.begin_step(limits)
         if self._replays:
-            self._record(limits)
-        elif any(self._slots):
+            if num_microbatches not in self._limits:
+                self._limits[num_microbatches] = limits()
+            self._pool.begin_step(self._limits[num_microbatches])
+            self._record(self._limits[num_microbatches])
+        elif any(self._slots) and not is_plain:
             self._recorders.drop(self._slots)
 
     def _record(self, limits: SlotLimits) -> None:
