@@ -7,6 +7,7 @@ not depend on its order. Between steps there are evaluations and checkpoints, wh
 """
 
 import importlib
+import os
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from device_training import STEPS, losses_of, train
+from late_copies import LateCopies
+from late_inputs import wrap_transport
 
 RunRanks = Callable[..., list[Any]]
 COMMON = "--deterministic-mode --micro-batch-size 1 --eval-iters 1 --eval-interval 3"
@@ -73,6 +76,13 @@ def train_counting(flags: str) -> dict[str, Any]:
     return result | {"replayed": replayed}
 
 
+def train_late(flags: str) -> dict[str, Any]:
+    """Train with copies between stages that begin late: outputs of passes are read long after they were launched."""
+    seed = 3 + int(os.environ["RANK"])
+    wrap_transport(lambda transport: LateCopies(transport, seed))
+    return train_counting(flags)
+
+
 def assert_equal_to_eager(run_ranks: RunRanks, world: int, flags: str) -> None:
     flags = f"{COMMON} {flags}"
     expected = run_ranks(world, train_counting, f"{flags} --cuda-graph-impl none")
@@ -90,6 +100,16 @@ def assert_equal_to_eager(run_ranks: RunRanks, world: int, flags: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graphs_of_two_devices_are_equal_to_the_bit(run_ranks: RunRanks, layout: str) -> None:
     assert_equal_to_eager(run_ranks, 2, LAYOUTS[layout])
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("layout", ["MegaDPP-static", "MegaDPP-auto", "MegaDPP-auto-VPP2"])
+def test_late_copies_read_what_passes_have_put_out(run_ranks: RunRanks, layout: str) -> None:
+    flags = f"{COMMON} {LAYOUTS[layout]}"
+    expected = losses_of(run_ranks(2, train_counting, f"{flags} --cuda-graph-impl none"))
+    found = run_ranks(2, train_late, f"{flags} --cuda-graph-impl local")
+    assert losses_of(found) == expected
+    assert all(rank["replayed"] for rank in found)
 
 
 @pytest.mark.gpus(4)

@@ -91,7 +91,7 @@ def test_the_first_rank_of_two_interleaved_chunks_needs_more_slots_for_its_first
     candidate=st.none()
     | st.builds(Candidate, plans_weights=st.booleans(), spare_chunks=st.integers(0, 8))
     | st.just(Candidate(plans_weights=True, spare_chunks=0, is_left=False)),
-    cap=st.none() | st.integers(5, 9).map(str),
+    cap=st.none() | st.integers(8, 12).map(str),
     history=st.randoms(use_true_random=False),
 )
 def test_dynamic_orders_find_slots_whatever_takes_long(

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
 
 STEPS = 4
+PATIENCE_S = 280.0
+"""Limit of two trainings on a computer that is busy."""
 MODEL = (
     f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
     f"--global-batch-size 8 --train-iters {STEPS} --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
@@ -64,7 +66,7 @@ def test_replayed_passes_train_to_the_bit_as_others(run_ranks: RunRanks, layout:
     dynamic = "--use-dpp" in f"{flags} {more}"
     splits = dynamic and not any(schedule in more for schedule in ("static", "dfc", "bfc"))
     seed = 5 if "--use-dpp" in more and "static" not in more and "zero-bubble" not in more else None
-    results = run_ranks(world, compare, layout, seed)
+    results = run_ranks(world, compare, layout, seed, timeout_s=PATIENCE_S)
     for expected, found in results:
         assert expected.losses == found.losses
         assert expected.norms == found.norms
@@ -93,7 +95,7 @@ def with_hooks() -> tuple[Trained, Trained]:
 
 
 def test_a_step_with_hooks_and_its_successor_run_without_recordings(run_ranks: RunRanks) -> None:
-    ((plain, found),) = run_ranks(1, with_hooks)
+    ((plain, found),) = run_ranks(1, with_hooks, timeout_s=PATIENCE_S)
     assert found.forwards == [0, 8, 8, 0, 0, 8, 8]
     assert found.losses == plain.losses
 
