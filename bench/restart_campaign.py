@@ -1,13 +1,14 @@
-"""A campaign of seeded failures: restarts with new pods and restarts in place, compared by effective training time.
+"""A campaign of seeded failures: restarts with new pods, in place, and with spares, by effective training time.
 
     python bench/restart_campaign.py
     python bench/restart_campaign.py --hours 48 --between-s 3600 --start-s 60
 
 The operator's real plan decides about a gang in a model of a cluster: judgement, back-off, which pods are replaced. How
 long pods, ranks and checkpoints take are parameters of the model, not measurements. Failures are errors of a rank, hung
-ranks, evicted pods and lost nodes; both arms meet the same ones, at the same times. Prints a row for each arm: the
-ratio of `status.timeSpent`, its other parts, and the mean time from a failure until steps are made
-again. Spares are not built, so that they have no arm.
+ranks, evicted pods and lost nodes; all arms meet the same ones, at the same times. Prints a row for each arm: the
+ratio of `status.timeSpent`, its other parts, the mean time from a failure until steps are made again, and the time for
+which spares held nodes, as a fraction of that of the workers. New pods are those that a restart waits for; those that
+replace used spares are created while the gang trains.
 """
 
 import argparse
@@ -58,14 +59,24 @@ class Pod:
     ended_at: float = 0.0
     exited: bool = False
     lost_at: float | None = None
+    spare: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"pod-on-{self.node}"
 
 
 class Campaign:
     """One arm: a gang under the plan, from its submission on."""
 
-    def __init__(self, options: argparse.Namespace, seed: int, *, in_place: bool) -> None:
+    def __init__(self, options: argparse.Namespace, seed: int, *, in_place: bool, spares: int = 0) -> None:
         policy = RunPolicy(
-            in_place=in_place, max_restarts=1000, progress_deadline_s=600.0, failed_grace_s=30.0, grace_s=600.0
+            in_place=in_place,
+            spares=spares,
+            max_restarts=1000,
+            progress_deadline_s=600.0,
+            failed_grace_s=30.0,
+            grace_s=600.0,
         )
         spec = JobSpec(name="job", uid="u", worker_groups=worker_groups(options.workers), hub=False, policy=policy)
         self.job = JobState(spec=spec)
@@ -74,7 +85,8 @@ class Campaign:
         self._options = options
         self._in_place = in_place
         self._failures = self._draw(random.Random(seed))
-        self._pods: dict[int, Pod] = {}
+        self._pods: dict[tuple[int, bool], Pod] = {}
+        """By index, and whether the pod waits as a spare."""
         self._trains_at: float | None = None
         self._hung = False
         self._failed_at: float | None = None
@@ -112,25 +124,26 @@ class Campaign:
             self._failed_at, self._hung = now, True
             if kind == "hang":
                 continue
-            for pod in self._pods.values():
+            for pod in self._gang():
                 own = pod.index == index
                 pod.end = WorkerOutcome(
                     code=1 if own else 69, reason="RankFailed" if own else "PeerLost", rank=pod.index
                 )
                 pod.ended_at = now + (0.0 if own else GRACE_S)
                 pod.exited = not self._in_place
-            victim = self._pods[index]
+            victim = self._pods[(index, False)]
             if kind == "evicted":
                 victim.exited = True
             if kind == "node":
                 victim.end, victim.exited, victim.lost_at = None, False, now + UNREACHABLE_S
 
+    def _gang(self) -> list[Pod]:
+        return [pod for pod in self._pods.values() if not pod.spare]
+
     def _train(self, now: float) -> None:
         """Make steps and checkpoints if the whole gang has joined and has loaded its checkpoint."""
         options, attempt = self._options, self.job.status.attempt
-        gang = [
-            pod for pod in self._pods.values() if pod.attempt == attempt and pod.end is None and pod.lost_at is None
-        ]
+        gang = [pod for pod in self._gang() if pod.attempt == attempt and pod.end is None and pod.lost_at is None]
         if len(gang) < options.workers or self._hung:
             return
         if self._trains_at is None:
@@ -147,8 +160,14 @@ class Campaign:
         self._page = Progress(attempt=attempt, iteration=int(self._iteration), state="training", updated_at=now)
 
     def _observe(self, now: float) -> Observed:
-        workers = tuple(self._view(pod, now) for _, pod in sorted(self._pods.items()))
-        return Observed(secret=True, workers=workers, progress=self._page, launcher_attempt=self.job.status.attempt)
+        pods = [self._view(pod, now) for _, pod in sorted(self._pods.items())]
+        return Observed(
+            secret=True,
+            workers=tuple(pod for pod in pods if not pod.spare),
+            spares=tuple(pod for pod in pods if pod.spare),
+            progress=self._page,
+            launcher_attempt=self.job.status.attempt,
+        )
 
     def _view(self, pod: Pod, now: float) -> Worker:
         ended = pod.end is not None and now >= pod.ended_at
@@ -162,7 +181,9 @@ class Campaign:
             outcome=pod.end if ended else None,
             standby=ended and not pod.exited,
             node=pod.node,
-            uid=f"{pod.index}",
+            uid=pod.name,
+            name=pod.name,
+            spare=pod.spare,
             reusable=self._in_place,
             unreachable_since=pod.lost_at if pod.lost_at is not None and now >= pod.lost_at else None,
         )
@@ -172,15 +193,29 @@ class Campaign:
             case CreateWorker():
                 self._nodes += 1
                 begins = now + self._options.start_s
-                self._pods[action.index] = Pod(action.index, action.attempt, f"n{self._nodes}", begins, begins)
-                self.replaced += action.attempt > 0
-                self._begin()
+                key = action.index, action.spare
+                self._pods[key] = Pod(
+                    action.index, action.attempt, f"n{self._nodes}", begins, begins, spare=action.spare
+                )
+                if not action.spare:
+                    self.replaced += action.attempt > 0
+                    self._begin()
             case RestartWorker():
-                pod = self._pods[action.index]
+                pod = self._take(action)
                 pod.attempt, pod.end, pod.joins_at = action.attempt, None, now + self._options.order_s + GRACE_S
                 self._begin()
             case DeleteWorker():
-                self._pods.pop(action.index, None)
+                self._pods.pop((action.index, action.spare), None)
+
+    def _take(self, action: RestartWorker) -> Pod:
+        """Return the pod that is to run a worker, in the place of that worker."""
+        if action.spare is None:
+            return self._pods[(action.index, False)]
+        key, pod = next((key, pod) for key, pod in self._pods.items() if pod.spare and pod.name == action.spare)
+        del self._pods[key]
+        pod.index, pod.spare = action.index, False
+        self._pods[(action.index, False)] = pod
+        return pod
 
     def _begin(self) -> None:
         """An attempt begins: nothing has joined it."""
@@ -192,6 +227,7 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=12.0, help="length of a campaign")
     parser.add_argument("--seeds", type=int, default=2, help="campaigns of each arm")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--spares", type=int, default=1, help="spares of the third arm")
     parser.add_argument("--between-s", type=float, default=7200.0, help="mean seconds between failures")
     parser.add_argument("--start-s", type=float, default=30.0, help="from the creation of a pod to its launcher")
     parser.add_argument("--order-s", type=float, default=2.0, help="from a restart order to its launcher")
@@ -204,10 +240,10 @@ def main() -> int:
     uses = [
         use for use in TimeUse if use not in {TimeUse.TRAINED, TimeUse.SLOW, TimeUse.CHECKPOINTS, TimeUse.SUSPENDED}
     ]
-    print(f"| arm | ratio | {' | '.join(use.value for use in uses)} | recovery s | new pods a restart |")
-    print(f"|---|---|{'---|' * len(uses)}---|---|")
-    for name, in_place in (("Pods", False), ("InPlace", True)):
-        runs = [Campaign(options, seed, in_place=in_place) for seed in range(options.seeds)]
+    print(f"| arm | ratio | {' | '.join(use.value for use in uses)} | recovery s | new pods a restart | spares |")
+    print(f"|---|---|{'---|' * len(uses)}---|---|---|")
+    for name, in_place, spares in (("Pods", False, 0), ("InPlace", True, 0), ("spares", True, options.spares)):
+        runs = [Campaign(options, seed, in_place=in_place, spares=spares) for seed in range(options.seeds)]
         for run in runs:
             run.run()
         spent = [run.job.status.time_spent for run in runs if run.job.status.time_spent is not None]
@@ -216,7 +252,10 @@ def main() -> int:
         recovery = statistics.mean(second for run in runs for second in run.recoveries)
         pods = sum(run.replaced for run in runs) / sum(run.job.status.restarts for run in runs)
         parts = " | ".join(f"{parts_of_time[use]:.2%}" for use in uses)
-        print(f"| {name} | {parts_of_time[TimeUse.TRAINED]:.2%} | {parts} | {recovery:.0f} | {pods:.1f} |")
+        waited = sum(account.spare_seconds for account in spent) / (total * options.workers)
+        print(
+            f"| {name} | {parts_of_time[TimeUse.TRAINED]:.2%} | {parts} | {recovery:.0f} | {pods:.1f} | {waited:.1%} |"
+        )
     return 0
 
 

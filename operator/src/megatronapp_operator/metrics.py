@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.progress import Progress, TimeSpent
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     ConditionType,
@@ -350,6 +350,11 @@ def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], fl
     return lambda status: None if status.progress is None else read(status.progress)
 
 
+def _spent(read: Callable[[TimeSpent], float]) -> Callable[[Status], float | None]:
+    """Return the reader of a number about spares; None: the job has never had one."""
+    return lambda s: None if s.time_spent is None or s.time_spent.spares_since is None else read(s.time_spent)
+
+
 def _stalled(status: Status) -> bool:
     """Return True if ranks of a job that has not ended are known to make no progress (not if progress is unknown)."""
     condition = status.condition(ConditionType.STALLED)
@@ -381,6 +386,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "effective_training_time_ratio",
         "Time spent on steps that were kept, over the time since submission.",
         lambda s: None if s.time_spent is None else s.time_spent.ratio,
+    ),
+    ("spares", "Spares that hold nodes.", _spent(lambda spent: spent.spares)),
+    ("spare_seconds", "Time for which spares have held nodes.", _spent(lambda spent: spent.spare_seconds)),
+    (
+        "spare_gpu_seconds",
+        "Time for which spares have held GPUs, over all of them.",
+        _spent(lambda spent: spent.spare_gpu_seconds),
     ),
     ("start_timestamp_seconds", "When the first gang was created.", lambda s: s.start_time),
     ("completion_timestamp_seconds", "When the job ended.", lambda s: s.completion_time),

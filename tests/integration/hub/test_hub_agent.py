@@ -86,6 +86,29 @@ async def test_an_agent_follows_its_worker_to_the_next_attempt(
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
 
 
+async def test_the_agent_of_a_spare_connects_once_it_has_a_place(
+    hub: Any, worker: Any, until: Any, fake_job: Any
+) -> None:
+    spare = worker(hub.url)
+    orders = spare.shm_dir / "order"
+    spare.environment |= {Env.ATTEMPT_FILE: str(orders), Env.SPARE: "1", Env.WORKER_INDEX: "2"}
+    lock = take_lock(lock_path(spare.shm_dir, "uid-1", 2))
+    placed = worker(hub.url, job=fake_job(data=1, attempt=1))
+    placed.environment[Env.SHM_PREFIX] = f"{spare.prefix}-a1-w0"
+
+    async def reached() -> bool:
+        return len([step for step in await hub.get("/api/v1/steps") if step["attempt"] == 1]) == 3
+
+    async with spare.agent() as process:
+        orders.write_text(AttemptOrder(attempt=1, grace_s=0, worker=0, coordinator="h:1").text)
+        placed.open_rings()
+        placed.write_steps(range(3))
+        await until(reached)
+        placed.close_rings(unlink=True)
+        os.close(lock)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+
+
 async def cancel_window(hub: Any, client: httpx.AsyncClient) -> None:
     """Cancel the only window of a hub, which a viewer may not."""
     (window,) = await hub.get("/api/v1/trace/windows")

@@ -119,7 +119,7 @@ def run(world: World, pod: Pod) -> None:
 
 def continue_in_place(world: World, pod: Pod) -> None:
     """A launcher follows the order for another attempt; without one it ends, as do those that wait for others."""
-    if pod.phase is not WorkerPhase.RUNNING or not world.healthy(pod) or pod.stuck:
+    if pod.phase is not WorkerPhase.RUNNING or not world.healthy(pod) or pod.stuck or pod.spare:
         return
     if pod.joined < pod.attempt and world.random.random() < 0.6:
         pod.joined, pod.end = pod.attempt, None
@@ -159,7 +159,7 @@ def lose_peers(world: World) -> None:
     """Ranks end when a peer has ended, and where they notice it when its machine is dead."""
     for pod in list(world.pods.values()):
         lost = pod.joined in world.broken or (world.peers_notice and not _all_alive(world, pod.attempt))
-        if pod.runs and world.healthy(pod) and lost and world.random.random() < 0.5:
+        if pod.runs and not pod.spare and world.healthy(pod) and lost and world.random.random() < 0.5:
             stopped = any(
                 member.outcome is not None and member.outcome.code == ExitCode.PREEMPTED for member in _gang(world, pod)
             )
@@ -167,12 +167,12 @@ def lose_peers(world: World) -> None:
 
 
 def _gang(world: World, pod: Pod) -> list[Pod]:
-    return [member for member in world.pods.values() if member.attempt == pod.attempt]
+    return world.gang(pod.attempt)
 
 
 def _all_alive(world: World, attempt: int) -> bool:
     """Return whether no running pod of the gang is on a machine that is down."""
-    gang = [pod for pod in world.pods.values() if pod.attempt == attempt and pod.runs]
+    gang = [pod for pod in world.gang(attempt) if pod.runs]
     return all(map(world.healthy, gang))
 
 
@@ -204,7 +204,7 @@ def crash(world: World) -> None:
     """End a worker by a permanent fault of its program, again and again."""
     if world.crashes_with is None or not world.trains() or world.random.random() < 0.5:
         return
-    gang = [pod for pod in world.pods.values() if pod.attempt == world.job.status.attempt]
+    gang = world.gang(world.job.status.attempt)
     world.end(world.random.choice(gang), world.crashes_with)
 
 
@@ -220,6 +220,10 @@ def make_progress(world: World) -> None:
     world.progress = Progress(attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now))
     if world.polled:
         world.last_contact = world.now
+    gang = world.gang(attempt)
+    if any(pod.checkpoint for pod in gang) and world.random.random() < 0.3:
+        for pod in gang:
+            world.end(pod, ExitCode.PREEMPTED)
 
 
 def set_down(world: World, node: Node, random_: random.Random) -> None:

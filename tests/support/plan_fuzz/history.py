@@ -48,10 +48,18 @@ GROUPS = {
 """How the queue knows a gang."""
 
 
-def play(seed: int) -> str:
-    """Play one history; returns the kind of its end. Raises Broken with the seed and what happened last."""
+def play(seed: int, *, spares: int | None = None) -> str:
+    """Play one history; returns the kind of its end. Raises Broken with the seed and what happened last.
+
+    `spares`: restart in place with this number of spares, and without a queue; None: as drawn.
+    """
     draw = random.Random(seed)
     world = make_world(draw, seed)
+    if spares is not None:
+        policy = dataclasses.replace(world.spec.policy, in_place=True, spares=spares)
+        spec = dataclasses.replace(world.spec, policy=policy, gang=False, group=PodGroupKey.NONE)
+        world.job, world.queue = dataclasses.replace(world.job, spec=spec), "none"
+        world.nodes |= {name: Node(name) for name in (f"s{number}" for number in range(spares))}
     operator = Operator(world)
     try:
         for _ in range(draw.randrange(STEPS)):
@@ -138,6 +146,7 @@ def make_policy(draw: random.Random) -> RunPolicy:
         start_deadline_s=draw.choice([60, 900]),
         progress_deadline_s=draw.choice([None, 90, 1800]),
         in_place=draw.random() < 0.5,
+        spares=draw.choice([0, 0, 1, 2]),
         grace_s=draw.choice([30, 600]),
         failed_grace_s=30,
         lost_worker_s=draw.choice([60, 300]),

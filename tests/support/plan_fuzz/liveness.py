@@ -27,6 +27,7 @@ from plan_fuzz.world import World
 
 PLANS = 600
 TRAINED_PLANS = 5
+SPARE_PLANS = 3
 SHORTAGE_S = 5400.0
 SLACK_S = 360.0
 RELEASE_PAUSE_S = 900.0
@@ -91,7 +92,8 @@ def keep_dead_nodes(world: World, operator: Operator) -> bool:
 def keep_slow_node(world: World, operator: Operator) -> bool:
     """Keep one of the nodes slow, and let the hub report it whenever a worker is on it: the gang must still train."""
     heal(world)
-    if not _may_train(world) or any(pod.phase is WorkerPhase.SUCCEEDED for pod in world.pods.values()):
+    ended = [pod for pod in world.pods.values() if pod.phase is WorkerPhase.SUCCEEDED and not pod.spare]
+    if ended or not _may_train(world):
         return False
     excluded = {entry.node for entry in world.job.status.excluded_nodes}
     others = [name for name in world.nodes if name not in excluded]
@@ -108,7 +110,7 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
         if not _may_train(world) or _some_succeeded(world):
             return False
         trains = world.trains()
-        on_it = any(pod.node == slow and pod.runs for pod in world.pods.values())
+        on_it = any(pod.node == slow and pod.runs and not pod.spare for pod in world.pods.values())
         world.slow_ranks = (slow_node(world, slow, since=world.now - 100),) if trains and on_it else ()
         passed = _leap(world, operator)
         trained += passed if trains and world.now > began + SLOW_S / 2 else 0.0
@@ -117,8 +119,8 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     if trained < TRAINED_FRACTION * SLOW_S / 2:
         broken("a slow node keeps the gang from training", f"{trained:.0f} s of {SLOW_S / 2:.0f} s")
     tolerated = slow in {entry.node for entry in world.job.status.tolerated_nodes}
-    spare = len(world.nodes) > world.spec.workers and not tolerated
-    if spare and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
+    free = len(world.nodes) > world.spec.workers and not tolerated
+    if free and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
         broken("a slow node is used though another is free")
     world.slow_ranks = ()
     return False
@@ -134,7 +136,7 @@ def keep_failed_node(world: World, operator: Operator) -> bool:
     edit(world, policy=policy)
     if not _trains_within(world, operator, PLANS * 300.0):
         return False
-    running = [pod for pod in world.pods.values() if pod.runs]
+    running = [pod for pod in world.gang(world.job.status.attempt) if pod.runs]
     used = {pod.node for pod in running}
     unused = [node for node in world.nodes.values() if node.name not in used]
     for node in unused[world.random.choice([0, 0, 1]) :]:
@@ -216,7 +218,7 @@ def keep_short_of_nodes(world: World, operator: Operator) -> bool:
         tick(world)
         operator.reconcile()
         status = world.job.status
-        placed = any(pod.node and pod.live and pod.attempt == status.attempt for pod in world.pods.values())
+        placed = any(pod.node and pod.live for pod in world.gang(status.attempt))
         if status.attempt != attempt or not placed or status.running_time is not None:
             attempt, holding_since = status.attempt, world.now
         if world.now > holding_since + bound and _may_train(world):
@@ -258,7 +260,7 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
 
 def settle(world: World, operator: Operator) -> str:
     """Continue until the job rests. Raises Broken where it never does."""
-    trained, trained_in = 0, -1
+    trained, trained_in, short = 0, -1, 0
     for _ in range(PLANS):
         tick(world)
         fails = failing_for(world) is not None  # an operator that was cut off has decided it, and removed nothing yet
@@ -273,10 +275,20 @@ def settle(world: World, operator: Operator) -> str:
             broken("a gang that trains is said not to have started", why)
         if trained == TRAINED_PLANS and world.spec.hub and world.hub is None and _may_train(world):
             broken("a gang trains without its hub")
+        short = short + 1 if trains and status.phase is Phase.RUNNING and _lacks_spares(world) else 0
+        if short > SPARE_PLANS and not fails:
+            broken("a spare is not replaced")
         if trained > TRAINED_PLANS or _some_succeeded(world):
             finish(world)
         pass_time(world, operator)
     broken("the job does not settle", world.job.status.phase)
+
+
+def _lacks_spares(world: World) -> bool:
+    """Return whether fewer pods than there should be wait, or are about to."""
+    policy = world.spec.policy
+    desired = policy.spares if policy.in_place and not world.spec.gang else 0
+    return sum(pod.spare for pod in world.pods.values()) < desired
 
 
 def rest_of(world: World) -> str | None:
@@ -310,13 +322,13 @@ def finish(world: World) -> None:
     first = status.rank_zero if world.spec.rank_zero is None else world.spec.rank_zero
     alone = world.spec.success is SuccessPolicy.RANK0 and first is not None and status.attempt not in world.broken
     for pod in world.pods.values():
-        if pod.runs and world.healthy(pod) and (not alone or pod.index == first):
+        if pod.runs and not pod.spare and world.healthy(pod) and (not alone or pod.index == first):
             world.end(pod, 0)
 
 
 def _some_succeeded(world: World) -> bool:
     """The others of a gang end with it, once all of it has started."""
-    phases = [pod.phase for pod in world.pods.values()]
+    phases = [pod.phase for pod in world.pods.values() if not pod.spare]
     phases += [WorkerPhase.SUCCEEDED] * len(world.job.status.succeeded)  # also of a failure that is ignored
     return WorkerPhase.SUCCEEDED in phases and WorkerPhase.PENDING not in phases
 

@@ -19,6 +19,11 @@ class Pod:
     created: float
     avoids: frozenset[str]
     """Nodes that it may not go to."""
+    spare: bool = False
+    """True while it waits to take the place of a worker."""
+    name: str = ""
+    checkpoint: bool = False
+    """Its ranks have the order to end with the next checkpoint."""
     gated: bool = False
     """A queue has not admitted its gang."""
     has_finalizer: bool = False
@@ -75,6 +80,9 @@ class Pod:
             deletion=self.deletion,
             node=self.node,
             uid=self.uid,
+            name=self.name,
+            spare=self.spare,
+            ends_at_checkpoint=self.checkpoint,
             occupies=self.occupies or self.live,
             scheduled=self.node is not None,
             unplaced=self.unplaced,

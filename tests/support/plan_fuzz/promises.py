@@ -43,6 +43,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     before, after = world.job.status, made.status
     check_creation(world, seen, made)
     check_restarts(world, seen, made)
+    check_spares(world, seen, made)
     check_profiles(world, seen, made)
     check_counters(world, before, after)
     check_end(before, after)
@@ -56,7 +57,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
 
 def check_creation(world: World, seen: Observed, made: Plan) -> None:
     """Gangs are made whole, of one attempt, and only while the job may run."""
-    created = [action for action in made.actions if isinstance(action, CreateWorker)]
+    created = [action for action in made.actions if isinstance(action, CreateWorker) and not action.spare]
     starts = [action for action in made.actions if isinstance(action, CreateWorker | CreateInit)]
     status = made.status
     if starts and (world.spec.suspend or world.job.deletion_requested):
@@ -78,7 +79,7 @@ def check_creation(world: World, seen: Observed, made: Plan) -> None:
         broken("a gang is created before the initializers are done")
     if any((action.attempt, action.index) in world.used for action in created):
         broken("a worker that has run is created again in the same attempt")
-    known = {action.index for action in created} | {action.index for action in seen.workers}
+    known = restarted | {action.index for action in created} | {worker.index for worker in seen.workers}
     known |= set(status.succeeded) | {worker.index for worker in status.ended}
     if known != set(range(world.spec.workers)):
         broken("not all workers are created together", known)
@@ -94,11 +95,40 @@ def check_restarts(world: World, seen: Observed, made: Plan) -> None:
         broken("a worker is restarted in place though the job is failing, or wants new pods")
     avoided = {entry.node for entry in status.excluded_nodes if entry.until > world.now}
     for action in orders:
+        if action.spare is not None:
+            continue
         worker = next((known for known in seen.workers if known.index == action.index), None)
         if worker is None or worker.attempt >= action.attempt or action.attempt != status.attempt:
             broken("a worker that does not exist, or of another attempt, is restarted", action)
         if worker.taken or not worker.reusable or worker.node in avoided:
             broken("a worker is restarted in a pod that is at fault", action)
+
+
+def check_spares(world: World, seen: Observed, made: Plan) -> None:
+    """Spares are created for a gang that runs, take only free places, each its own, and stay within their number."""
+    status, spec = made.status, world.spec
+    seats = range(spec.workers, spec.workers + spec.policy.spares)
+    created = [action for action in made.actions if isinstance(action, CreateWorker) and action.spare]
+    if created and (status.running_time is None or not spec.policy.in_place or spec.gang):
+        broken("a spare is created for a gang that does not run, or that uses none", created)
+    if any(action.index not in seats or action.attempt != status.attempt for action in created):
+        broken("a spare is created beyond their number", created)
+    if {action.index for action in created} & {spare.index for spare in seen.spares}:
+        broken("a spare is created twice", created)
+    places, names = [entry.worker for entry in status.takeovers], [entry.pod for entry in status.takeovers]
+    if len(set(places)) < len(places) or len(set(names)) < len(names):
+        broken("two pods have one place, or one pod has two", status.takeovers)
+    orders = [action for action in made.actions if isinstance(action, RestartWorker)]
+    if len({action.index for action in orders}) < len(orders):
+        broken("two pods are ordered to one place", orders)
+    for action in orders:
+        if action.spare is None:
+            continue
+        spare = next((known for known in seen.spares if known.name == action.spare), None)
+        if spare is None or spare.taken or spare.attempt >= action.attempt or not spare.live:
+            broken("a spare takes a place that cannot", action)
+        if any(worker.index == action.index and worker.attempt == status.attempt for worker in seen.workers):
+            broken("a spare takes a place that is not free", action)
 
 
 def check_profiles(world: World, seen: Observed, made: Plan) -> None:
@@ -210,7 +240,7 @@ def _only_waits(worker: Worker) -> bool:
 
 def check_pods(world: World) -> None:
     """Check the pods of the cluster: one attempt at a time, of one template."""
-    live = [pod for pod in world.pods.values() if pod.live]
+    live = [pod for pod in world.pods.values() if pod.live and not pod.spare]
     if len({pod.attempt for pod in live}) > 1 and not world.spec.policy.in_place:
         broken("two attempts are alive")
     current = {pod.template for pod in live if pod.attempt == world.job.status.attempt}

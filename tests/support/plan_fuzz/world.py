@@ -14,6 +14,7 @@ from megatronapp_operator.plan import (
     DeleteJob,
     DeleteWorker,
     Deletion,
+    EndAtCheckpoint,
     EnsureHub,
     HubPhase,
     HubState,
@@ -120,7 +121,8 @@ class World:
             secret=True,
             profile=self.profile_state(),
             hub=self.hub,
-            workers=workers,
+            workers=tuple(worker for worker in workers if not worker.spare),
+            spares=tuple(worker for worker in workers if worker.spare),
             init=self.init,
             attempt_template=self.made,
             rank_zero=self._rank_zero(),
@@ -160,9 +162,7 @@ class World:
         first = self._first()
         late = set[int]()
         if first is not None and first.joined == first.attempt:
-            late = {
-                pod.index for pod in self.pods.values() if pod.attempt == first.attempt and pod.joined < pod.attempt
-            }
+            late = {pod.index for pod in self.gang(first.attempt) if pod.joined < pod.attempt}
         found = late | set(self.missing if of_this else ())
         return tuple(sorted(found)) if self.polled else ()
 
@@ -175,9 +175,13 @@ class World:
         """Return whether the pod is on a machine that works."""
         return pod.node is not None and self.nodes[pod.node].up
 
+    def gang(self, attempt: int) -> list[Pod]:
+        """Return the pods of an attempt, without spares."""
+        return [pod for pod in self.pods.values() if pod.attempt == attempt and not pod.spare]
+
     def trains(self) -> bool:
         """Return whether the whole gang runs on machines that work, and has lost no worker."""
-        gang = [pod for pod in self.pods.values() if pod.attempt == self.job.status.attempt and pod.runs]
+        gang = [pod for pod in self.gang(self.job.status.attempt) if pod.runs]
         gathered = all(pod.joined == pod.attempt for pod in gang)
         whole_gang = len(gang) == self.spec.workers and gathered and all(map(self.healthy, gang))
         return whole_gang and self.job.status.attempt not in self.broken | self.hung
@@ -188,7 +192,8 @@ class World:
             return
         ran = pod.runs
         outcome = WorkerOutcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
-        if ran and pod.in_place and code not in FINAL and pod.deletion is None and self.random.random() < 0.7:
+        may_wait = ran and pod.in_place and not pod.spare and code not in FINAL and pod.deletion is None
+        if may_wait and self.random.random() < 0.7:
             pod.end, pod.finished = outcome, whole(self.now)
             self.broken.add(pod.joined)
             self.note("stands by", pod.index, pod.attempt, code)
@@ -197,7 +202,7 @@ class World:
         pod.outcome = outcome
         pod.finished, pod.disrupted = whole(self.now), disrupted or pod.disrupted
         pod.occupies = False
-        if ran and code:
+        if ran and code and not pod.spare:
             self.broken.add(pod.joined)
         self.note("ends", pod.index, pod.attempt, code)
 
@@ -205,7 +210,7 @@ class World:
         """Remove the object from the cluster."""
         if self.pods.get(pod.index) is pod:
             del self.pods[pod.index]
-            if pod.runs and self.healthy(pod) and self.spec.workers > 1:
+            if pod.runs and self.healthy(pod) and self.spec.workers > 1 and not pod.spare:
                 self.broken.add(pod.joined)
             self.note("gone", pod.index, pod.attempt)
 
@@ -217,7 +222,7 @@ class World:
         match action:
             case CreateWorker():
                 self._create(action)
-            case RestartWorker() | DeleteWorker():
+            case RestartWorker() | DeleteWorker() | EndAtCheckpoint():
                 self._change(action)
             case EnsureHub():
                 self._ensure_hub()
@@ -246,7 +251,7 @@ class World:
         return True
 
     def _create(self, action: CreateWorker) -> None:
-        if self.spec.group is PodGroupKey.POD_GROUP:
+        if self.spec.group is PodGroupKey.POD_GROUP and not action.spare:
             self.groups.add(action.attempt)
         if action.index in self.pods or self._refused():
             return
@@ -254,6 +259,8 @@ class World:
             uid=new_uid(),
             index=action.index,
             attempt=action.attempt,
+            spare=action.spare,
+            name=f"spare-{action.index}-{action.attempt}" if action.spare else f"worker-{action.index}",
             joined=action.attempt,
             in_place=self.spec.policy.in_place,
             template=self.spec.template,
@@ -263,13 +270,18 @@ class World:
             has_finalizer=self.spec.group is PodGroupKey.WORKLOAD,
         )
 
-    def _change(self, action: RestartWorker | DeleteWorker) -> None:
+    def _change(self, action: RestartWorker | DeleteWorker | EndAtCheckpoint) -> None:
         """Delete a pod, or give it the order to continue with an attempt, which its launcher follows in its time."""
         pod = self.pods.get(action.index)
         if isinstance(action, DeleteWorker):
             self._delete(action)
+        elif isinstance(action, EndAtCheckpoint):
+            if pod is not None and pod.attempt == action.attempt:
+                pod.checkpoint = True
+        elif action.spare is not None:
+            take_place(self, action)
         elif pod is not None and pod.attempt < action.attempt:
-            pod.attempt, pod.ordered = action.attempt, self.now
+            pod.attempt, pod.ordered, pod.checkpoint = action.attempt, self.now, False
 
     def _remove_group(self, attempt: int) -> None:
         """Remove a workload with its finalizers and its pods."""
@@ -301,3 +313,15 @@ class World:
         if self.hub is None or self.hub.phase is HubPhase.ENDED or self.hub.deletion is not None:
             self.hub_starts += 1
             self.hub = HubState(phase=HubPhase.STARTING, starts=self.hub_starts)
+
+
+def take_place(world: World, action: RestartWorker) -> None:
+    """Let a spare become a worker; the place must be free."""
+    pod = next((pod for pod in world.pods.values() if pod.spare and pod.name == action.spare), None)
+    if pod is None:
+        return
+    if action.index in world.pods:
+        raise AssertionError(f"two workers at place {action.index}")
+    del world.pods[pod.index]
+    pod.index, pod.attempt, pod.ordered, pod.spare = action.index, action.attempt, world.now, False
+    world.pods[pod.index] = pod

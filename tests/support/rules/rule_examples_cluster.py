@@ -4,6 +4,7 @@ from typing import Any
 
 from rule_example import Changes, Example, bad, good, stays
 from rule_examples_runtimes import forward
+from rule_examples_serve import SERVED
 
 _FBD = {"enabled": True}
 _SUSPENDED: Changes = {"spec.suspend": True}
@@ -26,6 +27,9 @@ def _rules(*rules: dict[str, Any]) -> Changes:
     return {"spec.runPolicy.rules": list(rules)}
 
 
+_SPARE: Changes = {"spec.runPolicy": {"restart": "InPlace", "spares": 1}}
+_SWAP: Changes = {"spec.analyzer": {"enabled": True, "slowNode": {"action": "SwapAtCheckpoint"}}}
+_SAVES: Changes = {"spec.checkpoint": {"save": "/checkpoints/run", "saveInterval": 10}} | _checkpoints()
 _GPUS: Changes = {"spec.gpusPerNode": 4}
 _RDMA = {"enabled": True, "resourceName": "rdma/hca"}
 _LESS = {"requests": {"cpu": "1500m", "memory": "1G", "other.io/x": 1}, "limits": {"cpu": "1.5", "memory": "1Gi"}}
@@ -327,6 +331,31 @@ _POLICIES = [
             "must be Pods with scheduling.gang",
         ),
     ),
+    *good("spares-restart-in-place", _SPARE, {"spec.runPolicy": {"spares": 0}}),
+    *bad(
+        "spares-restart-in-place",
+        "spec.runPolicy.spares",
+        ({"spec.runPolicy": {"restart": "Pods", "spares": 1}}, "needs runPolicy.restart: InPlace"),
+    ),
+    *good("spares-train", _SPARE),
+    *bad("spares-train", "spec.runPolicy.spares", (SERVED | _SPARE, "must be 0 with mode: serve")),
+    *good("spares-of-one-kind", _SPARE | {"spec.fbd.enabled": False}),
+    *bad(
+        "spares-of-one-kind",
+        "spec.runPolicy.spares",
+        ({**_SPARE, "spec.fbd.enabled": True}, "must be 0 with fbd.enabled, whose workers have different roles"),
+    ),
+    *good(
+        "spares-share-checkpoints",
+        _SPARE,
+        _SPARE | {"spec.checkpoint": {"save": "/checkpoints/run"}} | _checkpoints(),
+        _SPARE | {"spec.checkpoint": {"save": "/data/run"}} | _volume(),
+    ),
+    *bad(
+        "spares-share-checkpoints",
+        "spec.runPolicy.spares",
+        (_SPARE | {"spec.checkpoint": {"save": "run"}}, "on its own node a spare finds no checkpoint of others"),
+    ),
     *good("queues-need-a-gang", {"spec.scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}}),
     *bad(
         "queues-need-a-gang",
@@ -400,6 +429,14 @@ _POLICIES = [
             },
             "must be true for analyzer.slowNode.action Exclude",
         ),
+    ),
+    *good("swap-needs-a-spare", _SPARE | _SWAP | _SAVES),
+    *bad("swap-needs-a-spare", "spec.analyzer.slowNode.action", (_SWAP | _SAVES, "needs runPolicy.spares")),
+    *good("swap-needs-checkpoints", _SPARE | _SWAP | _SAVES),
+    *bad(
+        "swap-needs-checkpoints",
+        "spec.analyzer.slowNode.action",
+        (_SPARE | _SWAP, "needs checkpoint.save and checkpoint.saveInterval"),
     ),
     *good(
         "slow-nodes-need-the-analyzer",

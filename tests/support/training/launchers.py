@@ -169,7 +169,7 @@ class Gang:
     ) -> None:
         """Start all launchers, or only one; `each`: further changes by worker; `base`: variables of other names."""
         for index in range(len(self.proc_per_node.split(","))) if only is None else [only]:
-            own = changes | (each[index] if each else {})
+            own = changes | (each[index] if index < len(each) else {})
             environment = {**self.environment(index, **own), **(base or {}), "ACTIONS": json.dumps(actions)}
             run_dir = self.tmp / f"worker-{index}"
             with (run_dir / "launcher.log").open("w") as log:
@@ -187,11 +187,11 @@ class Gang:
         """File that orders further attempts of a worker."""
         return self.tmp / f"order-{index}"
 
-    def order(self, attempt: int, *, grace_s: float = 5.0, only: int | None = None) -> None:
-        """Order another attempt in place, as the kubelet writes it, for all workers or only one."""
+    def order(self, attempt: int, *, grace_s: float = 5.0, only: int | None = None, **more: Any) -> None:
+        """Order another attempt in place, as the kubelet writes it, for all workers or only one; `more`: its fields."""
         for index in range(len(self.workers)) if only is None else [only]:
             draft = self.tmp / f"order-{index}.new"
-            draft.write_text(AttemptOrder(attempt=attempt, grace_s=grace_s).text)
+            draft.write_text(AttemptOrder(attempt=attempt, grace_s=grace_s, **more).text)
             draft.rename(self.order_file(index))
 
     def ran(self, rank: int, attempt: int, *, worker: int) -> str:

@@ -59,6 +59,16 @@ def test_describe_writes_no_escape_sequence() -> None:
     assert sum("owned" in line for line in lines) > 8
 
 
+def test_describe_shows_spares_and_their_cost() -> None:
+    spent = {"spares": 1, "sparesSince": TIME, "spareSeconds": 7200.0, "spareGpuSeconds": 57600.0}
+    status = {"timeSpent": spent, "takeovers": [{"worker": 2, "pod": "gpt-spare-0-3"}]}
+    metadata = {"name": "gpt", "namespace": "team", "uid": "u", "creationTimestamp": TIME}
+    job = ClusterJob({"metadata": metadata, "spec": {}, "status": status})
+    head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[])]
+    assert "Spares: 1, held for 120m (16.00 GPU-hours)" in head
+    assert "Former spare: gpt-spare-0-3 is worker 2" in head
+
+
 @pytest.mark.parametrize("damaged", [{}, {"state": 3}, {"state": "confirmed", "subject": "rank 1"}, "rank 1", None])
 def test_a_damaged_verdict_of_a_job_does_not_hide_all_jobs(damaged: Any) -> None:
     verdict = {"id": "v", "state": "confirmed", "cause": "compute", "subject": {"type": "rank", "ranks": [1]}}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatronapp_common.job.api.progress import TimeSpent
 from megatronapp_common.job.api.status import MAX_FAILURES, SlowRank
 from megatronapp_operator.metrics import EARLIER, SLOW_NODES_SHOWN, JobFacts, OperatorMetrics
 from megatronapp_operator.plan import Condition, ConditionType, Failure, FailureAction, Phase, Progress, Status
@@ -223,3 +224,12 @@ def test_the_loop_itself(scrape: Scrape) -> None:
     assert scrape.value("megatron_operator_watch_missed_total", resource="pods") == 2
     assert scrape.value("megatron_operator_watch_missed_total", resource="megatronjobs") == 0
     assert scrape.value("megatron_operator_build_info", version="0.1.0") == 1
+
+
+def test_the_cost_of_spares_is_exported_for_jobs_that_have_had_some(scrape: Scrape) -> None:
+    scrape.see(Status(time_spent=TimeSpent(since=NOW)), "without")
+    spent = TimeSpent(since=NOW, spares=1, spares_since=NOW, spare_seconds=60.0, spare_gpu_seconds=480.0)
+    scrape.see(Status(time_spent=spent))
+    names = ("megatron_job_spares", "megatron_job_spare_seconds", "megatron_job_spare_gpu_seconds")
+    assert [scrape.value(name, **JOB) for name in names] == [1, 60, 480]
+    assert [scrape.value(name, **JOB | {"name": "without"}) for name in names] == [None] * 3

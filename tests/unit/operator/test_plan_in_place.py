@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from seen_pods import actions, sound, standby
 from worker_groups import worker_groups
 
 from megatronapp_common.job.api.status import ExcludedNode, Failure
@@ -16,32 +17,11 @@ from megatronapp_operator.plan import (
     FailureAction,
     Phase,
     Progress,
-    RecordEvent,
     RestartWorker,
     WorkerOutcome,
-    WorkerPhase,
 )
 
 Maker = Callable[..., Any]
-
-
-def actions(made: Any) -> list[Any]:
-    return [action for action in made.actions if not isinstance(action, RecordEvent)]
-
-
-def sound(worker: Any, **changes: Any) -> Any:
-    """A running pod that may continue."""
-    return dataclasses.replace(worker, **{"reusable": True, "node": f"n{worker.index}", "started_at": 900.0} | changes)
-
-
-def standby(worker: Any, code: int, reason: str = "RankFailed", **changes: Any) -> Any:
-    """A pod whose ranks have ended while its launcher waits."""
-    outcome = WorkerOutcome(code=code, reason=reason, message="words", rank=worker.index)
-    return sound(
-        dataclasses.replace(worker, phase=WorkerPhase.FAILED, finished_at=1000.0, outcome=outcome),
-        standby=True,
-        **changes,
-    )
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ from megatronapp_analyzer.agent.__main__ import main as run_agent
 from megatronapp_analyzer.agent.settings import load_settings
 from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
-from megatronapp_common.names import ANNOTATION_RESTART, Env, RankOrder
+from megatronapp_common.attempt_order import AttemptOrder
+from megatronapp_common.names import (
+    ANNOTATION_RESTART,
+    ANNOTATION_TEMPLATE_HASH,
+    LABEL_SPARE,
+    STATUS_PORT,
+    Env,
+    RankOrder,
+)
 from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
@@ -65,12 +73,33 @@ def test_launcher_and_agent_of_a_worker_that_restarts_in_place_read_its_orders()
         mounts = {mount["name"]: mount["mountPath"] for mount in rendered.container(pod, name)["volumeMounts"]}
         assert kubelet(pod, name)[Env.ATTEMPT_FILE] == f"{mounts['restart']}/{item['path']}"
     found = LauncherSettings.from_environment(kubelet(pod), host_name="pod")
-    assert found.at_attempt(3).shm_prefix == f"megatronapp-{rendered.UID}-a3-w0"
+    assert found.following(AttemptOrder(attempt=3, grace_s=30)).shm_prefix == f"megatronapp-{rendered.UID}-a3-w0"
     command = rendered.container(pod)["command"]
     parsed = launcher_parser().parse_args(command[3 : command.index("--")])
     assert parsed.standby_s == 600 + 2 * 300 + 120
     other = rendered.make_worker(rendered.make_job({"runPolicy": {"restart": "Pods"}}))
     assert "restart" not in {volume["name"] for volume in other["spec"]["volumes"]}
+
+
+def test_launcher_and_agent_of_a_spare_take_the_place_that_an_order_names() -> None:
+    job = rendered.make_job({"runPolicy": {"restart": "InPlace", "spares": 1}, "analyzer": {"enabled": True}})
+    seat, life = job.world.nodes, AttemptSettings(number=3, first="gpt-spare-0-1")
+    pod = render.worker_pod(job, rendered.owner_of(job), life, seat, rendered.with_settings(), spare=True)
+    assert pod["metadata"]["name"] == pod["spec"]["hostname"] == "gpt-spare-0-3"
+    assert pod["metadata"]["labels"][LABEL_SPARE] == "true"
+    found = LauncherSettings.from_environment(kubelet(pod), host_name="pod")
+    assert (found.spare, found.index, found.status_port) == (True, seat, STATUS_PORT)
+    assert found.coordinator is not None and found.coordinator.host.startswith("gpt-spare-0-1.gpt-workers.")
+    where = render.coordinator(rendered.owner_of(job), "gpt-spare-0-3", "cluster.local")
+    placed = found.following(AttemptOrder(attempt=4, grace_s=0, worker=0, coordinator=where))
+    assert (placed.spare, placed.index, placed.attempt) == (False, 0, 4)
+    assert placed.shm_prefix == f"megatronapp-{rendered.UID}-a4-w0"
+    assert placed.coordinator is not None and placed.coordinator.host.startswith("gpt-spare-0-3.gpt-workers.")
+    assert kubelet(pod, "agent")[Env.SPARE] == "1"
+    worker = rendered.make_worker(job)
+    assert LABEL_SPARE not in worker["metadata"]["labels"] and Env.SPARE not in kubelet(worker)
+    hashes = {given["metadata"]["annotations"][ANNOTATION_TEMPLATE_HASH] for given in (pod, worker)}
+    assert len(hashes) == 1, "a spare may take the place of any worker"
 
 
 def test_the_launchers_flags_end_where_those_of_the_ranks_begin() -> None:

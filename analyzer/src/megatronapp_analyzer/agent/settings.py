@@ -31,6 +31,8 @@ class AgentSettings:
     """Folder in which ranks find the socket of MegaScope; None for no socket."""
     attempt_file: pathlib.Path | None = None
     """File that orders further attempts of the worker (restart in place); None: the agent ends with its attempt."""
+    spare: bool = False
+    """True until an order gives the worker a place in the gang."""
     poll_s: float = 0.05
     """Interval at which rings are read: the age of the newest span at the hub."""
     discover_s: float = 0.25
@@ -53,10 +55,11 @@ class AgentSettings:
         """Return the order to continue with a later attempt; None without such an order."""
         return None if self.attempt_file is None else read_order(self.attempt_file, after=self.attempt)
 
-    def at_attempt(self, attempt: int) -> Self:
-        """Return the settings for a later attempt of the same worker."""
-        prefix = prefix_at(self.shm_prefix, attempt, before=self.attempt, worker=self.worker)
-        return dataclasses.replace(self, attempt=attempt, shm_prefix=prefix)
+    def following(self, order: AttemptOrder) -> Self:
+        """Return the settings for the attempt that is ordered."""
+        worker = self.worker if order.worker is None else order.worker
+        prefix = prefix_at(self.shm_prefix, order.attempt, before=self.attempt, worker=self.worker, place=worker)
+        return dataclasses.replace(self, attempt=order.attempt, worker=worker, shm_prefix=prefix, spare=False)
 
     @property
     def socket_url(self) -> str:
@@ -107,4 +110,5 @@ def load_settings(environment: Mapping[str, str]) -> AgentSettings:
         token=token,
         run_dir=_optional_path(environment, Env.RUN_DIR),
         attempt_file=_optional_path(environment, Env.ATTEMPT_FILE),
+        spare=environment.get(Env.SPARE) == "1",
     )

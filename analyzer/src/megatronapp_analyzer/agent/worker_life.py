@@ -8,7 +8,7 @@ import time
 from megatronapp_analyzer.agent.rings import RingLibrary
 from megatronapp_analyzer.agent.service import Agent
 from megatronapp_analyzer.agent.settings import AgentSettings
-from megatronapp_common.attempt_order import POLL_S, lock_path
+from megatronapp_common.attempt_order import POLL_S, AttemptOrder, lock_path
 from megatronapp_common.processes import is_locked
 
 LOG = logging.getLogger(__name__)
@@ -19,7 +19,8 @@ class AgentLife:
 
     def __init__(self, settings: AgentSettings, library: RingLibrary) -> None:
         order = settings.order()
-        self._settings = settings if order is None else settings.at_attempt(order.attempt)
+        self._lock = lock_path(settings.shm_dir, settings.uid, settings.worker)
+        self._settings = settings if order is None else settings.following(order)
         self._library = library
         self._agent: Agent | None = None
         self._stopped = False
@@ -28,11 +29,19 @@ class AgentLife:
         """Run until the rings of the last attempt have ended or a signal is received."""
         for sent in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sent, self._stop)
-        await self._run_attempt()
-        while (attempt := await self._next_attempt()) is not None:
-            LOG.info("continuing with attempt %d", attempt)
-            self._settings = self._settings.at_attempt(attempt)
+        if self._settings.spare:
+            await self._await_launcher()
+        else:
             await self._run_attempt()
+        while (order := await self._next_order()) is not None:
+            self._settings = self._settings.following(order)
+            LOG.info("continuing with attempt %d as worker %d", self._settings.attempt, self._settings.worker)
+            await self._run_attempt()
+
+    async def _await_launcher(self) -> None:
+        """Wait until the launcher of a spare lives: without its lock it would be taken for one that has ended."""
+        while not self._stopped and not is_locked(self._lock):
+            await asyncio.sleep(POLL_S)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -54,16 +63,15 @@ class AgentLife:
             await asyncio.sleep(POLL_S)
         agent.stop()
 
-    async def _next_attempt(self) -> int | None:
+    async def _next_order(self) -> AttemptOrder | None:
         """Wait for the next attempt; None: the launcher has ended, or the agent was asked to stop."""
         settings = self._settings
         if settings.attempt_file is None:
             return None
-        lock = lock_path(settings.shm_dir, settings.uid, settings.worker)
         while not self._stopped:
-            lives = is_locked(lock)
+            lives = is_locked(self._lock)
             if (order := settings.order()) is not None:
-                return order.attempt
+                return order
             if not lives:
                 return None
             await asyncio.sleep(POLL_S)

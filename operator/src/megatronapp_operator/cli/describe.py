@@ -105,6 +105,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
         ("Iteration", iteration(progress)),
         *_time_spent(status.get("timeSpent")),
+        *_spares(status),
         ("Loss", number(progress.get("loss"), ".4f")),
         *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
         *_forward_backward(progress.get("forwardBackward")),
@@ -120,6 +121,17 @@ def _time_spent(spent: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     if total > 0 and trained > 0:
         lost = [f"{use} {human_duration(seconds)}" for use, seconds in uses.items() if seconds >= 1]
         yield "Effective time", f"{trained / total:.1%}" + (f"; {', '.join(lost)}" if lost else "")
+
+
+def _spares(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield how many spares hold nodes, what they have cost so far, and whose places former spares hold."""
+    spent = status.get("timeSpent") or {}
+    if spent.get("sparesSince") is not None:
+        hours = float(spent.get("spareGpuSeconds", 0.0)) / 3600
+        cost = f" ({hours:.2f} GPU-hours)" if hours else ""
+        yield "Spares", f"{spent.get('spares', 0)}, held for {human_duration(spent.get('spareSeconds', 0.0))}{cost}"
+    for entry in status.get("takeovers", ()):
+        yield "Former spare", f"{entry['pod']} is worker {entry['worker']}"
 
 
 def _forward_backward(state: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

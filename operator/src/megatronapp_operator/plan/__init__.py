@@ -12,6 +12,7 @@ from megatronapp_common.job.api.status import (
     Replicas,
     SlowRank,
     Status,
+    Takeover,
 )
 from megatronapp_operator.plan.actions import (
     Action,
@@ -21,6 +22,7 @@ from megatronapp_operator.plan.actions import (
     DeleteInit,
     DeleteJob,
     DeleteWorker,
+    EndAtCheckpoint,
     EnsureHub,
     EnsureSecret,
     EventType,
@@ -76,6 +78,7 @@ __all__ = [
     "DeleteJob",
     "DeleteWorker",
     "Deletion",
+    "EndAtCheckpoint",
     "EnsureHub",
     "EnsureSecret",
     "EventType",
@@ -108,6 +111,7 @@ __all__ = [
     "Status",
     "StopRequest",
     "SuccessPolicy",
+    "Takeover",
     "Worker",
     "WorkerOutcome",
     "WorkerPhase",

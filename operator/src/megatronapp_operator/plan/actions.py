@@ -35,6 +35,7 @@ class CreateWorker:
 
     index: int
     attempt: int
+    spare: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,16 @@ class RestartWorker:
     index: int
     attempt: int
     grace_s: float
+    spare: str | None = None
+    """Name of the pod of the spare that becomes this worker; None: the worker continues in its own pod."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndAtCheckpoint:
+    """Let the ranks of the gang end with their next checkpoint; it is enough if one worker gets the order."""
+
+    index: int
+    attempt: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,7 @@ class DeleteWorker:
     index: int
     attempt: int
     grace_s: float
+    spare: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +107,7 @@ Action = (
     | DeleteInit
     | CreateWorker
     | RestartWorker
+    | EndAtCheckpoint
     | DeleteWorker
     | RemoveGroup
     | DeleteHub

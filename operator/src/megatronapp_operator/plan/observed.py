@@ -81,6 +81,12 @@ class Worker:
     """True if its ranks have ended, as `outcome` says, and its launcher waits for the next attempt."""
     reusable: bool = False
     """True if its pod is as a pod of the next attempt would be, with a launcher that takes orders to restart."""
+    name: str = ""
+    """Name of its pod."""
+    spare: bool = False
+    """True for a spare, whose index follows those of the gang."""
+    ends_at_checkpoint: bool = False
+    """True if its ranks have the order to end with the next checkpoint of this attempt."""
 
     @property
     def live(self) -> bool:
@@ -206,6 +212,8 @@ class Observed:
     secret: bool = False
     hub: HubState | None = None
     workers: tuple[Worker, ...] = ()
+    spares: tuple[Worker, ...] = ()
+    """Workers beyond the gang that wait until they take the place of one of it."""
     init: InitPod | None = None
     """The initializer pod; None: none exists."""
     attempt_template: AttemptTemplate | None = None
@@ -245,6 +253,11 @@ class Observed:
     controls_spent: float = 0.0
     """When all tokens of the bucket for their Events are available again. A backend without a bucket leaves this at 0.
     """
+
+    @property
+    def pods(self) -> tuple[Worker, ...]:
+        """All workers of the job, those that wait as spares included."""
+        return (*self.workers, *self.spares)
 
     @property
     def locked(self) -> bool:

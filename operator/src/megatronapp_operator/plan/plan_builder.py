@@ -35,8 +35,8 @@ class PlanBuilder:
 
     @property
     def live(self) -> tuple[Worker, ...]:
-        """Workers of any attempt that may still run."""
-        return tuple(worker for worker in self.observed.workers if worker.live)
+        """Workers of any attempt that may still run, and spares."""
+        return tuple(worker for worker in self.observed.pods if worker.live)
 
     @property
     def missing_indices(self) -> list[int]:
@@ -97,7 +97,9 @@ class PlanBuilder:
         elif lost_at is not None:
             self.wake(lost_at)
         if worker.deletion is None or grace_s == 0:
-            self.actions.append(DeleteWorker(index=worker.index, attempt=worker.attempt, grace_s=grace_s))
+            self.actions.append(
+                DeleteWorker(index=worker.index, attempt=worker.attempt, grace_s=grace_s, spare=worker.spare)
+            )
             self.wake(self.now + grace_s + lost_s)
 
     def lost_at(self, worker: Worker) -> float | None:

@@ -72,6 +72,12 @@ SLOW_NODE_EXCLUDED = "SlowNodeExcluded"
 SLOW_NODE_DETECTED = "SlowNodeDetected"
 SLOW_NODE_CLEARED = "SlowNodeCleared"
 NONE_SLOW = "NoneSlow"
+SLOW_NODE_SWAPPED = "SlowNodeSwapped"
+
+SPARE_TOOK_OVER = "SpareTookOver"
+NO_SPARE = "NoSpare"
+SPARES_WAIT = "SparesWait"
+SPARES_START = "SparesStart"
 
 ALL_WORKERS_SUCCEEDED = "AllWorkersSucceeded"
 RANK0_SUCCEEDED = "Rank0Succeeded"

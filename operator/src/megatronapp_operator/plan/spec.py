@@ -62,6 +62,8 @@ class SlowNodeAction(enum.StrEnum):
     """The next attempt avoids the node."""
     EXCLUDE_AND_RESTART = "ExcludeAndRestart"
     """The gang saves and restarts without the node."""
+    SWAP_AT_CHECKPOINT = "SwapAtCheckpoint"
+    """The gang ends with its next checkpoint and restarts with a spare in place of the node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,8 @@ class RunPolicy:
     """Restarts before the job fails; preemptions do not count."""
     in_place: bool = False
     """Restart workers in their pods where nothing is wrong with these."""
+    spares: int = 0
+    """Workers beyond the gang that wait to take the places of workers whose pods are at fault."""
     rejoin_s: float = 60.0
     """Seconds that a launcher has to join the next attempt after the time for its ranks to end."""
     backoff: Backoff = dataclasses.field(default_factory=Backoff)

@@ -72,6 +72,7 @@ def _cluster_policy(given: RunPolicy) -> plan.RunPolicy:
     return dataclasses.replace(
         run_policy(given),
         in_place=given.restart == "InPlace",
+        spares=given.spares,
         failed_grace_s=min(FAILED_GRACE_S, given.termination_grace_period_seconds),
         lost_worker_s=given.lost_node_timeout_seconds,
         clean=plan.CleanPodPolicy(given.clean_pod_policy),

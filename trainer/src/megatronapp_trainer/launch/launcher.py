@@ -114,6 +114,11 @@ class Launcher:
         else:
             self._supervisor.stop_within(within_s)
 
+    def end_at_checkpoint(self) -> None:
+        """Let the ranks of the gang end with their next checkpoint; has an effect once they run."""
+        if self._supervisor is not None:
+            self._supervisor.end_at_checkpoint()
+
     def _note_stop(self) -> None:
         self._status.phase = GangPhase.STOPPING
 

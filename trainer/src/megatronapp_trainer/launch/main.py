@@ -72,7 +72,7 @@ def _launch(options: LauncherOptions, arguments: Sequence[str]) -> int:
     life = WorkerLife(settings, options, arguments)
     result = asyncio.run(life.run())
     if settings.termination_log is not None:  # before logging, because a blocked stdout would block us
-        _record(settings.termination_log, result, attempt=life.attempt, worker=settings.index)
+        _record(settings.termination_log, result, attempt=life.attempt, worker=life.worker)
     log.info("worker %d ends with code %d (%s)", settings.index, result.code, result.reason)
     return result.code
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.launch.config.interface import find_worker_address
 from megatronapp_trainer.launch.config.settings import LauncherSettings
 from megatronapp_trainer.launch.launcher import Launcher, LauncherOptions, launcher_token, outcome_of_error
+from megatronapp_trainer.launch.preflight import run as preflight
 from megatronapp_trainer.launch.ranks import process
-from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome, notice_of
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, notice_of
 from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR
 from megatronapp_trainer.launch.reporting.status_server import serve_status
@@ -40,8 +42,7 @@ class WorkerLife:
     """Runs attempts until the worker is complete, is asked to stop, or gets no order for another; can run only once."""
 
     def __init__(self, settings: LauncherSettings, options: LauncherOptions, arguments: Sequence[str]) -> None:
-        order = settings.order()
-        self._settings = settings if order is None else settings.at_attempt(order.attempt)
+        self._settings = settings
         self._options = options
         self._arguments = arguments
         self._status = GangStatus(self._settings.attempt)
@@ -53,6 +54,11 @@ class WorkerLife:
         """Attempt that was run last."""
         return self._settings.attempt
 
+    @property
+    def worker(self) -> int:
+        """Index of the worker in that attempt."""
+        return self._settings.index
+
     async def run(self) -> LauncherOutcome:
         """Run the worker to its end; errors become outcomes."""
         for number in STOP_SIGNALS:
@@ -62,6 +68,10 @@ class WorkerLife:
         try:
             if settings.attempt_file is not None:
                 take_lock(lock_path(settings.shm_dir, settings.uid, settings.index))
+            if (order := settings.order()) is not None:
+                self._follow(order)
+            elif settings.spare and (outcome := await self._wait_as_spare()) is not None:
+                return outcome
             with self._served_status():
                 return await self._run_attempts()
         except TrainerError as error:
@@ -70,6 +80,28 @@ class WorkerLife:
         except OSError as error:
             log.exception("internal error of the launcher")
             return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason="LauncherFailed", message=str(error))
+
+    def _follow(self, order: AttemptOrder) -> None:
+        """Begin the attempt that is ordered. Raises UsageError if the order names no place of the gang."""
+        self._settings = self._settings.following(order)
+        self._status.begin(order.attempt)
+
+    async def _wait_as_spare(self) -> LauncherOutcome | None:
+        """Check the node, and wait for the order to take a place of the gang; an outcome if this worker ends before."""
+        settings = self._settings
+        place, whose = find_worker_address(os.environ, socket.gethostname()), f"the spare on node {settings.node}"
+        fault = await preflight.check_node(settings.preflight, whose=whose, place=place, shm=settings.shm_dir)
+        if fault is not None:
+            log.error("%s", fault.message)
+            return fault
+        self._status.phase = GangPhase.STANDBY
+        log.info("waiting as a spare for the place of a worker")
+        order = await self._await_order(math.inf)
+        if order is None:
+            return STOPPED
+        self._follow(order)
+        log.info("taking the place of worker %d in attempt %d", self._settings.index, order.attempt)
+        return None
 
     def _stop(self) -> None:
         log.info("stop requested by signal")
@@ -94,8 +126,7 @@ class WorkerLife:
             if order is None:
                 return outcome
             log.info("continuing with attempt %d in place", order.attempt)
-            self._settings = self._settings.at_attempt(order.attempt)
-            self._status.begin(order.attempt)
+            self._follow(order)
 
     async def _run_attempt(self) -> LauncherOutcome:
         launcher = self._launcher = Launcher(self._settings, self._options, self._arguments, self._status)
@@ -109,8 +140,10 @@ class WorkerLife:
                 watch.cancel()
 
     async def _watch(self, launcher: Launcher) -> None:
-        """Stop an attempt once there is an order for a later one."""
+        """Stop an attempt once there is an order for a later one, or with its checkpoint if that is ordered."""
         while (order := self._settings.order()) is None:
+            if self._settings.ends_at_checkpoint():
+                launcher.end_at_checkpoint()
             await asyncio.sleep(POLL_S)
         log.info("attempt %d is over: attempt %d is ordered", self._settings.attempt, order.attempt)
         launcher.stop(within_s=order.grace_s)
@@ -124,7 +157,11 @@ class WorkerLife:
             return None
         self._status.phase = GangPhase.STANDBY
         log.info("ended with code %d (%s); waiting for the next attempt", outcome.code, outcome.reason)
-        end = time.monotonic() + self._options.standby_s
+        return await self._await_order(self._options.standby_s)
+
+    async def _await_order(self, limit_s: float) -> AttemptOrder | None:
+        """Wait for the order to run another attempt; None: there was none in time, or this worker is asked to stop."""
+        order, end = self._settings.order(), time.monotonic() + limit_s
         while order is None and not self._stopped.is_set() and time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), POLL_S)

@@ -1,20 +1,27 @@
-"""Graceful stop: SIGTERM and SIGINT set a flag that the loop checks at step boundaries."""
+"""Graceful stop: SIGTERM and SIGINT set a flag that the loop checks at step boundaries, and `END_AT_CHECKPOINT` sets
+another, which it checks at those where a checkpoint is due.
+"""
 
 import signal
 from types import FrameType, TracebackType
 
+from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT
+
 
 class StopRequest:
-    """Context manager: while it is entered, the signals only set ``requested``. A second SIGINT interrupts at once."""
+    """Context manager: while it is entered, the signals only set flags. A second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.at_checkpoint = False
+        """True if the training is to end with its next checkpoint."""
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequest":
         """Install the signal handlers."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._on_signal)
+        self._previous[END_AT_CHECKPOINT] = signal.signal(END_AT_CHECKPOINT, self._on_end_at_checkpoint)
         return self
 
     def __exit__(
@@ -27,6 +34,9 @@ class StopRequest:
     def request(self) -> None:
         """Ask to stop, as a signal does."""
         self.requested = True
+
+    def _on_end_at_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
+        self.at_checkpoint = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

@@ -18,6 +18,7 @@ from megatronapp_trainer.models.language_model_loss import (
     refuse_infinite_gradients,
     refuse_not_finite,
 )
+from megatronapp_trainer.training.evaluate import is_due
 from megatronapp_trainer.training.loop_context import LoopContext
 from megatronapp_trainer.training.monitor import StepOutcome
 from megatronapp_trainer.training.second_computation import SecondComputation
@@ -139,10 +140,16 @@ class TrainingStep:
                 self._run.layout,
                 self._run.device,
                 names=self._run.loss_names,
-                stop=self._context.stop_request.requested,
+                stop=self._is_stop_requested(),
                 time_is_up=self._time_is_up(),
                 further=None if self._experts is None else self._experts.take(self._run.device.torch_device),
             )
+
+    def _is_stop_requested(self) -> bool:
+        """Return True if this rank asks all to stop after this step: at once, or because a checkpoint follows it."""
+        request = self._context.stop_request
+        saves = is_due(self._state.iteration + 1, self._config.checkpoint.save_interval)
+        return request.requested or (request.at_checkpoint and saves)
 
     def _begin_perturbed(self, perturbation: TrainingPerturbation) -> None:
         """Perturb the passes of the step; the span lets detectors and tuners leave a perturbed step out."""

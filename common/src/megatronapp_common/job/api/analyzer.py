@@ -13,8 +13,9 @@ from megatronapp_common.job.api.quantity import Quantity
 class SlowNode(ManifestModel):
     """Action on a node that the hub has confirmed to be slow."""
 
-    action: Literal["Report", "Exclude", "ExcludeAndRestart"] = "Report"
-    """Only report the node, exclude it from later attempts (runPolicy.nodeExclusion), or also restart the gang."""
+    action: Literal["Report", "Exclude", "ExcludeAndRestart", "SwapAtCheckpoint"] = "Report"
+    """Only report the node, exclude it from later attempts (runPolicy.nodeExclusion), or also restart the gang: at
+    once, or with the next checkpoint and a spare (runPolicy.spares)."""
     min_slowdown: Annotated[float, Field(gt=1, le=100)] = 1.1
     """Least factor by which a node lengthens the step; below it the node is only reported."""
     min_seconds: Seconds = 120

@@ -86,6 +86,8 @@ class RunPolicy(ManifestModel):
     lengthen the pause before a restart."""
     restart: Literal["Pods", "InPlace"] = "Pods"
     """Restart with new pods, or in the same ones; a pod at fault is replaced."""
+    spares: Annotated[int, Field(ge=0, le=16)] = 0
+    """Further workers that wait and take the places of pods at fault; needs restart: InPlace."""
     backoff: Backoff = Backoff()
     """Pause before a restart."""
     reset_after_seconds: Seconds = 3600

@@ -194,6 +194,14 @@ class TimeSpent(StatusType):
     slow: float = 0.0
     checkpoints: float = 0.0
     suspended: float = 0.0
+    spares: Count = 0
+    """Spares that hold a node since `sparesSince`."""
+    spares_since: Time | None = None
+    """Time up to which spares are counted, RFC 3339."""
+    spare_seconds: float = 0.0
+    """Sum over spares of the time for which each held a node without training."""
+    spare_gpu_seconds: float = 0.0
+    """The same for each of their GPUs."""
 
     def seconds(self) -> dict[TimeUse, float]:
         """Return the seconds of each use."""

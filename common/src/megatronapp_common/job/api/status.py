@@ -87,6 +87,8 @@ class ConditionType(enum.StrEnum):
     REMOVAL_BLOCKED = "RemovalBlocked"
     """True: workers were killed but not removed."""
     SLOW_NODE_DETECTED = "SlowNodeDetected"
+    SPARES_READY = "SparesReady"
+    """False: fewer spares wait than runPolicy.spares asks for."""
     FAILURE_TARGET = "FailureTarget"
     """True: the job is going to fail and its workers are being stopped. Failed follows when none is left."""
     COMPLETE = "Complete"
@@ -101,7 +103,8 @@ class Condition(StatusType):
 
     type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
     """Created, ProfileApplied, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting,
-    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete, Failed."""
+    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, SparesReady, FailureTarget,
+    Complete, Failed."""
     status: Annotated[
         bool,
         PlainValidator(lambda text: text == "True"),
@@ -344,6 +347,16 @@ class EndedWorker(StatusType):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Takeover(StatusType):
+    """Place of a worker that the pod of a former spare holds."""
+
+    worker: Index
+    """Index of the worker."""
+    pod: str
+    """Name of the pod."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status(StatusType):
     """Observed state of the job."""
 
@@ -382,6 +395,8 @@ class Status(StatusType):
     """Nodes that new workers avoid, oldest first."""
     tolerated_nodes: tuple[ExcludedNode, ...] = ()
     """Slow nodes that may be used again, because the gang found no capacity without them."""
+    takeovers: Annotated[tuple[Takeover, ...], Field(exclude_if=is_falsy)] = ()
+    """Places that pods of former spares hold in the current attempt."""
     hung_ranks: tuple[int, ...] = ()
     """Ranks without progress."""
     last_control: int | None = None

@@ -10,6 +10,7 @@ _MATCHES = ("exitCodes", "signals", "reasons", "messageRegex", "conditionTypes",
 _NO_MATCH = " && ".join(f"!has(one.match.{name})" for name in _MATCHES)
 _CODES = "one.match.exitCodes"
 _SLOW = "self.analyzer.slowNode.action"
+_SPARES = "self.runPolicy.spares"
 
 _SCHEDULING = (
     Rule(
@@ -46,6 +47,30 @@ _FAILURES = (
         message="must be Pods with scheduling.gang, which places all pods of an attempt",
     ),
     Rule(
+        id="spares-restart-in-place",
+        field=".runPolicy.spares",
+        rule=f"{_SPARES} == 0 || self.runPolicy.restart == 'InPlace'",
+        message="needs runPolicy.restart: InPlace, by which spares take places",
+    ),
+    Rule(
+        id="spares-train",
+        field=".runPolicy.spares",
+        rule=f"{_SPARES} == 0 || self.mode == 'train'",
+        message="must be 0 with mode: serve, whose API is at worker 0",
+    ),
+    Rule(
+        id="spares-of-one-kind",
+        field=".runPolicy.spares",
+        rule=f"{_SPARES} == 0 || !self.fbd.enabled",
+        message="must be 0 with fbd.enabled, whose workers have different roles",
+    ),
+    Rule(
+        id="spares-share-checkpoints",
+        field=".runPolicy.spares",
+        rule=f"{_SPARES} == 0 || !has(self.checkpoint.save) || has(self.checkpoint.volume) || has(self.data.volume)",
+        message="needs checkpoint.volume with checkpoint.save: on its own node a spare finds no checkpoint of others",
+    ),
+    Rule(
         id="failure-rule-matches",
         field=".runPolicy.rules",
         rule=no_item(_RULES, "one", _NO_MATCH),
@@ -66,10 +91,22 @@ _FAILURES = (
 )
 _SLOW_NODES = (
     Rule(
+        id="swap-needs-a-spare",
+        field=".analyzer.slowNode.action",
+        rule=f"{_SLOW} != 'SwapAtCheckpoint' || {_SPARES} > 0",
+        message="SwapAtCheckpoint needs runPolicy.spares",
+    ),
+    Rule(
+        id="swap-needs-checkpoints",
+        field=".analyzer.slowNode.action",
+        rule=f"{_SLOW} != 'SwapAtCheckpoint' || (has(self.checkpoint.save) && has(self.checkpoint.saveInterval))",
+        message="SwapAtCheckpoint needs checkpoint.save and checkpoint.saveInterval",
+    ),
+    Rule(
         id="slow-nodes-may-be-excluded",
         field=".runPolicy.nodeExclusion.enabled",
         rule=f"{_EXCLUDES} || {_SLOW} == 'Report'",
-        message="must be true for analyzer.slowNode.action Exclude and ExcludeAndRestart",
+        message="must be true for every analyzer.slowNode.action but Report",
         message_expression=cel_message(f"must be true for analyzer.slowNode.action {{{_SLOW}}}"),
     ),
     Rule(

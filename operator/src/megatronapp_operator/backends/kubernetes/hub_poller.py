@@ -174,7 +174,11 @@ def _hub_of(pods: Iterable[PodRecord]) -> PodRecord | None:
 
 def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     """Return worker 0 of the attempt, if it runs."""
-    workers = (pod for pod in pods if pod.type is ReplicaType.WORKER and pod.index == 0 and pod.attempt == attempt)
+    workers = (
+        pod
+        for pod in pods
+        if pod.type is ReplicaType.WORKER and pod.index == 0 and pod.attempt == attempt and not pod.spare
+    )
     return next((worker for worker in workers if worker.main.running and worker.address), None)
 
 

@@ -103,17 +103,17 @@ def observe(
     for pod in pods:
         by_type[pod.type].append(pod)
     summary = polled.summary
+    known = sorted(
+        (worker(pod, polled.ends, next_template) for pod in by_type[ReplicaType.WORKER]),
+        key=lambda found: (found.attempt, found.index),
+    )
     current = summary is not None and summary.attempt == attempt
     gathering = polled.gathering if polled.gathering is not None and polled.gathering.attempt == attempt else None
     return Observed(
         secret=True,
         hub=_hub(by_type[ReplicaType.HUB]),
-        workers=tuple(
-            sorted(
-                (worker(pod, polled.ends, next_template) for pod in by_type[ReplicaType.WORKER]),
-                key=lambda known: (known.attempt, known.index),
-            )
-        ),
+        workers=tuple(found for found in known if not found.spare),
+        spares=tuple(found for found in known if found.spare),
         init=_init(by_type[ReplicaType.INIT]),
         volumes=volumes,
         refusal=refusal,
@@ -134,7 +134,7 @@ def worker(
     pod: PodRecord, ends: Mapping[int, ReportedEnd] = MappingProxyType({}), next_template: str | None = None
 ) -> Worker:
     """Return the worker of a pod. It has ended when its trainer has, even if the agent still runs."""
-    end = ends.get(pod.index) if pod.main.running else None
+    end = ends.get(pod.index) if pod.main.running and not pod.spare else None
     standby = end is not None and end.attempt == pod.attempt
     return Worker(
         index=pod.index,
@@ -145,6 +145,9 @@ def worker(
         outcome=end.outcome if end is not None and standby else pod.main.outcome,
         standby=standby,
         reusable=next_template is not None and pod.template == next_template,
+        name=pod.name,
+        spare=pod.spare,
+        ends_at_checkpoint=pod.ends_at_checkpoint,
         deletion=_deletion(pod),
         node=pod.node,
         uid=pod.uid,

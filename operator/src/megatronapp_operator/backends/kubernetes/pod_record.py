@@ -10,14 +10,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.names import (
     ANNOTATION_EXCLUDED_NODES,
+    ANNOTATION_RESTART,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_ATTEMPT,
     LABEL_JOB,
     LABEL_JOB_UID,
     LABEL_REPLICA_INDEX,
     LABEL_REPLICA_TYPE,
+    LABEL_SPARE,
     ExitCode,
     ReplicaType,
 )
@@ -89,6 +92,10 @@ class PodRecord:
     """Since when it is ready: its node has reported at least as long."""
     topology: bool = False
     """True once it is annotated with the topology of its node."""
+    spare: bool = False
+    """True for a spare that waits for the place of a worker."""
+    ends_at_checkpoint: bool = False
+    """True if its ranks have the order to end with the next checkpoint of its attempt."""
     starts: int = 1
     """For a hub: number of hubs started for this job."""
     template: str = ""
@@ -159,6 +166,8 @@ def _read_pod(pod: Object) -> PodRecord | None:
         unreachable_since=_unreachable_since(status, conditions),
         reachable_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
+        spare=labels.get(LABEL_SPARE) == "true",
+        ends_at_checkpoint=_ends_at_checkpoint(annotations.get(ANNOTATION_RESTART), attempt),
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         template=sys.intern(annotations.get(ANNOTATION_TEMPLATE_HASH, "")),  # one text for all pods of a gang
         agent_problem=_agent_problem(pod, status) if deleted_at is None else None,
@@ -167,6 +176,11 @@ def _read_pod(pod: Object) -> PodRecord | None:
         deleted_at=deleted_at,
         grace_s=grace_s,
     )
+
+
+def _ends_at_checkpoint(text: str | None, attempt: int) -> bool:
+    order = None if text is None else AttemptOrder.parse(text)
+    return order is not None and order.attempt == attempt and order.at_checkpoint
 
 
 def _deletion(metadata: Mapping[str, Any]) -> tuple[float | None, float]:

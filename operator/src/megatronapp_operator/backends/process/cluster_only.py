@@ -11,6 +11,7 @@ CLUSTER_ONLY = (
     "analyzer.slowNode",
     "analyzer.volume",
     "runPolicy.restart",
+    "runPolicy.spares",
     "runPolicy.lostNodeTimeoutSeconds",
     "runPolicy.ttlSecondsAfterFinished",
     "runPolicy.nodeExclusion",

@@ -59,6 +59,12 @@ def _selected_log(job: MegatronJob, selection: LogSelection) -> tuple[int, int |
     return job.world.placement.worker_of(rank), rank
 
 
+def _pod_name(job: ClusterJob, worker: int) -> str:
+    """Return the name of the pod of a worker, whose place a former spare may hold."""
+    taken = (entry["pod"] for entry in job.status.get("takeovers", ()) if entry["worker"] == worker)
+    return str(next(taken, f"{job.name}-worker-{worker}"))
+
+
 class WorkerLog:
     """Log of one rank, or of a launcher, in the pod of its worker."""
 
@@ -67,7 +73,7 @@ class WorkerLog:
     ) -> None:
         self._cluster = cluster
         self.job = job
-        self._pod = f"{job.name}-worker-{worker}"
+        self._pod = _pod_name(job, worker)
         self._rank = rank
         self._attempt = attempt
         self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"

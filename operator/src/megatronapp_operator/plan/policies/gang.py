@@ -5,7 +5,7 @@ from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType, RestartWorker
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import in_place
+from megatronapp_operator.plan.policies import in_place, slow_nodes, spares
 from megatronapp_operator.plan.policies.lifecycle import complete
 from megatronapp_operator.plan.policies.placement import release, waits_for_nodes
 from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
@@ -63,7 +63,7 @@ def _judge(draft: PlanBuilder, culprit: Worker) -> None:
         release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up waiting for the others")
     elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
         reset_budget(draft, until=culprit.finished_at or draft.now)
-        attempt_failed(draft, failure_rules.judged(draft, culprit))
+        attempt_failed(draft, slow_nodes.swap(draft, culprit) or failure_rules.judged(draft, culprit))
 
 
 def judge_missing(draft: PlanBuilder) -> bool:
@@ -110,7 +110,8 @@ def _give_up(draft: PlanBuilder, worker: Worker, failure: Failure) -> None:
 
 
 def clear_stale(draft: PlanBuilder) -> bool:
-    """Remove workers of older attempts; nothing is created while one is left."""
+    """Remove workers of older attempts; nothing is created while one is left. Spares of no use delay nothing."""
+    spares.clear(draft)
     stale = [worker for worker in draft.observed.workers if worker.attempt != draft.status.attempt]
     replaced = [worker for worker in stale if not in_place.continues(draft, worker)]
     for worker in replaced:
@@ -166,10 +167,15 @@ def create(draft: PlanBuilder) -> bool:
         draft.wake(at)
         return True
     stale = [worker for worker in draft.observed.workers if worker.attempt != draft.status.attempt]
+    missing = sorted(set(draft.missing_indices) - {worker.index for worker in stale})
+    if draft.status.attempt_time is None:
+        spares.assign(draft, missing, stay={worker.name for worker in stale})
     for worker in stale:  # `clear_stale` has waited until the others are deleted
         grace_s = _stale_grace_s(draft, stale)
         draft.actions.append(RestartWorker(index=worker.index, attempt=draft.status.attempt, grace_s=grace_s))
-    for index in sorted(set(draft.missing_indices) - {worker.index for worker in stale}):
+    orders = spares.orders(draft)
+    draft.actions += orders
+    for index in sorted(set(missing) - {order.index for order in orders}):
         draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time

@@ -18,7 +18,7 @@ def guard_terminal(draft: PlanBuilder) -> bool:
         return False
     policy = draft.job.spec.policy
     all_go = policy.clean is CleanPodPolicy.ALL
-    for worker in draft.observed.workers if all_go else _holding(draft):
+    for worker in draft.observed.pods if all_go else _holding(draft):
         draft.delete(worker, 0 if _forced(draft) else policy.failed_grace_s)
     stop_init(draft, ended_too=all_go)
     _retire_hub(draft)
@@ -40,14 +40,14 @@ def _expire(draft: PlanBuilder) -> None:
 
 def _holding(draft: PlanBuilder) -> list[Worker]:
     """Return workers that occupy a node, even if only for an agent that has not noticed the end of the job."""
-    return [worker for worker in draft.observed.workers if worker.live or worker.occupies]
+    return [worker for worker in draft.observed.pods if worker.live or worker.occupies]
 
 
 def delete_job(draft: PlanBuilder) -> bool:
     """Delete everything of a job whose object is being deleted, the hub at once."""
     if not draft.job.deletion_requested:
         return False
-    for worker in draft.observed.workers:
+    for worker in draft.observed.pods:
         draft.delete(worker, 0 if _forced(draft) else draft.job.spec.policy.grace_s)
     stop_init(draft, ended_too=True)
     _delete_hub(draft)
@@ -167,7 +167,7 @@ def suspend(draft: PlanBuilder) -> bool:
     """Stop the gang, keep the job; when it is resumed, a new attempt starts outside the budget."""
     if not draft.job.spec.suspend:
         return False
-    for worker in draft.observed.workers:
+    for worker in draft.observed.pods:
         draft.delete(worker, draft.job.spec.policy.grace_s)
     stop_init(draft)
     if draft.status.phase is Phase.SUSPENDED:

@@ -87,7 +87,7 @@ def removals(draft: PlanBuilder) -> None:
     """Report killed workers that are not removed, and their finalizers: until they are, no others are created."""
     due = {
         worker: worker.deletion.since + draft.job.spec.policy.lost_worker_s
-        for worker in draft.observed.workers
+        for worker in draft.observed.pods
         if worker.deletion is not None and worker.deletion.grace_s == 0
     }
     overdue = [worker for worker, at in due.items() if draft.now >= at]

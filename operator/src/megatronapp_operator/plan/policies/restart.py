@@ -28,6 +28,8 @@ def restart_at(draft: PlanBuilder) -> float:
     if draft.status.last_restart_time is None:
         return release_at(draft)
     policy, status = draft.job.spec.policy, draft.status
+    if status.failures and status.failures[-1].reason == reasons.SLOW_NODE_SWAPPED:  # nothing has failed
+        return release_at(draft)
     lately = unbudgeted_failures_since(status, draft.status.last_restart_time - policy.reset_after_s)
     pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
     return max(draft.status.last_restart_time + pause, release_at(draft))

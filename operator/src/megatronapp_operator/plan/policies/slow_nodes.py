@@ -1,7 +1,10 @@
 """Nodes that the hub has confirmed to be slow, and what the user chose to do about them."""
 
 from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase, SlowRank
-from megatronapp_operator.plan import reasons
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan.actions import EndAtCheckpoint
+from megatronapp_operator.plan.observed import Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion, report
 from megatronapp_operator.plan.policies.restart import attempt_failed
@@ -28,10 +31,47 @@ def slow_nodes(draft: PlanBuilder) -> bool:
     taken = dict(list(found.items())[:free])
     for node in taken:
         exclusion.exclude(draft, node, reasons.SLOW_NODE_DETECTED)
+    if policy.action is SlowNodeAction.SWAP_AT_CHECKPOINT:
+        _order_end(draft)
     if not taken or policy.action is not SlowNodeAction.EXCLUDE_AND_RESTART:
         return False
     attempt_failed(draft, _failure(draft, taken))
     return True
+
+
+def _order_end(draft: PlanBuilder) -> None:
+    """Let the gang end with its next checkpoint if one of its nodes was excluded because it is slow."""
+    gang, attempt = draft.gang, draft.status.attempt
+    if _slow_member(draft) is not None and not any(worker.ends_at_checkpoint for worker in gang):
+        draft.actions.append(EndAtCheckpoint(index=0, attempt=attempt))
+
+
+def _slow_member(draft: PlanBuilder) -> Worker | None:
+    """Return the first worker of the gang whose node is excluded because it is slow."""
+    slow = {entry.node for entry in draft.status.excluded_nodes if exclusion.is_slow(entry)}
+    return next((worker for worker in draft.gang if worker.node in slow), None)
+
+
+def swap(draft: PlanBuilder, culprit: Worker) -> Failure | None:
+    """Return the failure of an attempt that has ended with a checkpoint so that a spare replaces a slow node.
+
+    None: it has ended for another reason.
+    """
+    swaps = draft.job.spec.slow_node.action is SlowNodeAction.SWAP_AT_CHECKPOINT
+    if not swaps or outcome.outcome_of(culprit).code != ExitCode.PREEMPTED:
+        return None
+    slow = _slow_member(draft)
+    if slow is None or any(worker.taken for worker in draft.gang):
+        return None
+    return Failure(
+        time=draft.now,
+        attempt=draft.status.attempt,
+        reason=reasons.SLOW_NODE_SWAPPED,
+        message=f"a checkpoint is written; worker {slow.index} leaves the slow node {slow.node}",
+        action=FailureAction.RESTART_IGNORE_MAX,
+        worker=slow.index,
+        node=slow.node,
+    )
 
 
 def _nodes(draft: PlanBuilder) -> dict[str, SlowRank]:

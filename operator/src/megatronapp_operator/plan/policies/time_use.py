@@ -28,12 +28,30 @@ def account(draft: PlanBuilder) -> None:
     if spent is None:
         draft.update(time_spent=TimeSpent(since=micros(now), use=use))
         return
+    spent = _with_spares(draft, spent)
     spent = _counted_steps(draft, spent)
     if spent.use is not use:
         spent = dataclasses.replace(_add(spent, _charged(draft, spent, use), now), use=use)
     elif use not in {None, TimeUse.TRAINED} and now >= spent.since + EVERY_S:
         spent = _add(spent, use, now)
     draft.update(time_spent=spent)
+
+
+def _with_spares(draft: PlanBuilder, spent: TimeSpent) -> TimeSpent:
+    """Count the time for which spares have held nodes, when their number changes and once a minute."""
+    number = sum(spare.scheduled and (spare.live or spare.occupies) for spare in draft.observed.spares)
+    since = draft.now if spent.spares_since is None else spent.spares_since
+    if number == spent.spares and (not number or draft.now < since + EVERY_S):
+        return spent
+    seconds = spent.spares * max(0.0, draft.now - since)
+    gpus = max((group.gpus_per_node for group in draft.job.spec.worker_groups), default=0)
+    return dataclasses.replace(
+        spent,
+        spares=number,
+        spares_since=micros(max(draft.now, since)),
+        spare_seconds=micros(spent.spare_seconds + seconds),
+        spare_gpu_seconds=micros(spent.spare_gpu_seconds + gpus * seconds),
+    )
 
 
 def _use(draft: PlanBuilder) -> TimeUse | None:

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
-from megatronapp_common.attempt_order import AttemptOrder, prefix_at, read_order
+from megatronapp_common.attempt_order import AttemptOrder, ends_at_checkpoint, prefix_at, read_order
 from megatronapp_common.names import DEFAULT_SHM_DIR, Env, RankOrder, ShmFile
 from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
@@ -48,6 +48,8 @@ class LauncherSettings:
     hub_url: str
     attempt_file: pathlib.Path | None = None
     """File that orders further attempts of this launcher (restart in place); None: it ends with its attempt."""
+    spare: bool = False
+    """True until an order gives this worker, whose index follows those of the gang, one of the gang's places."""
 
     @property
     def num_workers(self) -> int:
@@ -68,10 +70,24 @@ class LauncherSettings:
         """Return the order to continue with a later attempt; None without such an order."""
         return None if self.attempt_file is None else read_order(self.attempt_file, after=self.attempt)
 
-    def at_attempt(self, attempt: int) -> Self:
-        """Return the settings of a later attempt of the same launcher."""
-        prefix = prefix_at(self.shm_prefix, attempt, before=self.attempt, worker=self.index)
-        return dataclasses.replace(self, attempt=attempt, shm_prefix=prefix)
+    def following(self, order: AttemptOrder) -> Self:
+        """Return the settings of the attempt that is ordered.
+
+        Raises UsageError if the order names no place of the gang.
+        """
+        index = self.index if order.worker is None else order.worker
+        if index >= self.num_workers:
+            raise UsageError(f"the order {order.text!r} gives worker {index} of a gang of {self.num_workers}")
+        prefix = prefix_at(self.shm_prefix, order.attempt, before=self.attempt, worker=self.index, place=index)
+        where = self.coordinator if order.coordinator is None else parse_endpoint(order.coordinator)
+        coordinator = None if self.coordinator is None else where
+        return dataclasses.replace(
+            self, attempt=order.attempt, index=index, shm_prefix=prefix, coordinator=coordinator, spare=False
+        )
+
+    def ends_at_checkpoint(self) -> bool:
+        """Return True if the ranks of this attempt are ordered to end with their next checkpoint."""
+        return self.attempt_file is not None and ends_at_checkpoint(self.attempt_file, attempt=self.attempt)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
@@ -81,7 +97,10 @@ class LauncherSettings:
         """
         proc_per_node = _proc_per_node(environment)
         index = _integer(environment, Env.WORKER_INDEX)
-        if index >= len(proc_per_node):
+        spare = environment.get(Env.SPARE) == "1"
+        if spare:
+            _required(environment, Env.ATTEMPT_FILE)
+        elif index >= len(proc_per_node):
             raise UsageError(f"{Env.WORKER_INDEX} is {index}, but the gang has {len(proc_per_node)} workers, from 0 on")
         alone = len(proc_per_node) == 1
         status_port = _port(environment, Env.STATUS_PORT)
@@ -109,6 +128,7 @@ class LauncherSettings:
             termination_log=_optional_path(environment, Env.TERMINATION_LOG),
             hub_url=environment.get(Env.HUB_URL, ""),
             attempt_file=_optional_path(environment, Env.ATTEMPT_FILE),
+            spare=spare,
         )
 
 

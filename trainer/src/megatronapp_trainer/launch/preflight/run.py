@@ -19,6 +19,18 @@ from megatronapp_trainer.launch.rendezvous.session import GangConnection
 REASON = "PreflightFailed"
 
 
+async def check_node(
+    requirements: PreflightRequirements | None, *, whose: str, place: WorkerAddress, shm: pathlib.Path
+) -> LauncherOutcome | None:
+    """Return why no rank can run on this node, or None; `whose` names worker and node in the message."""
+    if requirements is None:
+        return None
+    faults = await asyncio.to_thread(lambda: list(find_faults(requirements, shm=shm, interface=place.interface)))
+    if not faults:
+        return None
+    return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason=REASON, message=f"{whose}: {'; '.join(faults)}")
+
+
 async def run_preflight(
     requirements: PreflightRequirements,
     briefing: Briefing,
@@ -30,9 +42,9 @@ async def run_preflight(
 ) -> LauncherOutcome | None:
     """Return why the ranks of this worker must not start, naming its node and unreachable ones, or None."""
     own = f"worker {index} on node {briefing.table.worker(index).node}"
-    faults = await asyncio.to_thread(lambda: list(find_faults(requirements, shm=shm, interface=place.interface)))
-    if faults:
-        return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason=REASON, message=f"{own}: {'; '.join(faults)}")
+    fault = await check_node(requirements, whose=own, place=place, shm=shm)
+    if fault is not None:
+        return fault
     unreached = await find_unreached(briefing, uid=uid, own=index, timeout_s=requirements.timeout_s)
     if unreached:
         message = f"{own} does not reach {'; '.join(unreached)}"

@@ -14,7 +14,7 @@ from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, 
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
 from megatronapp_trainer.launch.rendezvous.session import GangConnection
-from megatronapp_trainer.parallel.peer_loss import PEER_LOST
+from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, PEER_LOST
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Supervisor:
         self._events: list[Event] = []
         self._changed = asyncio.Event()
         self._stop_requested = False
+        self._ends_at_checkpoint = False
         self._kill_at: float | None = None
         self._stop_by: float | None = None
         """When ranks are killed that were asked to stop within a time."""
@@ -55,8 +56,9 @@ class Supervisor:
         self._reported: EndNotice | None = None
 
     def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
-        """Start the ranks. They ignore `PEER_LOST`, as this process does, until they watch for it."""
-        signal.signal(PEER_LOST, signal.SIG_IGN)
+        """Start the ranks. They ignore these signals, as this process does, until they watch for them."""
+        for number in (PEER_LOST, END_AT_CHECKPOINT):
+            signal.signal(number, signal.SIG_IGN)
         for local_rank in range(num_ranks):
             rank = start_rank(local_rank)
             self._running[rank.pid] = rank
@@ -75,6 +77,13 @@ class Supervisor:
         self.stop()
         self._stop_by = time.monotonic() + grace_s
         self._changed.set()
+
+    def end_at_checkpoint(self) -> None:
+        """Let the ranks of the gang end with their next checkpoint, on which they agree as on a stop."""
+        if not self._ends_at_checkpoint:
+            self._ends_at_checkpoint = True
+            log.info("the ranks are to end with their next checkpoint")
+            self._signal_ranks(END_AT_CHECKPOINT)
 
     def _stop_ranks(self) -> None:
         """Send SIGTERM once only: a rank that is about to end would die of a second signal."""

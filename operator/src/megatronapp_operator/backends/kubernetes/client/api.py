@@ -178,9 +178,11 @@ class KubernetesApi:
         return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
     async def mark(
-        self, resource: Resource, found: Object, *, labels: Mapping[str, str], annotations: Mapping[str, str]
+        self, resource: Resource, found: Object, *, labels: Mapping[str, str | None], annotations: Mapping[str, str]
     ) -> Object:
-        """Set labels and annotations of this very object, by its UID. Raises NotFoundError, ConflictError."""
+        """Set labels (None: remove) and annotations of this very object, by its UID. Raises NotFoundError,
+        ConflictError.
+        """
         metadata = found["metadata"]
         body = {"metadata": {"uid": metadata["uid"], "labels": dict(labels), "annotations": dict(annotations)}}
         path = resource.path(metadata["namespace"], metadata["name"])

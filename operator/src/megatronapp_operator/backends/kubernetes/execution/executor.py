@@ -1,5 +1,6 @@
 """Execution of the plan's actions. Every step may be done twice: again after a failure, or by the next leader."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from megatronapp_operator.backends.kubernetes.execution.job_context import JobCo
 from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
 from megatronapp_operator.backends.kubernetes.execution.pods import PodWriter
 from megatronapp_operator.backends.kubernetes.group_removal import PodGroupRemover
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
 from megatronapp_operator.errors import OperatorError
@@ -27,6 +29,7 @@ from megatronapp_operator.plan import (
     DeleteInit,
     DeleteJob,
     DeleteWorker,
+    EndAtCheckpoint,
     EnsureHub,
     EventType,
     PodRejection,
@@ -58,7 +61,7 @@ class Executor:
         await run_all([self._remove(work, action) for action in actions])
         if any(isinstance(action, EnsureHub) for action in actions):
             await self._try_hub(work)
-        await self._restart(work, [action for action in actions if isinstance(action, RestartWorker)])
+        await self._order(work, [action for action in actions if isinstance(action, RestartWorker | EndAtCheckpoint)])
         starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
         try:
             if starting:
@@ -72,14 +75,16 @@ class Executor:
             return refusal
         return None
 
-    async def _restart(self, work: JobContext, actions: Sequence[RestartWorker]) -> None:
-        """Restart workers in place. All of a plan have the same attempt and grace period."""
+    async def _order(self, work: JobContext, actions: Sequence[RestartWorker | EndAtCheckpoint]) -> None:
+        """Restart workers in place, let spares take their places, and let ranks end with their checkpoint."""
         if not actions:
             return
-        order = AttemptOrder(attempt=actions[0].attempt, grace_s=actions[0].grace_s)
-        indices = {action.index for action in actions}
-        pods = [pod for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.index in indices]
-        await self.pods.restart_all([pod for pod in pods if pod.attempt < order.attempt], order)
+        given: list[tuple[PodRecord, AttemptOrder]] = []
+        for pod in self.pods.of_type(work, ReplicaType.WORKER):
+            action = next((action for action in actions if _is_for(action, pod)), None)
+            if action is not None:
+                given.append((pod, _order_of(work, action)))
+        await self.pods.order_all(given)
 
     async def _try_hub(self, work: JobContext) -> None:
         """Create the hub, and retry later if the API server rejects it; the gang does not wait for it."""
@@ -145,8 +150,13 @@ class Executor:
                 grace_s = 0.0 if action.force else None
                 await self.pods.delete_all(self.pods.of_type(work, ReplicaType.INIT), grace_s)
             case DeleteWorker():
-                found = [pod for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.index == action.index]
-                await self.pods.delete_all([pod for pod in found if pod.attempt == action.attempt], action.grace_s)
+                key = action.index, action.attempt, action.spare
+                found = [
+                    pod
+                    for pod in self.pods.of_type(work, ReplicaType.WORKER)
+                    if (pod.index, pod.attempt, pod.spare) == key
+                ]
+                await self.pods.delete_all(found, action.grace_s)
             case RemoveGroup():
                 await self._remove_group(work, action.attempt)
             case DeleteJob():
@@ -161,9 +171,32 @@ class Executor:
             )
 
 
+def _is_for(action: RestartWorker | EndAtCheckpoint, pod: PodRecord) -> bool:
+    """Return True if a pod is to get this order and has not had it yet."""
+    if isinstance(action, RestartWorker) and action.spare is not None:
+        return pod.spare and pod.name == action.spare
+    if pod.spare or pod.index != action.index:
+        return False
+    return pod.attempt == action.attempt if isinstance(action, EndAtCheckpoint) else pod.attempt < action.attempt
+
+
+def _order_of(work: JobContext, action: RestartWorker | EndAtCheckpoint) -> AttemptOrder:
+    """Return the order of an action; with spares it names the place of the worker, and where worker 0 gathers."""
+    ends = isinstance(action, EndAtCheckpoint)
+    order = AttemptOrder(
+        attempt=action.attempt, grace_s=action.grace_s if isinstance(action, RestartWorker) else 0.0, at_checkpoint=ends
+    )
+    if not work.orders_places:
+        return order
+    first = work.attempt.first or render.ObjectNames(work.owner.name).worker(0)
+    where = render.coordinator(work.owner, first, work.settings.cluster_domain)
+    return dataclasses.replace(order, worker=action.index, coordinator=where)
+
+
 def _pod(work: JobContext, action: CreateInit | CreateWorker) -> Object:
     if isinstance(action, CreateWorker):
-        return render.worker_pod(work.job, work.owner, work.attempt, action.index, work.settings)
+        settings = work.next_settings or work.settings if action.spare else work.settings
+        return render.worker_pod(work.job, work.owner, work.attempt, action.index, settings, spare=action.spare)
     pod = render.init_pod(work.job, work.owner)
     assert pod is not None, "the plan wants initializers only where there are some"
     return pod

@@ -23,6 +23,10 @@ class JobContext:
     owner: JobOwner
     attempt: AttemptSettings
     settings: RenderSettings
+    next_settings: RenderSettings | None = None
+    """Settings of the next attempt, for which spares are made; None: those of this one."""
+    orders_places: bool = False
+    """True if orders to restart name the place of the worker: spares may take places."""
 
 
 class ContextBuilder:
@@ -38,13 +42,20 @@ class ContextBuilder:
         status, metadata, pinned = memory.status, document["metadata"], memory.pinned
         begun = pinned is not None and pinned.attempt == status.attempt
         settings = self._pinned_settings(pinned) if pinned is not None and begun else self._current_settings()
+        current = self._current_settings()
         avoided = tuple(node.node for node in status.excluded_nodes if node.until > self._clock())
         return JobContext(
             document=document,
             job=memory.job,
             owner=JobOwner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
-            attempt=AttemptSettings(number=status.attempt, excluded_nodes=avoided),
+            attempt=AttemptSettings(
+                number=status.attempt,
+                excluded_nodes=avoided,
+                first=next((entry.pod for entry in status.takeovers if entry.worker == 0), None),
+            ),
             settings=settings,
+            next_settings=current if current.key_id == settings.key_id else None,
+            orders_places=bool(memory.job.spec.run_policy.spares or status.takeovers),
         )
 
     def template(self, memory: JobMemory) -> str:

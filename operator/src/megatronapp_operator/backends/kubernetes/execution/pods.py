@@ -5,7 +5,13 @@ import math
 from collections.abc import Sequence
 
 from megatronapp_common.attempt_order import AttemptOrder
-from megatronapp_common.names import ANNOTATION_RESTART, LABEL_ATTEMPT, ReplicaType
+from megatronapp_common.names import (
+    ANNOTATION_RESTART,
+    LABEL_ATTEMPT,
+    LABEL_REPLICA_INDEX,
+    LABEL_SPARE,
+    ReplicaType,
+)
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, ConflictError, NotFoundError
@@ -54,12 +60,16 @@ class PodWriter:
             return found
         raise name_taken(PODS, metadata["namespace"], metadata["name"])
 
-    async def restart_all(self, records: Sequence[PodRecord], order: AttemptOrder) -> None:
-        """Give pods the order to continue with an attempt; one that is removed meanwhile is seen to be missing."""
-        await run_all([self._restart(record, order) for record in records])
+    async def order_all(self, orders: Sequence[tuple[PodRecord, AttemptOrder]]) -> None:
+        """Give pods their orders; a pod that is removed meanwhile is seen to be missing."""
+        await run_all([self._give(record, order) for record, order in orders])
 
-    async def _restart(self, record: PodRecord, order: AttemptOrder) -> None:
-        labels, annotations = {LABEL_ATTEMPT: str(order.attempt)}, {ANNOTATION_RESTART: order.text}
+    async def _give(self, record: PodRecord, order: AttemptOrder) -> None:
+        """Write an order together with the labels that it changes: a spare is a worker from then on."""
+        labels: dict[str, str | None] = {LABEL_ATTEMPT: str(order.attempt)}
+        if record.spare and order.worker is not None:
+            labels |= {LABEL_REPLICA_INDEX: str(order.worker), LABEL_SPARE: None}
+        annotations = {ANNOTATION_RESTART: order.text}
         with contextlib.suppress(NotFoundError, ConflictError):
             made = await self._api.mark(PODS, record.reference, labels=labels, annotations=annotations)
             self._store.put_pod(made)

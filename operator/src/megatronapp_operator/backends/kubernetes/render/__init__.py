@@ -9,7 +9,7 @@ from megatronapp_operator.backends.kubernetes.render.hub import (
     unwanted_hub_objects,
 )
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, serve_url
-from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
+from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, coordinator
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.pod.worker import template_hash, worker_pod
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
@@ -22,6 +22,7 @@ __all__ = [
     "ObjectNames",
     "RenderSettings",
     "Rendered",
+    "coordinator",
     "gang_objects",
     "hub_hash",
     "hub_objects",

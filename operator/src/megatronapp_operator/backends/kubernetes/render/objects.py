@@ -72,6 +72,13 @@ class ObjectNames:
         """Pod and host name of a worker."""
         return f"{self.job}-worker-{index}"
 
+    def spare(self, number: int, attempt: int) -> str:
+        """Return the pod and host name of a spare that was created in an attempt, which stays if it becomes a worker.
+
+        Three digits of the attempt keep it within the 63 characters of a host name.
+        """
+        return f"{self.job}-spare-{number}-{attempt % 1000}"
+
     def group(self, attempt: int) -> str:
         """Pod group of an attempt."""
         return f"{self.job}-a{attempt}"

@@ -52,3 +52,5 @@ class AttemptSettings:
     number: int
     excluded_nodes: tuple[str, ...] = ()
     """Names of nodes on which no worker of this attempt may run."""
+    first: str | None = None
+    """Name of the pod of worker 0, if it was a spare."""

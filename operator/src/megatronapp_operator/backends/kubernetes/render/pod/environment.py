@@ -6,9 +6,10 @@ from typing import Any
 
 from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, SERVE_PORT, STATUS_PORT, Env, RankOrder
 from megatronapp_operator.backends.kubernetes.client.resources import Object
-from megatronapp_operator.backends.kubernetes.render.objects import host_of
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, host_of
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 ANNOTATION_TOPOLOGY = f"{GROUP}/topology"
 """Annotation that the operator writes on a worker pod with a node: values of the topology labels, from wide to
@@ -67,6 +68,7 @@ def shared_environment(draft: WorkerDraft) -> list[Object]:
         Env.SHM_DIR: storage.SHM,
         Env.SHM_PREFIX: f"megatronapp-{draft.owner.uid}-a{draft.attempt.number}-w{draft.index}",
         **({Env.ATTEMPT_FILE: storage.RESTART_FILE} if draft.in_place else {}),
+        **({Env.SPARE: "1"} if draft.spare else {}),
         **({Env.HUB_URL: hub} if draft.spec.analyzer.enabled else {}),
     }
     return [
@@ -77,19 +79,24 @@ def shared_environment(draft: WorkerDraft) -> list[Object]:
     ]
 
 
+def coordinator(owner: JobOwner, first: str, domain: str) -> str:
+    """Return the address at which worker 0 gathers the gang, given the name of its pod."""
+    host = host_of(f"{first}.{ObjectNames(owner.name).workers}", owner.namespace, domain)
+    return f"{host}:{COORDINATOR_PORT}"
+
+
 def _gathering(draft: WorkerDraft) -> dict[str, str]:
-    first = f"{draft.names.worker(0)}.{draft.names.workers}"
-    host = host_of(first, draft.owner.namespace, draft.settings.cluster_domain)
+    first = draft.attempt.first or draft.names.worker(0)
     values: dict[str, str] = {
         Env.NUM_WORKERS: str(draft.world.nodes),
         Env.PROC_PER_NODE: draft.facts.proc_per_node,
-        Env.COORDINATOR: f"{host}:{COORDINATOR_PORT}",
+        Env.COORDINATOR: coordinator(draft.owner, first, draft.settings.cluster_domain),
         Env.RANK_ORDER: rank_order(draft).value,
         Env.RUN_DIR: storage.RUN,
         Env.TERMINATION_LOG: TERMINATION_LOG,
         Env.LOG_TO_STDOUT: "1",
     }
-    if draft.index == 0:
+    if draft.index == 0 or draft.spare:
         values[Env.STATUS_PORT] = str(STATUS_PORT)
         values |= {Env.SERVE_ADDRESS: f"0.0.0.0:{SERVE_PORT}"} if draft.serves else {}
     if draft.spec.network.preflight.enabled:

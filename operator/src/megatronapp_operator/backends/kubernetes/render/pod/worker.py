@@ -9,6 +9,7 @@ from megatronapp_common.names import (
     ANNOTATION_EXCLUDED_NODES,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_ROLE,
+    LABEL_SPARE,
     ReplicaType,
 )
 from megatronapp_common.topology import RankRole
@@ -44,10 +45,16 @@ PREPARE_S = 24 * 3600
 
 
 def worker_pod(
-    job: MegatronJob, owner: JobOwner, attempt: AttemptSettings, index: int, settings: RenderSettings
+    job: MegatronJob,
+    owner: JobOwner,
+    attempt: AttemptSettings,
+    index: int,
+    settings: RenderSettings,
+    *,
+    spare: bool = False,
 ) -> Object:
     """Return the pod of worker `index`. Raises JobError if the job's numbers do not agree."""
-    draft = WorkerDraft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
+    draft = WorkerDraft(job=job, owner=owner, attempt=attempt, index=index, settings=settings, spare=spare)
     pod = render_worker(draft)
     annotations = pod["metadata"]["annotations"]
     annotations[ANNOTATION_TEMPLATE_HASH] = template_hash(job, settings)
@@ -74,7 +81,7 @@ def _template_hash(given: tuple[IdentityKey[MegatronJob], IdentityKey[RenderSett
         )
         for group in facts_of(job).world.worker_groups
     ]
-    return digest(pods)
+    return digest([*pods, *(["spares"] if job.spec.run_policy.spares else [])])  # orders to pods without know no places
 
 
 def render_worker(draft: WorkerDraft) -> Object:
@@ -88,10 +95,11 @@ def render_worker(draft: WorkerDraft) -> Object:
         **network.network_labels(draft),
         **marks,
         **_role_label(draft),
+        **({LABEL_SPARE: "true"} if draft.spare else {}),
         **pod_labels(draft.owner, ReplicaType.WORKER, index=draft.index, attempt=draft.attempt.number),
     }
     annotations = {**extra.annotations, **network.network_annotations(draft), **notes}
-    meta = metadata(draft.owner, draft.names.worker(draft.index), labels) | {"annotations": annotations}
+    meta = metadata(draft.owner, draft.pod_name, labels) | {"annotations": annotations}
     return make("v1", "Pod", meta, spec=with_placement(spec, draft))
 
 
@@ -130,7 +138,7 @@ def _reserved(draft: WorkerDraft) -> Object:
     containers = [_reserved_trainer(draft), *([reserved_agent(draft)] if draft.spec.analyzer.enabled else [])]
     return {
         "restartPolicy": "Never",
-        "hostname": draft.names.worker(draft.index),
+        "hostname": draft.pod_name,
         "subdomain": draft.names.workers,
         "setHostnameAsFQDN": None,
         "terminationGracePeriodSeconds": draft.spec.run_policy.termination_grace_period_seconds,

@@ -22,6 +22,15 @@ class WorkerDraft:
     attempt: AttemptSettings
     index: int
     settings: RenderSettings
+    spare: bool = False
+    """True for a spare, whose index follows those of the gang."""
+
+    @property
+    def pod_name(self) -> str:
+        """Name of the pod, which is its host name, too."""
+        if self.spare:
+            return self.names.spare(self.index - self.world.nodes, self.attempt.number)
+        return self.names.worker(self.index)
 
     @property
     def spec(self) -> Spec:
@@ -44,7 +53,7 @@ class WorkerDraft:
     @functools.cached_property
     def group(self) -> WorkerGroup:
         """Group of workers with the same shape as this one."""
-        return self.world.group_of(self.index)
+        return self.world.group_of(0 if self.spare else self.index)
 
     @property
     def gpus(self) -> int:
