@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from megatronapp_common.attempt_order import AttemptOrder
-from megatronapp_common.web.tokens import new_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret, read_secret
 from megatronapp_trainer.launch.config import address
 
 DEADLINE_S = 90.0
@@ -193,6 +194,16 @@ class Gang:
             draft = self.tmp / f"order-{index}.new"
             draft.write_text(AttemptOrder(attempt=attempt, grace_s=grace_s, **more).text)
             draft.rename(self.order_file(index))
+
+    def status(self, where: str) -> dict[str, Any]:
+        """Answer of the launcher of worker 0 at host:port."""
+        token = derive_token(read_secret(self.tmp / "secret"), TokenRole.VIEWER)
+        request = urllib.request.Request(
+            f"http://{where}/api/v1/launcher", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            document: dict[str, Any] = json.load(answer)
+        return document
 
     def ran(self, rank: int, attempt: int, *, worker: int) -> str:
         """Wait until a rank runs in an attempt; return the name of its ring."""

@@ -1,8 +1,6 @@
 """Real launchers that continue with further attempts in place, with ranks that are a few lines of Python."""
 
-import json
 import pathlib
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ from launchers import Gang, alive, wait_until
 from megatronapp_common.attempt_order import lock_path
 from megatronapp_common.names import ExitCode
 from megatronapp_common.processes import is_locked
-from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.launch.config import address
 
 pytestmark = pytest.mark.process
@@ -34,13 +31,7 @@ def start(gang: Gang, actions: dict[int | str, str], port: int, *, only: int | N
 
 def status_of(gang: Gang, port: int) -> dict[str, Any]:
     """Answer of the launcher of worker 0."""
-    token = derive_token(read_secret(gang.tmp / "secret"), TokenRole.VIEWER)
-    request = urllib.request.Request(
-        f"http://127.0.0.2:{port}/api/v1/launcher", headers={"Authorization": f"Bearer {token}"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        document: dict[str, Any] = json.load(answer)
-    return document
+    return gang.status(f"127.0.0.2:{port}")
 
 
 def free_port() -> int:

@@ -42,11 +42,13 @@ def start_spare(gang: Gang, actions: dict[Any, str] | None = None, **changes: An
     gang.start(actions or {}, only=SPARE, ATTEMPT_FILE=str(gang.order_file(SPARE)), SPARE="1", **changes)
 
 
-def start_all(gang: Gang, actions: dict[Any, str] | None = None, **changes: Any) -> None:
-    """Start a gang of two and a spare, which waits."""
+def start_all(
+    gang: Gang, actions: dict[Any, str] | None = None, *, spare: dict[str, str] | None = None, **changes: Any
+) -> None:
+    """Start a gang of two and a spare, which waits; `spare`: further variables of the latter."""
     each = [{"ATTEMPT_FILE": str(gang.order_file(index))} for index in range(2)]
     gang.start(actions or {}, each=each, **changes)
-    start_spare(gang, actions, **changes)
+    start_spare(gang, actions, **changes, **(spare or {}))
     until_logged(gang, SPARE, "waiting as a spare")
 
 
@@ -70,20 +72,26 @@ def take_over(gang: Gang, lost: int, coordinator: str) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_spare_takes_the_place_of_a_lost_worker(gang: Gang, lost: int) -> None:
-    start_all(gang, {"0@1": "polite", "1@1": "polite"})
+    spare_address = f"127.0.0.{2 + SPARE}"
+    with address.reserved_port(spare_address) as status_port:
+        pass
+    start_all(gang, {"0@1": "polite", "1@1": "polite"}, spare={"STATUS_PORT": str(status_port)})
     assert is_locked(lock_path(gang.shm, "u", SPARE))
     ranks = gang.running({0: [0], 1: [1]})
     lose(gang, lost, [ranks[lost]])
     coordinator = gang.coordinator
     if lost == 0:  # the others gather at the spare
-        with address.reserved_port(f"127.0.0.{2 + SPARE}") as port:
-            coordinator = f"127.0.0.{2 + SPARE}:{port}"
+        with address.reserved_port(spare_address) as port:
+            coordinator = f"{spare_address}:{port}"
     take_over(gang, lost, coordinator)
     assert gang.ran(lost, 1, worker=SPARE) == f"demo-w{SPARE}-a1-w{lost}.rank{lost}.ring"
     gang.ran(1 - lost, 1, worker=1 - lost)
     table = json.loads((gang.workers[SPARE].run_dir / "rank-table.json").read_text())
     nodes = {worker["index"]: worker["node"] for worker in table["workers"]}
     assert nodes == {lost: f"node-{SPARE}", 1 - lost: f"node-{1 - lost}"}
+    if lost == 0:
+        status = gang.status(f"{spare_address}:{status_port}")
+        assert (status["attempt"], status["phase"], status["rankTable"]["attempt"]) == (1, "Running", 1)
     gang.workers[SPARE].process.terminate()
     assert gang.workers[SPARE].end() == ExitCode.PREEMPTED
     record = gang.workers[SPARE].record()
