@@ -487,6 +487,8 @@ _DATA = [
     ),
     *good("keep-needs-save", {"spec.checkpoint": {"save": "d", "keep": 2}}),
     *bad("keep-needs-save", "spec.checkpoint.keep", ({"spec.checkpoint.keep": 2}, "needs save: DIRECTORY")),
+    *good("asyncSave-needs-save", {"spec.checkpoint": {"save": "d", "asyncSave": True}}),
+    *bad("asyncSave-needs-save", "spec.checkpoint.asyncSave", ({"spec.checkpoint.asyncSave": True}, "needs save: ")),
     *good("finetune-needs-load", {"spec.checkpoint": {"load": "d", "finetune": True}}),
     *bad("finetune-needs-load", "spec.checkpoint.finetune", ({"spec.checkpoint.finetune": True}, "needs load: ")),
     *good("exitOnMissing-needs-load", {"spec.checkpoint": {"load": "d", "exitOnMissing": True}}),

@@ -12,10 +12,16 @@ class RecordingReporter:
     grad_norms: list[float] = dataclasses.field(default_factory=list)
     steps: list[Any] = dataclasses.field(default_factory=list)
 
+    reports: list[Any] = dataclasses.field(default_factory=list)
+    """Reports of checkpoints."""
+
     def step(self, metrics: Any, **_details: object) -> None:
         self.steps.append(metrics)
         self.losses.append(metrics.loss)
         self.grad_norms.append(metrics.grad_norm or 0.0)
+
+    def checkpoints(self, report: Any) -> None:
+        self.reports.append(report)
 
     def state(self, state: str) -> None: ...
 

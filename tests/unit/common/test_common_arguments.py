@@ -101,6 +101,7 @@ EVERYTHING: dict[str, Any] = {
         "save": "out",
         "load": "in",
         "saveInterval": 10,
+        "asyncSave": True,
         "keep": 3,
         "finetune": True,
         "exitOnMissing": True,
@@ -177,7 +178,7 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
     assert config.training.seed == 9  # spec.args are last
     assert config.optimizer.adam_eps == 1e-6
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
-    assert config.checkpoint.keep_last == 3
+    assert (config.checkpoint.keep_last, config.checkpoint.async_save) == (3, True)
     assert (config.dpp.use_dpp, config.dpp.dpp_schedule, config.dpp.memory_cap_microbatches) == (True, "auto", 5)
     assert (config.dpp.transport, config.dpp.threads) == ("native", 3)
     assert config.logging.faults == '[{"rank":1,"kind":"link","factor":2.0,"fromStep":10,"steps":5,"peer":0}]'

@@ -233,7 +233,7 @@ def test_a_lasting_fault_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_that_a_cache_hides_is_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatronapp_trainer.checkpoint import manager
+    from megatronapp_trainer.checkpoint.saving import files
 
     pauses: list[float] = []
 
@@ -242,12 +242,12 @@ def test_a_directory_that_a_cache_hides_is_waited_for(tmp_path: pathlib.Path, mo
         if len(pauses) == 3:
             (tmp_path / "late").mkdir()
 
-    monkeypatch.setattr("megatronapp_trainer.checkpoint.manager.time.sleep", appear)
-    manager._require_shared(tmp_path / "late")
+    monkeypatch.setattr("megatronapp_trainer.checkpoint.saving.files.time.sleep", appear)
+    files.require_shared(tmp_path / "late")
     assert len(pauses) == 3
-    monkeypatch.setattr(manager, "SHARED_WITHIN_S", 0.0)
+    monkeypatch.setattr(files, "VISIBLE_WITHIN_S", 0.0)
     with pytest.raises(StorageError, match="could not be seen from here"):
-        manager._require_shared(tmp_path / "never")
+        files.require_shared(tmp_path / "never")
 
 
 def test_a_crash_while_replacing_loses_nothing(directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,11 +104,10 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
     if reporter is not None and done.iteration:
         reporter.resumed(done.iteration, done.consumed_samples, total_iterations=config.training.train_iters)
     with contextlib.ExitStack() as stack:
-        if reporter is not None:
-            stack.callback(reporter.close)
         observer = open_observer(run)
-        if observer is not None:
-            stack.callback(observer.close)
+        for part in (checkpoints, reporter, observer):
+            if part is not None:
+                stack.callback(part.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
         iterators, schedule, announce = _data_and_schedule(run, observer, reporter, stop_request)
         capture = prepare_capture(run)

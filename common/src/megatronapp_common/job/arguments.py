@@ -109,6 +109,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("checkpoint.save", "--save"),
     FlagMapping("checkpoint.load", "--load"),
     FlagMapping("checkpoint.save_interval", "--save-interval"),
+    FlagMapping("checkpoint.async_save", "--async-save"),
     FlagMapping("checkpoint.keep", "--keep-last"),
     FlagMapping("checkpoint.finetune", "--finetune"),
     FlagMapping("checkpoint.exit_on_missing", "--exit-on-missing-checkpoint"),

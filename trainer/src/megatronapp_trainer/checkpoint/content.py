@@ -15,7 +15,7 @@ from megatronapp_trainer.parallel.layout import Layout
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Gathers on the first replica only, through gloo: on the others it would take the same memory again for nothing.
+    # With the other value, reading would gather what it then overwrites.
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
@@ -32,10 +32,7 @@ class StateParts:
 
 
 def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loading: bool) -> dict[str, Any]:
-    """Return the state in the form of megatron-core's dist_checkpointing.
-
-    Saving gathers the distributed optimizer over the replicas, so it is collective; loading is not.
-    """
+    """Return the state in the form of megatron-core's dist_checkpointing; nothing is exchanged."""
     if parts.optimizer:
         (prepare_to_load if loading else prepare_to_save)(state.optimizer)
     metadata = _metadata()

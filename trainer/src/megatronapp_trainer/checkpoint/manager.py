@@ -1,6 +1,5 @@
 """Saving and resuming of a run. All ranks call it together."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.checkpoint import arguments, foreign, resume_rates
-from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.content import StateParts, restore, sharded_state
 from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
@@ -20,7 +18,18 @@ from megatronapp_trainer.checkpoint.directory import (
     OwnershipClaim,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, read_common, verify, write
+from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
+from megatronapp_trainer.checkpoint.saving.files import (
+    GlobalPlan,
+    Publication,
+    RankDataFile,
+    require_shared,
+    write_rank_file,
+)
+from megatronapp_trainer.checkpoint.saving.plans import SharedPlan
+from megatronapp_trainer.checkpoint.saving.rank_content import RankContent
+from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
+from megatronapp_trainer.checkpoint.storage import read, read_common, verify
 from megatronapp_trainer.checkpoint.train_state import PerturbedSteps, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data import text_tokens
@@ -28,6 +37,7 @@ from megatronapp_trainer.errors import CheckpointError, StorageError, Superseded
 from megatronapp_trainer.parallel.agreement import (
     Agreement,
     broadcast_from_zero,
+    gather_to_zero,
     is_peer_lost_error,
     on_all_ranks,
     on_rank_zero,
@@ -62,6 +72,14 @@ class CheckpointManager:
             raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
         self._claim: OwnershipClaim | None = None
+        self._plan = SharedPlan()
+        self._report = CheckpointReport()
+        self.background = (
+            BackgroundSaves(self._plan, exit_wait_s=flags.async_save_exit_wait)
+            if flags.async_save and flags.save is not None
+            else None
+        )
+        """Writes checkpoints while training continues, with `--async-save`."""
         self._text_tokens: bytes | None = None
         """Text tokens of the loaded checkpoint: those that a converted model expects stay the same when it learns."""
 
@@ -88,6 +106,8 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of `state`. Collective; does nothing without `--save`.
 
+        With `--async-save` it is copied and written later. `background` says whether one is pending, which must not be.
+
         Raises:
             StorageError: it could not be written; no partial files remain, and all ranks raise.
             RuntimeError: a peer was lost; partial files, which are never taken for a checkpoint, are removed by the
@@ -96,33 +116,56 @@ class CheckpointManager:
         """
         if self._directory is None:
             return
-        directory, claim = self._directory, self._claimed(self._directory)
-        temporary = directory.temporary(state.iteration, claim)
+        claim, began_s = self._claimed(self._directory), time.monotonic()
+        temporary = self._directory.temporary(state.iteration, claim)
+        publication = Publication(
+            directory=self._directory.path,
+            manifest=self._manifest(state, claim),
+            claim=claim,
+            text_tokens=self._text_tokens,
+            keep=self._config.checkpoint.keep_last,
+        )
+        if self.background is not None:
+            self.background.start(self._prepare(state), publication, began_s=began_s)
+            return
         try:
-            on_rank_zero(lambda: directory.begin(state.iteration, claim))
-            written = self._write(state, temporary)
-            on_rank_zero(lambda: self._publish(directory, state, temporary, claim, written))
-        except (OSError, WriteFailedError, TrainerError, RuntimeError) as error:
+            on_rank_zero(publication.begin)
+            content = self._prepare(state)
+            files = self._write(content, temporary)
+            on_rank_zero(lambda: publication.finish(content.common, self._whole_plan(), files or []))
+        except (OSError, TrainerError, RuntimeError) as error:
             self._give_up(error, temporary)
+        written_s = time.monotonic() - began_s
+        self._report = dataclasses.replace(
+            self._report, iteration=state.iteration, blocked_s=written_s, written_s=written_s
+        )
 
-    def _write(self, state: TrainState, temporary: pathlib.Path) -> dict[str, WrittenFile]:
-        on_all_ranks(lambda: _require_shared(temporary))
-        content = sharded_state(state, self._layout, self._saved_parts(), loading=False)
-        return write(content, temporary)
+    @property
+    def report(self) -> CheckpointReport:
+        """Return the figures of the checkpoints so far."""
+        return self._report if self.background is None else self.background.report
 
-    def _publish(
-        self,
-        directory: CheckpointDirectory,
-        state: TrainState,
-        temporary: pathlib.Path,
-        claim: OwnershipClaim,
-        written: dict[str, WrittenFile],
-    ) -> None:
-        if self._text_tokens is not None:
-            (temporary / text_tokens.FILE).write_bytes(self._text_tokens)
-        directory.publish(temporary, self._manifest(state, claim), claim, written)
-        if (keep := self._config.checkpoint.keep_last) is not None:
-            directory.prune(keep, claim, published=state.iteration)
+    def close(self) -> None:
+        """End the process that writes in the background, if there is one."""
+        if self.background is not None:
+            self.background.close()
+
+    def _prepare(self, state: TrainState) -> RankContent:
+        content = on_all_ranks(lambda: sharded_state(state, self._layout, self._saved_parts(), loading=False))
+        return self._plan.prepare(content, [weight for chunk in state.chunks for weight in chunk.parameters()])
+
+    def _whole_plan(self) -> GlobalPlan:
+        assert self._plan.whole is not None, "rank 0 has it since the first checkpoint"
+        return self._plan.whole
+
+    def _write(self, content: RankContent, temporary: pathlib.Path) -> list[RankDataFile] | None:
+        """Write the files of all ranks; returns what rank 0 needs of them."""
+
+        def write() -> RankDataFile:
+            require_shared(temporary)
+            return write_rank_file(temporary, rank(), content.items, content.tensors.__getitem__, content.objects)
+
+        return gather_to_zero(on_all_ranks(write))
 
     def _give_up(self, error: Exception, temporary: pathlib.Path) -> None:
         """Report the reason. Unless a peer was lost, all ranks are here, for one cause."""
@@ -209,7 +252,7 @@ class CheckpointManager:
         parts = self._read_parts(manifest, candidate.path, finetune=finetune)
         if (reason := arguments.conflict(manifest.arguments, self._config, optimizer=parts.optimizer)) is not None:
             raise CheckpointError(f"{candidate.path}: {reason}")
-        on_all_ranks(lambda: _require_shared(candidate.path))
+        on_all_ranks(lambda: require_shared(candidate.path))
         verify(candidate.path, manifest, weights_alone=not parts.optimizer)
         if parts.optimizer and arguments.DECOUPLED not in manifest.arguments:
             self._check_decoupled(candidate.path)
@@ -299,28 +342,6 @@ def _sizes(layout: Layout) -> dict[str, int]:
         "virtual": layout.virtual_size,
         "data": layout.data_size,
     }
-
-
-SHARED_WITHIN_S = 60.0
-"""Seconds for which a directory that rank 0 has made may be hidden by the cache of a network file system."""
-_POLL_INTERVAL_S = 0.5
-
-
-def _require_shared(path: pathlib.Path) -> None:
-    """Wait until `path` is visible.
-
-    Raises StorageError if it is not in time.
-    """
-    deadline = time.monotonic() + SHARED_WITHIN_S
-    while not path.is_dir():
-        if time.monotonic() >= deadline:
-            raise StorageError(
-                f"{path} could not be seen from here for {SHARED_WITHIN_S:.0f} s; --save and --load must name a "
-                "directory that all nodes share"
-            )
-        time.sleep(_POLL_INTERVAL_S)
-        with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # NFS then asks its server again
 
 
 def _describe_free_space(path: pathlib.Path) -> str:

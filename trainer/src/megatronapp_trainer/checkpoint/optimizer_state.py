@@ -8,16 +8,17 @@ optimizer of a run and not on its class:
 2. It copies loaded tensors over a state that has a `step` among its keys, which none of them is.
 3. It gives every parameter the same `step` tensor; Adam then counts it up once per parameter, so that the bias
    correction is silently wrong from the first step after a resume.
-4. It gathers the replicas' shards without the padding between buckets, and then searches for parameters at their places
-   with the padding: with more than one bucket (always so for a tied embedding on the first of several stages) it saves
-   other numbers than it holds, with a warning about "data corruption".
+4. It gathers the replicas' shards on one rank, without the padding between buckets, and then searches for parameters at
+   their places with the padding: with more than one bucket (always so for a tied embedding on the first of several
+   stages) it saves other numbers than it holds. Here each rank writes what it holds.
 """
 
 import types
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from megatronapp_trainer.checkpoint.saving.optimizer_shards import STATES, shard_states
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:  # noqa: ANN401  # MegatronOptimizer, plain or chained
@@ -26,12 +27,13 @@ def inner_optimizers(optimizer: Any) -> list[Any]:  # noqa: ANN401  # MegatronOp
 
 
 def prepare_to_save(optimizer: Any) -> None:  # noqa: ANN401
-    """Let the replicas' shards be gathered with every parameter at its place, also before the first update."""
+    """Let every rank save its own shards, also before the first update."""
     for part in inner_optimizers(optimizer):
         if _is_torch_adam(part):
             _create_states(part.optimizer)
         if hasattr(part, "get_parameter_state_dp_zero"):
-            part.get_parameter_state_dp_zero = types.MethodType(_gather_states, part)
+            part.get_parameter_state_dp_zero = types.MethodType(_empty_states, part)
+            part.sharded_state_dict = types.MethodType(_sharded_states, part)
 
 
 def prepare_to_load(optimizer: Any) -> None:  # noqa: ANN401
@@ -101,46 +103,42 @@ def _copy_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, 
             target.copy_(tensors[name])
 
 
-_STATES = ("param", "exp_avg", "exp_avg_sq")
-
-
-@torch.no_grad()
-def _gather_states(
+def _empty_states(
     self: Any,  # noqa: ANN401
     use_gloo_comm: bool = True,
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
-) -> dict[int, Any] | None:
-    """Replace DistributedOptimizer.get_parameter_state_dp_zero on one object.
+) -> dict[int, Any]:
+    """Replace DistributedOptimizer.get_parameter_state_dp_zero on one object, for loading.
 
-    Per buffer and type of numbers, each state as one fp32 tensor [padded elements of the buffer] on the CPU: with
-    values on the first replica and None on the others, or without values (`empty_data`) everywhere.
+    Per buffer and type of numbers, each state as one fp32 tensor [padded elements of the buffer] on the CPU, without
+    values.
     """
-    if not use_gloo_comm or return_on_all_ranks != empty_data:
-        raise NotImplementedError("only the memory-efficient exchange is used; see content._OPTIMIZER_FORMAT")
-    first = self.data_parallel_group_gloo.rank() == 0
-    gathered: dict[int, Any] = {}
-    for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
-        ((dtype, buckets),) = ranges.items()
-        world = {name: torch.empty(buffer.numel if first or empty_data else 0) for name in _STATES}
-        for bucket, bucket_ranges in zip(buffer.buckets, buckets, strict=True):
-            if not empty_data:
-                _gather_bucket(self, bucket, bucket_ranges["param_map"], world)
-        gathered[index] = {dtype: world}
-    return gathered if first or empty_data else None
+    if not (use_gloo_comm and empty_data and return_on_all_ranks):
+        raise NotImplementedError("states are not gathered: each rank writes its own; see content.sharded_state")
+    return {
+        index: {dtype: {name: torch.empty(buffer.numel) for name in STATES} for dtype in ranges}
+        for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True))
+    }
 
 
-def _gather_bucket(optimizer: Any, bucket: Any, ranges: dict[Any, Any], world: dict[str, torch.Tensor]) -> None:  # noqa: ANN401
-    """Gather one bucket's shards of all replicas on the first one."""
-    group = optimizer.data_parallel_group_gloo
-    size = bucket.grad_data.numel()
-    shards = {name: torch.zeros(size // group.size()) for name in _STATES}
-    for parameter, places in ranges.items():
-        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-        local = places["gbuf_local"]
-        for name, shard in shards.items():
-            shard[local.start : local.end].copy_(tensors[name])
-    for name, shard in shards.items():
-        target = world[name][bucket.offset : bucket.offset + size]
-        parts = list(target.chunk(group.size())) if group.rank() == 0 else None
-        dist.gather(shard, parts, group=group, group_dst=0)
+def _sharded_states(
+    self: Any,  # noqa: ANN401
+    model_sharded_state_dict: dict[str, Any],
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Replace DistributedOptimizer.sharded_state_dict on one object: saving exchanges nothing, and collects no garbage,
+    which takes longer than the rest.
+    """
+    if is_loading:
+        whole: dict[str, Any] = type(self).sharded_state_dict(
+            self, model_sharded_state_dict, is_loading, sharding_type, metadata
+        )
+        return whole
+    return {
+        **self.state_dict(),
+        "param_state": shard_states(self, model_sharded_state_dict),
+        "param_state_sharding_type": "fully_reshardable",
+    }

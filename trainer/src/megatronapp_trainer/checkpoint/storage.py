@@ -1,8 +1,7 @@
-"""Writing and reading of one checkpoint's files: megatron-core's `torch_dist` format with torch's plain file writer.
+"""Verification and reading of one checkpoint's files by all ranks: megatron-core's `torch_dist` format.
 
-megatron-core's own writer passes the data to processes that it spawns, which costs seconds, needs a guarded main module
-and hangs where one cannot start. Here the calling thread writes. The ranks then agree on the outcome of work that one
-rank does alone, so that a failure reaches all ranks instead of leaving them in a collective.
+The ranks agree on the outcome of work that one rank does alone, so that a failure reaches all ranks instead of leaving
+them in a collective. `saving` writes the files.
 """
 
 import pathlib
@@ -11,60 +10,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from megatronapp_trainer.checkpoint.checksums import Ranges, WrittenFile, first_damage, has_blocks
+from megatronapp_trainer.checkpoint.checksums import Ranges, first_damage, has_blocks
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX, BrokenCheckpointError, Manifest
 from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
-from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
 from megatronapp_trainer.errors import CheckpointError
 from megatronapp_trainer.parallel.agreement import (
-    Agreement,
     broadcast_from_zero,
     gather_from_all,
     on_all_ranks,
-    on_rank_zero,
     rank,
     world_size,
 )
-from megatronapp_trainer.utils.silence_megatron import silence_saving
-
-_BACKEND = ("torch_dist", 1)
-
-
-class WriteFailedError(Exception):
-    """Files could not be written. Never leaves this package."""
-
-
-def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, WrittenFile]:
-    """Write this rank's part of `content`; returns sizes and checksums of the data files of all ranks; collective.
-
-    Raises:
-        WriteFailedError: on every rank, with the first cause.
-    """
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
-    )
-
-    agreement = Agreement()
-    with agreement.attempt(), silence_saving():  # gathers first, then only rank 0 judges, and may raise alone
-        sharded, common = save_preprocess(content, validate_access_integrity=True)
-    agreement.settle()
-    on_rank_zero(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, directory))
-    grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    tensors = mcore_to_pyt_state_dict(grouped)
-    writer = ChecksummingWriter(directory)
-    try:
-        save_state(tensors, storage_writer=writer, planner=MCoreSavePlanner(flatten_state_dict=False))
-    except CheckpointException as error:
-        raise WriteFailedError(_first_failure(error)) from error
-    on_rank_zero(lambda: save_config(CheckpointingConfig(*_BACKEND), str(directory)))
-    return {name: file for part in gather_from_all(writer.written()) for name, file in part.items()}
 
 
 def verify(directory: pathlib.Path, manifest: Manifest, *, weights_alone: bool) -> None:
@@ -171,7 +128,4 @@ def read_common(directory: pathlib.Path) -> dict[str, Any]:
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
-    text = f"{type(cause).__name__} on rank {rank}: {cause}"
-    if "unexpected pos" in text:  # torch's archive writer replaces the system's reason by this text
-        return f"a file could not be written to its end, as on a full disk or quota ({text})"
-    return text
+    return f"{type(cause).__name__} on rank {rank}: {cause}"

@@ -40,17 +40,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
 from megatronapp_trainer.checkpoint.pickles import read_plain
-from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
+from megatronapp_trainer.checkpoint.saving.rank_content import OPTIMIZER_PREFIX
+from megatronapp_trainer.checkpoint.writer import CORE_FORMAT, ChecksummingWriter
 
-_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""Content of megatron-core's metadata.json."""
-_OPTIMIZER = "optimizer."
-"""Prefix of the names of an optimizer's tensors."""
 _SHARED_EXPERTS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _STATEFUL = (
     "self_attention.linear_qkv",
@@ -150,7 +142,7 @@ def write(tensors: Sequence[LazyTensor], layers: int, folder: pathlib.Path) -> d
         except CheckpointException as error:
             raise first_cause(error) from error
     torch.save({"iteration": 0}, folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+    (folder / "metadata.json").write_text(json.dumps(CORE_FORMAT), encoding="utf-8")
     return writer.written()
 
 
@@ -190,7 +182,7 @@ class StoredTensors:
         found: dict[str, list[tuple[int, int]]] = {}
         stored = [(place, index.fqn) for index, place in self._metadata.storage_data.items()]
         for place, name in sorted(stored, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
-            if name.startswith(_OPTIMIZER):
+            if name.startswith(OPTIMIZER_PREFIX):
                 continue
             ranges = found.setdefault(place.relative_path, [])
             start = ranges.pop()[0] if ranges and ranges[-1][1] == place.offset else place.offset

@@ -1,6 +1,7 @@
 """torch's file writer, with the size and the checksum of every data file as it is written."""
 
 import contextlib
+import errno
 import io
 import os
 import pathlib
@@ -10,6 +11,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from megatronapp_trainer.checkpoint.checksums import ChecksummedFile, WrittenFile
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX
+
+CORE_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Content of megatron-core's metadata.json."""
 
 
 class ChecksummingWriter(FileSystemWriter):
@@ -29,6 +38,11 @@ class ChecksummingWriter(FileSystemWriter):
 class _ChecksummingFiles(FileSystem):
     def __init__(self) -> None:
         self.written: dict[str, WrittenFile] = {}
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Create nothing: a folder that was deleted has lost the files of other ranks, too. Raises OSError."""
+        if not pathlib.Path(path).is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder of the checkpoint does not exist", os.fspath(path))
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:

@@ -12,6 +12,10 @@ class CheckpointConfig:
     save: str | None = option(None, "directory to write to")
     load: str | None = option(None, "directory to read from; default: --save if it holds a checkpoint")
     save_interval: int | None = option(None, "steps between checkpoints", aliases=("--persistent-save-interval",))
+    async_save: bool = option(False, "write checkpoints while training goes on")
+    async_save_exit_wait: float = option(
+        600.0, "most seconds for which the end of a training waits for the write of --async-save", bounds="(0, inf)"
+    )
     keep_last: int | None = option(None, "newest checkpoints to keep, never fewer than 2; default: all")
     save_optim: bool = turned_off_by("--no-save-optim", "leave the optimizer out")
     save_rng: bool = turned_off_by("--no-save-rng", "leave the random states out")

@@ -445,10 +445,9 @@ def _intervals(config: TrainerConfig) -> Iterator[str]:
     }
     for flag, value in positive.items():
         yield from require(value is None or value > 0, f"{flag} must be above 0")
-    yield from require(
-        config.checkpoint.save_interval is None or config.checkpoint.save is not None,
-        "--save-interval needs --save DIRECTORY",
-    )
+    saves = config.checkpoint.save is not None
+    yield from require(config.checkpoint.save_interval is None or saves, "--save-interval needs --save DIRECTORY")
+    yield from require(not config.checkpoint.async_save or saves, "--async-save needs --save DIRECTORY")
     yield from require(config.logging.faults is None or config.logging.trace, "--faults needs --trace")
     yield from require(not config.logging.trace_nccl or config.logging.trace, "--trace-nccl needs --trace")
 

@@ -16,6 +16,7 @@ class FixedConfig:
     use_dist_ckpt: bool = option(False, "checkpoints are distributed ones")
     auto_detect_ckpt_format: bool = option(False, "the format is read from the checkpoint")
     no_ckpt_fully_parallel_save: bool = option(False, "each shard is written by one replica")
+    use_persistent_ckpt_worker: bool = option(False, "the writer of --async-save lasts as long as its rank")
     log_timers_to_tensorboard: bool = option(False, "event files have the time of each step")
     log_batch_size_to_tensorboard: bool = option(False, "event files have the batch size")
     log_validation_ppl_to_tensorboard: bool = option(False, "event files have the perplexity of evaluations")

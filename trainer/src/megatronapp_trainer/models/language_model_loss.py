@@ -43,6 +43,8 @@ class StepLoss:
     """True if any rank was asked to stop."""
     time_is_up: bool = False
     """True if any rank has reached its limit of training time."""
+    is_saving: bool = False
+    """True if any rank still works on the checkpoint in the background."""
     further: tuple[float, ...] = ()
     """Sums over all ranks of the further figures that were given to the reduction."""
 
@@ -61,7 +63,7 @@ class PendingLossReduction:
         """Wait for the result, which is equal on all ranks."""
         values = self._copy.read().tolist()
         end = len(values) - self._further
-        *sums, stops, time_outs = values[:end]
+        *sums, stops, time_outs, saving = values[:end]
         totals, counts = sums[::2], sums[1::2]
         means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
         counted = zip(self._names, means, counts, strict=True)
@@ -71,6 +73,7 @@ class PendingLossReduction:
             tokens=int(counts[0]),
             stop=stops > 0,
             time_is_up=time_outs > 0,
+            is_saving=saving > 0,
             further=tuple(values[end:]),
         )
 
@@ -92,6 +95,7 @@ def reduce_loss(
     names: Sequence[str],
     stop: bool = False,
     time_is_up: bool = False,
+    is_saving: bool = False,
     further: torch.Tensor | None = None,
 ) -> PendingLossReduction:
     """Sum losses, their counts and requests to stop over the world; starts the copy to the host and returns.
@@ -100,14 +104,15 @@ def reduce_loss(
     rank, fp64 of one axis, to sum with them.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
-    them agree on stopping at the same step boundary, whichever of them got the signal.
+    them agree on stopping at the same step boundary, whichever of them got the signal, and on the end of writes
+    (`is_saving`).
     """
     stacked = torch.stack(reports) if reports else None
-    vector = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device.torch_device)
+    vector = torch.zeros(2 * len(names) + 3, dtype=torch.float64, device=device.torch_device)
     if stacked is not None and layout.tensor_rank == 0:
-        vector[:-2] = stacked.double().sum(0)
-    if stop or time_is_up:
-        vector[-2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
+        vector[:-3] = stacked.double().sum(0)
+    if stop or time_is_up or is_saving:
+        vector[-3:] = torch.tensor([stop, time_is_up, is_saving], dtype=torch.float64)
     if further is not None:
         vector = torch.cat((vector, further))
     dist.all_reduce(vector)

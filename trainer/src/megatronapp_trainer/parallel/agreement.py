@@ -99,6 +99,15 @@ def gather_from_all(value: T) -> list[T]:
     return everyone  # type: ignore[return-value]  # filled by the exchange
 
 
+def gather_to_zero(value: T) -> list[T] | None:
+    """Return the value of every rank on rank 0, None on the others; collective, and each value must be picklable."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[T | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, everyone, dst=0)
+    return everyone  # type: ignore[return-value]  # filled by the exchange
+
+
 def rank() -> int:
     """Return this process's rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -3,14 +3,15 @@
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatronapp_common.names import UNSAVED_STOP, ExitCode
 from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators
-from megatronapp_trainer.errors import UnsavedStopError
+from megatronapp_trainer.errors import NotFiniteError, UnsavedStopError
 from megatronapp_trainer.hooks.boundary_control import BoundaryControl, BoundaryDecision
 from megatronapp_trainer.hooks.probe_texts import ProbeTexts
 from megatronapp_trainer.hooks.step_observer import StepObserver
@@ -27,9 +28,18 @@ from megatronapp_trainer.training.progress import Reporter
 from megatronapp_trainer.training.signals import StopRequest
 from megatronapp_trainer.training.step import TrainingStep
 
+if TYPE_CHECKING:  # imported only where checkpoints are written
+    from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
+
 
 class CheckpointSaver(Protocol):
-    """Method that the loop uses of the checkpoint manager."""
+    """Methods that the loop uses of the checkpoint manager."""
+
+    background: "BackgroundSaves | None"
+
+    @property
+    def report(self) -> CheckpointReport:
+        """Return the figures of the checkpoints so far."""
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this state; collective. Raises StorageError."""
@@ -74,6 +84,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._control = control
         self._saved_iteration = run.state.iteration
+        self._save_is_due = False
         self._monitor = TrainingMonitor(run, reporter, observer)
         context = LoopContext(
             run=run,
@@ -81,6 +92,7 @@ class Trainer:
             source=model_family(run.config).batch_source(run.config, run.layout, run.device),
             monitor=self._monitor,
             stop_request=stop_request,
+            saves=None if checkpoints is None else checkpoints.background,
         )
         self._context = context
         self._probes = probes
@@ -122,8 +134,13 @@ class Trainer:
         return ExitCode.OK
 
     def step(self) -> StepOutcome:
-        """Run one optimizer step."""
-        return self._step.run()
+        """Run one optimizer step. Raises NotFiniteError on all ranks, once a pending checkpoint is written."""
+        try:
+            return self._step.run()
+        except NotFiniteError:
+            if self._context.saves is not None:
+                self._context.saves.finish(raises=False)
+            raise
 
     def _ordered_end(self) -> ExitCode | None:
         """Obey orders before a step, as a pause; an exit code ends the training."""
@@ -142,14 +159,16 @@ class Trainer:
     def _at_boundary(self, outcome: StepOutcome) -> ExitCode | None:
         """Do the work that is due between two steps; an exit code ends the training."""
         iteration, config = self._state.iteration, self._config
+        self._continue_saving(outcome)
         if config.training.manual_gc and is_due(iteration, config.training.manual_gc_interval or None):
             self._monitor.collect_garbage()
         self._evaluator.mark_due()
         if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
             return self._stop()
         stopped = self._state.validation_due and not self._evaluator.run("validation")
-        if is_due(iteration, config.checkpoint.save_interval):
-            self._save()
+        self._save_is_due = self._save_is_due or is_due(iteration, config.checkpoint.save_interval)
+        if self._save_is_due:
+            self._save_unless_writing()
         if stopped and iteration < config.training.train_iters:
             return self._stop()
         if outcome.loss.time_is_up or is_due(iteration, config.training.exit_interval):
@@ -162,12 +181,41 @@ class Trainer:
                 f"stopped after {self._state.iteration} steps, {UNSAVED_STOP}; "
                 "a restart begins from the start, so give --save to resume where it stopped"
             )
-        self._save()
+        self._save_and_finish()
         return ExitCode.PREEMPTED
 
     def _finish(self) -> ExitCode:
-        self._save()
+        self._save_and_finish()
         return ExitCode.OK
+
+    def _continue_saving(self, outcome: StepOutcome) -> None:
+        """Begin the next stage of writing a checkpoint, once the ranks have agreed in this step that it can."""
+        saves = self._context.saves
+        if saves is None or saves.pending is None or outcome.loss.is_saving:
+            return
+        saves.advance()
+        self._monitor.checkpoints(saves.report)
+
+    def _save_unless_writing(self) -> None:
+        """Save; later, if the former checkpoint is still being written."""
+        saves = self._context.saves
+        if saves is not None and saves.pending is not None and not saves.is_failing:
+            return
+        self._save()
+        self._save_is_due = False
+
+    def _save_and_finish(self) -> None:
+        """Write a checkpoint of this step, and wait until it is on the disk."""
+        saves = self._context.saves
+        if saves is not None and saves.pending is not None and self._saved_iteration != self._state.iteration:
+            self._monitor.publish_state("saving")
+            saves.finish(raises=False)
+        self._save()
+        if saves is not None and saves.pending is not None:
+            self._monitor.publish_state("saving")
+            saves.finish()
+            self._monitor.checkpoints(saves.report)
+            self._monitor.publish_state("training")
 
     def _save(self) -> None:
         """Write a checkpoint, unless saving is off or this step has one."""
@@ -177,6 +225,7 @@ class Trainer:
         with self._monitor.span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
             self._checkpoints.save(self._state)
         self._saved_iteration = self._state.iteration
+        self._monitor.checkpoints(self._checkpoints.report)
         self._monitor.publish_state("training")
 
 

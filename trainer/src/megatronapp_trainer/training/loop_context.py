@@ -1,12 +1,16 @@
 """Parts of the training loop that steps and evaluations share."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from megatronapp_trainer.data.microbatches import MicrobatchSource
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.monitor import TrainingMonitor
 from megatronapp_trainer.training.signals import StopRequest
+
+if TYPE_CHECKING:  # imported only where checkpoints are written
+    from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,3 +22,5 @@ class LoopContext:
     source: MicrobatchSource
     monitor: TrainingMonitor
     stop_request: StopRequest
+    saves: "BackgroundSaves | None" = None
+    """Checkpoints that are written while training continues."""

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
+from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.hooks.step_observer import StepMetrics, StepObserver
 from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.models.language_model_loss import StepLoss
@@ -94,6 +95,11 @@ class TrainingMonitor:
             self.observer.validation(loss.mean)
         if self._reporter is not None:
             self._reporter.validation(self._state.iteration, loss.mean, split, by_name=loss.by_name)
+
+    def checkpoints(self, report: CheckpointReport) -> None:
+        """Report the figures of checkpoints."""
+        if self._reporter is not None:
+            self._reporter.checkpoints(report)
 
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.shared_documents import DocumentWriter
+from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import LM_LOSS, StepMetrics
@@ -149,6 +150,7 @@ class Reporter:
         self._progress = progress
         self._events = events
         self._print = print_line
+        self._published_iteration: int | None = None
         self._elapsed_s: list[float] = []
         self._losses: list[float] = []
         self._named_losses: list[Mapping[str, float]] = []
@@ -263,6 +265,15 @@ class Reporter:
             self._progress.update(validationLoss=loss)
         for name, mean in losses.items():
             self._write_events({f"{name} {split}": mean, f"{name} {split} ppl": perplexity(mean)}, iteration)
+
+    def checkpoints(self, report: CheckpointReport) -> None:
+        """Report the figures of checkpoints: document, and event file once one is published."""
+        if self._progress is not None:
+            self._progress.update(checkpoint=report.to_json())
+        if report.iteration is not None and report.iteration != self._published_iteration:
+            self._published_iteration = report.iteration
+            figures = {"checkpoint-blocked-time": report.blocked_s, "checkpoint-write-time": report.written_s}
+            self._write_events({tag: value for tag, value in figures.items() if value is not None}, report.iteration)
 
     def control(self, report: "ControlReport") -> None:
         """Report the state of a training that obeys orders."""

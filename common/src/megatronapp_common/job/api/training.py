@@ -146,6 +146,8 @@ class Checkpoint(ManifestModel):
     """Directory to read from; defaults to save, if it holds a checkpoint."""
     save_interval: Count | None = None
     """Steps between checkpoints."""
+    async_save: bool = False
+    """Write checkpoints while training continues."""
     keep: Count | None = None
     """Number of newest checkpoints to keep, at least 2; defaults to all."""
     finetune: bool = False

@@ -109,6 +109,7 @@ _TOKENIZER = (
 )
 _CHECKPOINT = (
     _belongs_to("saveInterval", "save", given="has(self.checkpoint.saveInterval)"),
+    _belongs_to("asyncSave", "save"),
     _belongs_to("keep", "save", given="has(self.checkpoint.keep)"),
     _belongs_to("finetune", "load"),
     _belongs_to("exitOnMissing", "load"),

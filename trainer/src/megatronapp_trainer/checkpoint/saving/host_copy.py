@@ -1,0 +1,161 @@
+"""Copies of tensors in memory of the host that this process shares with the process that writes them.
+
+Training continues while the copies are made: on a GPU by a stream of their own, on a CPU by a thread. The next change
+of the tensors waits for them by `before_change`.
+"""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyPlace:
+    """Place of a tensor in the shared memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[CopyPlace], int]:
+    """Return places for the tensors in a row, and the bytes that they take."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(CopyPlace(offset=end, shape=tuple(tensor.shape), dtype=tensor.dtype))
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def tensor_at(memory: torch.Tensor, place: CopyPlace) -> torch.Tensor:
+    """Return the tensor at a place of a memory, given as its bytes."""
+    count = torch.Size(place.shape).numel()
+    return memory[place.offset : place.offset + count * place.dtype.itemsize].view(place.dtype).view(place.shape)
+
+
+def mapped(descriptor: int, size_bytes: int) -> torch.Tensor:
+    """Map shared memory; return its bytes."""
+    return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
+
+
+class HostCopies:
+    """Memory for the copies of a checkpoint, which the next one uses again. It has no name and dies with its users."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("checkpoint")
+        self._memory: torch.Tensor | None = None
+        self._copy: _ThreadCopy | _StreamCopy | None = None
+
+    def reserve(self, size_bytes: int) -> None:
+        """Provide memory for a checkpoint.
+
+        Raises:
+            OSError: the host has too little of it.
+        """
+        if size_bytes == 0 or (self._memory is not None and self._memory.numel() >= size_bytes):
+            return
+        os.posix_fallocate(self.descriptor, 0, size_bytes)  # an error here, not a signal at the first access
+        self._memory = mapped(self.descriptor, size_bytes)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            _pin(self._memory)
+
+    def begin(self, tensors: Sequence[torch.Tensor], places: Sequence[CopyPlace]) -> None:
+        """Begin to copy; the former copies must be done with."""
+        pairs = []
+        if self._memory is not None:
+            pairs = [(tensor, tensor_at(self._memory, place)) for tensor, place in zip(tensors, places, strict=True)]
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        self._copy = _StreamCopy(pairs) if on_device else _ThreadCopy(pairs)
+
+    def done(self) -> bool:
+        """Return True once everything is copied. Raises any error of the copy."""
+        return self._copy is None or self._copy.done()
+
+    def before_change(self) -> None:
+        """Let changes of the tensors from here on wait for the copies; on a GPU without blocking the host."""
+        if self._copy is not None:
+            self._copy.before_change()
+
+    def wait(self) -> None:
+        """Block until everything is copied. Raises any error of the copy."""
+        if self._copy is not None:
+            self._copy.wait()
+
+    def close(self) -> None:
+        """Give the memory back, once the writer has closed it, too."""
+        os.close(self.descriptor)
+
+
+_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with its place in the memory."""
+
+
+class _ThreadCopy:
+    def __init__(self, pairs: _Pairs) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(pairs,), name="checkpoint-copy", daemon=True)
+        self._thread.start()
+
+    def _run(self, pairs: _Pairs) -> None:
+        try:
+            for tensor, target in pairs:
+                target.copy_(tensor)
+        except BaseException as error:  # the training's thread raises it
+            self._error = error
+
+    def done(self) -> bool:
+        if self._thread.is_alive():
+            return False
+        self.wait()
+        return True
+
+    def before_change(self) -> None:
+        self._thread.join()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class _StreamCopy:
+    def __init__(self, pairs: _Pairs) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for tensor, target in pairs:
+                target.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(self._stream)
+        self._pairs = pairs  # tensors that nobody else holds stay until they are copied
+
+    def done(self) -> bool:
+        is_done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return is_done
+
+    def before_change(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Let the GPU write to the memory by itself."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(code) != 0:
+        logger.warning(
+            "CUDA cannot pin %.1f GiB of host memory for checkpoints (error %d), so that copying to it is slow and "
+            "delays training",
+            memory.numel() / 2**30,
+            int(code),
+        )
