@@ -1422,6 +1422,43 @@ export interface components {
             newestProbe: number | null;
         };
         /**
+         * CheckpointProgress
+         * @description Checkpoints of the newest attempt.
+         */
+        CheckpointProgress: {
+            /**
+             * Blockedseconds
+             * @description Time for which training waited for the newest checkpoint.
+             */
+            blockedSeconds?: number | null;
+            /**
+             * Failures
+             * @description Failed writes of the attempt, which were tried again.
+             * @default 0
+             */
+            failures: number;
+            /**
+             * Iteration
+             * @description Newest step whose checkpoint is on the disk.
+             */
+            iteration?: number | null;
+            /**
+             * Lastfailure
+             * @description Reason of the newest of them.
+             */
+            lastFailure?: string | null;
+            /**
+             * Pendingiteration
+             * @description Step whose checkpoint is being written.
+             */
+            pendingIteration?: number | null;
+            /**
+             * Writeseconds
+             * @description Time from its begin until it was on the disk.
+             */
+            writeSeconds?: number | null;
+        };
+        /**
          * Code
          * @description Logs one browser in, once and within a minute, at `/#code=CODE`.
          */
@@ -3027,6 +3064,8 @@ export interface components {
         Progress: {
             /** Attempt */
             attempt?: number | null;
+            /** @description State of the checkpoints; null before the first. */
+            checkpoint?: components["schemas"]["CheckpointProgress"] | null;
             /** Consumedsamples */
             consumedSamples?: number | null;
             /** @description State of a training that obeys orders; null for others. */

@@ -119,6 +119,20 @@ def test_the_load_of_experts_is_a_metric(hub: Hub) -> None:
     assert 'megascan_dropped_choices_ratio{job_id="demo"} 0.125' in text
 
 
+def test_checkpoints_are_metrics(hub: Hub) -> None:
+    assert values_of(hub, "megascan_checkpoint_") == {}
+    report = {"iteration": 20, "blockedSeconds": 0.5, "writeSeconds": 8.0, "failures": 2, "lastFailure": "disk full"}
+    hub.ranks.progress = Progress.model_validate({"checkpoint": report})
+    assert values_of(hub, "megascan_checkpoint_") == {
+        "megascan_checkpoint_step": 20,
+        "megascan_checkpoint_blocked_seconds": 0.5,
+        "megascan_checkpoint_write_seconds": 8.0,
+        "megascan_checkpoint_failures_total": 2,
+    }
+    hub.ranks.progress = Progress.model_validate({"iteration": 21, "checkpoint": {"failures": -1}})
+    assert values_of(hub, "megascan_checkpoint_") == {}
+
+
 def test_experts_of_another_shape_leave_the_rest_of_the_progress() -> None:
     progress = Progress.model_validate({"iteration": 3, "experts": {"layers": [{"layer": -1}]}})
     assert (progress.iteration, progress.experts) == (3, None)

@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from megatronapp_analyzer.hub.archive_metrics import archive_families
+from megatronapp_analyzer.hub.checkpoint_metrics import checkpoint_families
 from megatronapp_analyzer.hub.expert_metrics import expert_families
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.digest import stage_groups
@@ -74,6 +75,7 @@ class HubCollector(Collector):
         yield from role_families(self._hub, newest)
         yield from training_families(self._hub)
         yield from expert_families(self._hub)
+        yield from checkpoint_families(self._hub)
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])

@@ -156,6 +156,29 @@ class ExpertsProgress(ApiModel):
     ] = Field(default_factory=list)
 
 
+class CheckpointProgress(ApiModel):
+    """Checkpoints of the newest attempt."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    iteration: Annotated[int | None, Field(description="Newest step whose checkpoint is on the disk.")] = None
+    pending_iteration: Annotated[int | None, Field(description="Step whose checkpoint is being written.")] = None
+    blocked_seconds: Annotated[
+        FiniteOrNone, Field(description="Time for which training waited for the newest checkpoint.")
+    ] = None
+    write_seconds: Annotated[FiniteOrNone, Field(description="Time from its begin until it was on the disk.")] = None
+    failures: Annotated[int, Field(ge=0, description="Failed writes of the attempt, which were tried again.")] = 0
+    last_failure: Annotated[str | None, Field(description="Reason of the newest of them.")] = None
+
+
+def _checkpoint_or_none(value: object) -> object:
+    """Return the state of checkpoints, or None for one of another shape: the rest of the progress is right."""
+    try:
+        return None if value is None else CheckpointProgress.model_validate(value)
+    except ValidationError:
+        return None
+
+
 def _experts_or_none(value: object) -> object:
     """Return the state of the experts, or None for one of another shape: the rest of the progress is right."""
     try:
@@ -213,6 +236,11 @@ class Progress(ApiModel):
         ExpertsProgress | None,
         BeforeValidator(_experts_or_none),
         Field(description="Load of the experts; null for models without any."),
+    ] = None
+    checkpoint: Annotated[
+        CheckpointProgress | None,
+        BeforeValidator(_checkpoint_or_none),
+        Field(description="State of the checkpoints; null before the first."),
     ] = None
     control: Annotated[
         ControlProgress | None,

@@ -1,0 +1,41 @@
+"""Prometheus metrics of the checkpoints of a training."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from megatronapp_analyzer.hub.reader import HubReader
+
+
+def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
+    """Yield the families of a job; none of them has values before its first checkpoint."""
+    job = hub.identity.name
+    report = None if hub.ranks.progress is None else hub.ranks.progress.checkpoint
+    step = GaugeMetricFamily(
+        "megascan_checkpoint_step", "Newest step whose checkpoint is on the disk.", labels=["job_id"]
+    )
+    blocked = GaugeMetricFamily(
+        "megascan_checkpoint_blocked_seconds",
+        "Time for which training waited for the newest checkpoint.",
+        labels=["job_id"],
+    )
+    written = GaugeMetricFamily(
+        "megascan_checkpoint_write_seconds",
+        "Time from the begin of the newest checkpoint until it was on the disk.",
+        labels=["job_id"],
+    )
+    failures = CounterMetricFamily(
+        "megascan_checkpoint_failures",
+        "Failed writes of checkpoints in this attempt, which are tried again.",
+        labels=["job_id"],
+    )
+    if report is not None:
+        for family, value in (
+            (step, report.iteration),
+            (blocked, report.blocked_seconds),
+            (written, report.write_seconds),
+        ):
+            if value is not None:
+                family.add_metric([job], value)
+        failures.add_metric([job], report.failures)
+    yield from (step, blocked, written, failures)
