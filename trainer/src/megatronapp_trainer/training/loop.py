@@ -146,6 +146,8 @@ class Trainer:
         """Obey orders before a step, as a pause; an exit code ends the training."""
         if self._control is None:
             return None
+        if self._context.saves is not None:
+            self._context.saves.before_change()  # an order may change weights
         match self._control.at_boundary(self._state.iteration):
             case BoundaryDecision.CONTINUE:
                 return None
