@@ -3094,6 +3094,13 @@ export interface components {
             plans?: components["schemas"]["PipelinePlan"][];
             /** Secondsleft */
             secondsLeft?: number | null;
+            /**
+             * Sourcelosses
+             * @description Loss of each corpus of the newest step, with --log-loss-per-source.
+             */
+            sourceLosses?: {
+                [key: string]: number | null;
+            };
             /** State */
             state?: string | null;
             /** Tflopspergpu */
@@ -3109,6 +3116,13 @@ export interface components {
             updatedAt?: string | null;
             /** Validationloss */
             validationLoss?: number | null;
+            /**
+             * Validationlosses
+             * @description Loss of each of several validation sets in the newest evaluation.
+             */
+            validationLosses?: {
+                [key: string]: number | null;
+            };
         };
         /**
          * RankView

@@ -133,6 +133,16 @@ def test_checkpoints_are_metrics(hub: Hub) -> None:
     assert values_of(hub, "megascan_checkpoint_") == {}
 
 
+def test_losses_of_corpora_and_validation_sets_are_metrics(hub: Hub) -> None:
+    losses = {"sourceLosses": {"wiki": 2.5, "code": None}, "validationLosses": {"held-out": 3.25}}
+    hub.ranks.progress = Progress.model_validate(losses)
+    text = generate_latest(build_registry(hub)).decode()
+    assert 'megascan_source_loss{job_id="demo",source="wiki"} 2.5' in text
+    assert 'source="code"' not in text
+    assert 'megascan_validation_set_loss{job_id="demo",set="held-out"} 3.25' in text
+    assert Progress.model_validate({"sourceLosses": [1], "iteration": 3}).source_losses == {}
+
+
 def test_experts_of_another_shape_leave_the_rest_of_the_progress() -> None:
     progress = Progress.model_validate({"iteration": 3, "experts": {"layers": [{"layer": -1}]}})
     assert (progress.iteration, progress.experts) == (3, None)

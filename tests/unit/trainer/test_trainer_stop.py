@@ -65,7 +65,7 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
             manager.load(run.state)
         iterators = build_iterators(config, layout, run.state.consumed_samples)
         if life == "stopped":
-            asking = {split: asking_to_stop(getattr(iterators, split), before)}
+            asking: dict[str, Any] = {split: asking_to_stop(getattr(iterators, split), before)}
             iterators = dataclasses.replace(iterators, **asking)
         reporter: Any = Reporter()
         with StopRequest() as stop_request:

@@ -23,6 +23,7 @@ from megatronapp_analyzer.hub.expert_metrics import expert_families
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.digest import stage_groups
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.loss_metrics import loss_families
 from megatronapp_analyzer.hub.pipeline_metrics import pipeline_families
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.role_metrics import role_families
@@ -76,6 +77,7 @@ class HubCollector(Collector):
         yield from training_families(self._hub)
         yield from expert_families(self._hub)
         yield from checkpoint_families(self._hub)
+        yield from loss_families(self._hub)
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])

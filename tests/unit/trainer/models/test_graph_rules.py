@@ -150,6 +150,7 @@ def test_a_graph_reads_copies_of_all_tensors_of_a_microbatch() -> None:
         attention_mask=None,
         sample_tokens=torch.tensor(4.0),
         context_size=1,
+        sources=torch.ones(1, 2),
     )
     copies = copied_tensors(batch)
     tensors = {field.name for field in dataclasses.fields(batch)} - {"attention_mask", "context_size"}

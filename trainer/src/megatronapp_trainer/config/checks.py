@@ -11,6 +11,7 @@ from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.bert import bert_problems
 from megatronapp_trainer.config.rules.context import context_problems
 from megatronapp_trainer.config.rules.control import control_problems
+from megatronapp_trainer.config.rules.data import DATA_RULES
 from megatronapp_trainer.config.rules.experts import experts_problems
 from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.graphs import graph_problems
@@ -411,29 +412,6 @@ def _batches(config: TrainerConfig) -> Iterator[str]:
     )
 
 
-def _data(config: TrainerConfig) -> Iterator[str]:
-    data = config.data
-    split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    paths = data.data_path is not None or any(path is not None for path in split_paths)
-    yield from require(
-        data.mock_data or paths,
-        "no training data: give --data-path PREFIX (see `megatronapp data prepare`) or --mock-data",
-    )
-    yield from require(not (data.mock_data and paths), "--mock-data and a data path exclude each other")
-    yield from require(not data.mock_data or data.vocab_size is not None, "--mock-data needs --vocab-size")
-    for flag, on in (
-        ("--reset-attention-mask", data.reset_attention_mask),
-        ("--reset-position-ids", data.reset_position_ids),
-    ):
-        yield from require(
-            not (data.mock_data and on), f"{flag}: samples of --mock-data hold no documents; leave it out"
-        )
-    yield from require(
-        data.data_path is None or not any(path is not None for path in split_paths),
-        "give --data-path with --split, or the three of --train-data-path, --valid-data-path and --test-data-path",
-    )
-
-
 def _intervals(config: TrainerConfig) -> Iterator[str]:
     positive = {
         "--log-interval": config.logging.log_interval,
@@ -468,7 +446,7 @@ _RULES: tuple[Rule, ...] = (
     _recompute,
     _batches,
     *SCHEDULE_RULES,
-    _data,
+    *DATA_RULES,
     tokenizer_problems,
     bert_problems,
     experts_problems,

@@ -15,6 +15,11 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for training only")
     valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for validation only")
     test_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the test only")
+    data_args_path: str | None = option(None, "file with the values of --data-path")
+    per_split_data_args_path: str | None = option(
+        None,
+        'JSON file with the values of --train-data-path and the others: {"train": [...], "valid": ..., "test": ...}',
+    )
     split: str | None = option(None, "shares of training, validation, test; default 969,30,1")
     data_cache_path: str | None = option(None, "directory for indices of shuffled samples")
     mock_data: bool = option(False, "random tokens with a learnable structure; needs --vocab-size")

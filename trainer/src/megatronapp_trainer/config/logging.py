@@ -28,6 +28,14 @@ class LoggingConfig:
     eval_interval: int = option(1000, "steps between evaluations")
     eval_iters: int = option(100, "global batches of one evaluation; 0: no evaluation", bounds="[0, inf)")
     skip_train: bool = option(False, "evaluate only")
+    full_validation: bool = option(False, "evaluate on all validation samples, each once, instead of --eval-iters")
+    multiple_validation_sets: bool = option(
+        False, "evaluate the prefixes of --valid-data-path separately, each with a loss of its own"
+    )
+    validation_set_names: tuple[str, ...] | None = option(
+        None, "names of the sets of --multiple-validation-sets, in their order; default: 0, 1, ..."
+    )
+    log_loss_per_source: bool = option(False, "report the loss of each prefix of a blend, too")
     tensorboard_dir: str | None = option(None, "write event files there")
     tensorboard_log_interval: int = option(1, "steps between events")
     trace: bool = option(False, "record spans into the trace ring")

@@ -13,7 +13,8 @@ from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.config.checks import find_problems
 from megatronapp_trainer.config.fields import StrictParser, add_section, read_section
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.errors import UsageErrors
+from megatronapp_trainer.config.rules.data_files import with_data_files
+from megatronapp_trainer.errors import UsageError, UsageErrors
 
 OTHER_SPELLINGS = {
     "--learning-rate": "--lr",
@@ -70,6 +71,10 @@ def parse(arguments: Sequence[str]) -> TrainerConfig:
     parser = build_parser()
     namespace, problems = _read(parser, list(arguments))
     config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
+    try:
+        config = dataclasses.replace(config, data=with_data_files(config.data))
+    except UsageError as error:
+        problems.append(str(error))
     problems += find_problems(config, problems)
     if problems:
         raise UsageErrors(problems)

@@ -22,7 +22,7 @@ _AHEAD_AT_LEAST = 2 * TOGETHER
 
 
 def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatch:
-    """Stack samples: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s].
+    """Stack samples: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], source int64 [b] if any.
 
     Raises:
         DataError: a token for which the model has no embedding.
@@ -34,12 +34,15 @@ def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatc
     tokens, labels = stacked("tokens"), stacked("labels")
     for ids in (tokens, labels):
         _refuse_foreign(ids, vocab_size)
-    return {
+    batch: HostMicrobatch = {
         "tokens": tokens,
         "labels": labels,
         "loss_mask": stacked("loss_mask"),
         "position_ids": stacked("position_ids"),
     }
+    if "source" in samples[0]:
+        batch["source"] = torch.tensor([sample["source"] for sample in samples])
+    return batch
 
 
 def _refuse_foreign(ids: torch.Tensor, vocab_size: int) -> None:
@@ -93,5 +96,10 @@ class BatchStream:
         return microbatch
 
     def _read(self, microbatch: int) -> Any:  # noqa: ANN401 - microbatch of the family
-        samples = [self._dataset[index] for index in self._sampler.indices(microbatch)]
+        indices, counted = self._sampler.indices(microbatch), self._sampler.counted(microbatch)
+        samples = [self._dataset[index] for index in indices]
+        samples = [
+            sample if counts else {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
+            for sample, counts in zip(samples, counted, strict=True)
+        ]
         return self._collate(samples, self._vocab_size)

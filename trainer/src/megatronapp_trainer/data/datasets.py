@@ -2,8 +2,8 @@
 
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, cast
 
 from megatronapp_trainer.data.blend import Blend, parse_blend, split_fractions
 from megatronapp_trainer.data.corpus_check import (
@@ -49,12 +49,13 @@ class MaskingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetRequest:
-    """Description of the datasets to build. `samples` of training, validation and test; 0: not requested."""
+    """Description of the datasets to build."""
 
     blend: Blend | None
     blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None
     split: str
-    samples: tuple[int, int, int]
+    samples: tuple[int, int | None, int]
+    """Samples of training, validation and test; 0: not requested, None: all samples of validation, each once."""
     sequence_length: int
     seed: int
     cache_path: str | None
@@ -64,6 +65,10 @@ class DatasetRequest:
     reset_attention_mask: bool
     masking: MaskingRequest | None = None
     """Samples are texts with masked tokens, as BERT takes them; None: runs of tokens."""
+    separates_validation: bool = False
+    """Each corpus of validation is a separate dataset."""
+    marks_sources: bool = False
+    """Samples have a `source`, the number of their corpus in `prefixes`."""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -74,7 +79,24 @@ class DatasetRequest:
     def wants(self, split: int) -> bool:
         """Return True if this split (0 training, 1 validation, 2 test) will have data."""
         _, blend, (first, last) = self.parts()[split]
-        return self.samples[split] > 0 and blend is not None and last > first
+        return self.samples[split] != 0 and blend is not None and last > first
+
+    def built_together(self) -> list["DatasetRequest"]:
+        """Return requests that megatron-core can build: all splits, or without validation and then each of its sets."""
+        if not self.separates_validation or self.blend_per_split is None or not self.wants(1):
+            return [self]
+        train, valid, test = self.blend_per_split
+        assert valid is not None
+        sets = [
+            replace(
+                self,
+                blend_per_split=(None, Blend(prefixes=(prefix,), weights=None), None),
+                samples=(0, self.samples[1], 0),
+            )
+            for prefix in valid.prefixes
+        ]
+        rest = replace(self, blend_per_split=(train, None, test), samples=(self.samples[0], 0, self.samples[2]))
+        return [rest, *sets]
 
     def parts(self) -> list[tuple[str, Blend | None, tuple[float, float]]]:
         """Return name, corpora and range of fractions of each split."""
@@ -169,8 +191,19 @@ def check_sentences(request: DatasetRequest, corpus: CorpusFacts, *, least: int)
             )
 
 
-def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[SampleDataset | None]:
-    """Build the datasets of training, validation and test; None without a request or data. Needs no process group.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltDatasets:
+    """Datasets of a run; None without a request or data."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    """None also where each corpus is a dataset of `valid_sets`."""
+    test: SampleDataset | None
+    valid_sets: tuple[SampleDataset, ...] = ()
+
+
+def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> BuiltDatasets:
+    """Build the datasets of training, validation and test. Needs no process group.
 
     Raises:
         DataError: megatron-core cannot build them, or the index cache cannot be written.
@@ -187,15 +220,46 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[Samp
             kind = MaskedTextDataset
     with staged(cache_directory(request.cache_path, request.prefixes)) as stage, without_process_group():
         try:
-            config = _megatron_config(request, vocabulary, stage)
-            built = BlendedMegatronDatasetBuilder(kind, list(request.samples), lambda: True, config).build()
+            built = [
+                BlendedMegatronDatasetBuilder(
+                    kind, list(part.samples), lambda: True, _megatron_config(part, vocabulary, stage)
+                ).build()
+                for part in request.built_together()
+            ]
         except (OSError, TrainerError):
             raise
         except Exception as error:  # asserts and ValueErrors of megatron-core and numpy
             raise DataError(
                 f"cannot build samples from {', '.join(request.prefixes)}: {error or type(error).__name__}"
             ) from error
-    return list(built)
+    (train, valid, test), *others = ([_marked(request, dataset, i) for i, dataset in enumerate(of)] for of in built)
+    return BuiltDatasets(
+        train=train, valid=valid, test=test, valid_sets=tuple(sets[1] for sets in others if sets[1] is not None)
+    )
+
+
+def _marked(request: DatasetRequest, dataset: Any, split: int) -> SampleDataset | None:  # noqa: ANN401 - untyped library
+    """Return the dataset, whose samples name their corpus if this is requested."""
+    blend = request.parts()[split][1]
+    if dataset is None or blend is None or not request.marks_sources:
+        return cast("SampleDataset | None", dataset)
+    return SourcedDataset(dataset, [request.prefixes.index(prefix) for prefix in blend.prefixes])
+
+
+class SourcedDataset:
+    """Samples of a blend with the number of their corpus as `source`."""
+
+    def __init__(self, dataset: SampleDataset, sources: Sequence[int]) -> None:
+        """Take a dataset, and the number of each of its corpora in their order."""
+        self._dataset = dataset
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self._dataset[index]
+        return {**sample, "source": self._sources[int(sample.get("dataset_id", 0))]}
 
 
 def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pathlib.Path) -> Any:  # noqa: ANN401
@@ -248,4 +312,4 @@ def _config_of(request: DatasetRequest, common: dict[str, Any]) -> Any:  # noqa:
 
 
 def _drop_unrequested(parts: Sequence[T | None], request: DatasetRequest) -> list[T | None]:
-    return [part if samples > 0 else None for part, samples in zip(parts, request.samples, strict=True)]
+    return [part if samples != 0 else None for part, samples in zip(parts, request.samples, strict=True)]

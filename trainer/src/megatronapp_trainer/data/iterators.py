@@ -1,22 +1,24 @@
 """The three streams of batches of a training run."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.batches import BatchStream, collate
 from megatronapp_trainer.data.datasets import (
+    BuiltDatasets,
     DatasetRequest,
     SampleDataset,
     build_datasets,
     check_request,
     check_training_has_data,
 )
-from megatronapp_trainer.data.microbatches import DataIterators
+from megatronapp_trainer.data.microbatches import DataIterators, ValidationSet
 from megatronapp_trainer.data.request import dataset_request, sample_counts
 from megatronapp_trainer.data.sampler import SampleOrder
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
-from megatronapp_trainer.parallel.agreement import Agreement, on_all_ranks
+from megatronapp_trainer.parallel.agreement import Agreement, gather_from_all, on_all_ranks
 from megatronapp_trainer.parallel.layout import Layout
 
 
@@ -53,27 +55,65 @@ def build_train_valid_test_iterators(
             load_vocabulary(config.data),
         )
     )
-    datasets: list[SampleDataset | None] = []
+    datasets: BuiltDatasets | None = None
     for builds_now in (layout.rank == 0, layout.rank != 0 and layout.local_rank == 0, layout.local_rank != 0):
         agreement = Agreement()
         if builds_now and (layout.tensor_rank == 0 or layout.local_rank == 0):
             with agreement.attempt():
                 datasets = _datasets(request, vocabulary, check=layout.local_rank == 0)
         agreement.settle()
-    if layout.tensor_rank != 0:
-        datasets = [None, None, None]
-    train, valid, test = (
-        _stream(
-            config, layout, dataset, vocabulary.vocab_size, consumed_samples=consumed_samples if number == 0 else None
-        )
-        for number, dataset in enumerate(datasets)
-    )
+    lengths = _validation_lengths(config, request, datasets)
+    if layout.tensor_rank != 0 or datasets is None:
+        datasets = BuiltDatasets(train=None, valid=None, test=None)
+    stream = functools.partial(_stream, config, layout, vocab_size=vocabulary.vocab_size)
     return DataIterators(
-        train=train, valid=valid if request.wants(1) else None, test=test if request.wants(2) else None
+        train=stream(datasets.train, consumed_samples=consumed_samples),
+        valid=stream(datasets.valid) if request.wants(1) and not lengths else None,
+        test=stream(datasets.test) if request.wants(2) else None,
+        valid_sets=_validation_sets(config, layout, datasets, lengths, stream),
     )
 
 
-def _datasets(request: DatasetRequest, vocabulary: Vocabulary, *, check: bool) -> list[SampleDataset | None]:
+def _validation_lengths(
+    config: TrainerConfig, request: DatasetRequest, datasets: BuiltDatasets | None
+) -> tuple[int, ...]:
+    """Return the samples of each validation set of which there are several, or that is read as a whole; collective.
+
+    Ranks that read nothing learn them from the first one.
+    """
+    if not (request.wants(1) and (config.logging.full_validation or request.separates_validation)):
+        return ()
+    own: tuple[int, ...] = ()
+    if datasets is not None:
+        own = tuple(len(part) for part in datasets.valid_sets or (datasets.valid,) if part is not None)
+    return gather_from_all(own)[0]
+
+
+def _validation_sets(
+    config: TrainerConfig,
+    layout: Layout,
+    datasets: BuiltDatasets,
+    lengths: Sequence[int],
+    stream: Callable[..., Iterator[Any]],
+) -> tuple[ValidationSet, ...]:
+    """Return the sets of these numbers of samples, each with its stream."""
+    if not lengths:
+        return ()
+    batch, logging = config.global_batch_size(layout.data_size), config.logging
+    parts = datasets.valid_sets or ((datasets.valid,) if datasets.valid is not None else (None,) * len(lengths))
+    numbered = tuple(str(number) for number in range(len(lengths)))
+    names = (logging.validation_set_names or numbered) if logging.multiple_validation_sets else ("",)
+    return tuple(
+        ValidationSet(
+            name=name,
+            iterator=stream(part, whole=logging.full_validation),
+            global_batches=-(-length // batch) if logging.full_validation else logging.eval_iters,
+        )
+        for name, part, length in zip(names, parts, lengths, strict=True)
+    )
+
+
+def _datasets(request: DatasetRequest, vocabulary: Vocabulary, *, check: bool) -> BuiltDatasets:
     check_training_has_data(request)
     if check:
         check_request(request, vocabulary)
@@ -84,16 +124,20 @@ def _stream(
     config: TrainerConfig,
     layout: Layout,
     dataset: SampleDataset | None,
-    vocab_size: int,
     *,
-    consumed_samples: int | None,
+    vocab_size: int,
+    consumed_samples: int | None = None,
+    whole: bool = False,
 ) -> Iterator[Any]:
     """Return batches of a dataset: of training after `consumed_samples`, or of an evaluation, which starts again each
-    time.
+    time; `whole`: after all samples, of which each counts once.
     """
     if dataset is None:
         return iter(())
     _, evaluation, _ = sample_counts(config, layout.data_size)
+    if whole:
+        batch = config.global_batch_size(layout.data_size)
+        evaluation = -(-len(dataset) // batch) * batch
     sampler = SampleOrder(
         consumed_samples=consumed_samples or 0,
         micro_batch_size=config.training.micro_batch_size,
@@ -101,6 +145,7 @@ def _stream(
         data_size=layout.data_size,
         size=len(dataset),
         restart_after=evaluation if consumed_samples is None else None,
+        counts_once=whole,
     )
     return BatchStream(dataset, sampler, vocab_size, config.data.num_workers, _collate_of(config))
 

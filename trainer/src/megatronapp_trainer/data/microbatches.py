@@ -6,7 +6,7 @@ G microbatches that are sent together, P planes, B samples of a microbatch, S se
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,17 @@ class HostMicrobatch(TypedDict):
     """float32 [B, S], 1 where the loss is counted"""
     position_ids: torch.Tensor
     """int64 [B, S], from 0 on in each document with --reset-position-ids or --reset-attention-mask"""
+    source: NotRequired[torch.Tensor]
+    """int64 [B], number of the corpus, where the loss of each is reported"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationSet:
+    """Data of an evaluation: `global_batches` that are read from the iterator each time."""
+
+    name: str
+    iterator: Iterator[Any]
+    global_batches: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +54,10 @@ class DataIterators:
 
     train: Iterator[Any]
     valid: Iterator[Any] | None
+    """Microbatches of evaluations of --eval-iters global batches; None also where there are `valid_sets`."""
     test: Iterator[Any] | None
+    valid_sets: tuple[ValidationSet, ...] = ()
+    """Sets with losses of their own, or of another length than --eval-iters."""
 
 
 class RepeatableBatches:
@@ -94,6 +108,8 @@ class Microbatch:
     """float32 [], the sum of the loss mask over whole samples"""
     context_size: int
     """Ranks that share the samples."""
+    sources: torch.Tensor | None = None
+    """float32 [B, N], 1 at the corpus of a sample among N; None: the loss of each is not reported"""
 
 
 class MicrobatchWork(NamedTuple):
@@ -128,8 +144,13 @@ class BatchSource:
         layout: Layout,
         device: Device,
         mask_of_positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        sources: int = 0,
     ) -> None:
-        """Take the run; `mask_of_positions` turns positions [B, S] within documents into the mask of attention."""
+        """Take the run; `mask_of_positions` turns positions [B, S] within documents into the mask of attention.
+
+        `sources`: number of corpora whose losses are reported; 0: they are not.
+        """
         self.reading_chunks = chunks_that_need_data(config, layout)
         self._device = device
         self._size = (config.training.micro_batch_size, config.model.seq_length)
@@ -137,7 +158,10 @@ class BatchSource:
         positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
         self._causal_positions = self._part(positions)
         self._resets_positions = config.data.reset_position_ids
-        self._planes = 4 if self._resets_positions or config.data.reset_attention_mask else 3
+        has_positions = self._resets_positions or config.data.reset_attention_mask
+        self._names = ("tokens", "labels", "loss_mask", *(("position_ids",) if has_positions else ()))
+        self._sources = sources
+        self._planes = len(self._names) + (1 if sources else 0)
         self._mask_of_positions = mask_of_positions if config.data.reset_attention_mask else None
         self._reads = layout.tensor_rank == 0
         self._broadcasts = layout.tensor_size > 1
@@ -152,6 +176,7 @@ class BatchSource:
         planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
         sample_tokens_G = planes_GPBS[:, 2].float().sum((1, 2)).unbind()
         masks_G = self._masks(batches, planes_GPBS)
+        sources_G = self._sources_of(planes_GPBS)
         planes_GPBS = self._part(planes_GPBS)
         loss_mask_GBS = planes_GPBS[:, 2].float()
         loss_tokens_G = sample_tokens_G
@@ -166,6 +191,7 @@ class BatchSource:
             masks_G,
             sample_tokens_G,
             [self._layout.context_size] * count,
+            sources_G,
         )
         return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
 
@@ -180,9 +206,19 @@ class BatchSource:
         """Pack the planes to send, int64 [G, P, B, S]; a loss mask has only 0 and 1."""
         if not batches:
             return None
-        names = ("tokens", "labels", "loss_mask", "position_ids")[: self._planes]
-        planes = [batch[name].long() for batch in batches for name in names]  # type: ignore[literal-required]
-        return torch.stack(planes).view(len(batches), self._planes, *self._size)
+        planes = torch.stack([batch[name].long() for batch in batches for name in self._names])  # type: ignore[literal-required]
+        planes = planes.view(len(batches), len(self._names), *self._size)
+        if not self._sources:
+            return planes
+        sources = torch.stack([batch["source"] for batch in batches])
+        return torch.cat((planes, sources[:, None, :, None].expand(-1, -1, -1, self._size[1])), 1)
+
+    def _sources_of(self, planes_GPBS: torch.Tensor) -> Sequence[torch.Tensor] | Sequence[None]:
+        """Return the corpus of each sample, float32 [B, N], by microbatch."""
+        if not self._sources:
+            return [None] * len(planes_GPBS)
+        numbers = torch.arange(self._sources, device=planes_GPBS.device)
+        return (planes_GPBS[:, -1, :, :1] == numbers).float().unbind()
 
     def _masks(
         self, batches: list[HostMicrobatch], planes_GPBS: torch.Tensor

@@ -5,6 +5,16 @@ from megatronapp_trainer.config.batch_size import batch_schedule
 from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, MaskingRequest, blends_from_flags
 
 
+def source_names(config: TrainerConfig) -> tuple[str, ...]:
+    """Return the names in the log of all corpora of a run, in the order of `DatasetRequest.prefixes`.
+
+    A name is the last part of a prefix, without `_text_document`; where several are equal, the whole prefix.
+    """
+    prefixes = dataset_request(config, 1).prefixes
+    short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
+    return tuple(name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True))
+
+
 def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
     """Return the samples of training, of one evaluation and of the test."""
     training, evaluation = config.training, config.logging.eval_iters * config.global_batch_size(data_size)
@@ -27,7 +37,7 @@ def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int
         blend=blend,
         blend_per_split=per_split,
         split=data.split or DEFAULT_SPLIT,
-        samples=(order_samples or training, others[0], others[1]),
+        samples=(order_samples or training, None if config.logging.full_validation else others[0], others[1]),
         sequence_length=config.model.seq_length,
         seed=config.training.seed,
         cache_path=data.data_cache_path,
@@ -36,6 +46,8 @@ def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         masking=_masking(config) if config.model.type == "bert" else None,
+        separates_validation=config.logging.multiple_validation_sets,
+        marks_sources=config.logging.log_loss_per_source,
     )
 
 

@@ -80,6 +80,11 @@ def example_batch(config: TrainerConfig, layout: Layout, device: Device) -> Bert
     return batch_source(config, layout, device).read(iter([batch]), 1)[0]
 
 
+def further_losses(config: TrainerConfig) -> tuple[str, ...]:
+    """Return no names: reports have the minimised losses alone."""
+    return ()
+
+
 def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> BertBatchSource:
     """Return the source that turns host batches into microbatches on this rank's device."""
     return BertBatchSource(config, layout, device)

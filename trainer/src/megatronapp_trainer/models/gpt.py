@@ -6,13 +6,14 @@ import torch
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, HostMicrobatch, Microbatch
+from megatronapp_trainer.data.request import source_names
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import LM_LOSS
 from megatronapp_trainer.models.chunks import build_wrapped_chunks
 from megatronapp_trainer.models.core_config import transformer_config
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.kernels.choice import FusedParts, fused_parts
-from megatronapp_trainer.models.language_model_loss import token_loss
+from megatronapp_trainer.models.language_model_loss import losses_by_source, token_loss
 from megatronapp_trainer.models.layers import block_spec, implementation_of
 from megatronapp_trainer.models.packed_documents import document_bounds, document_mask
 from megatronapp_trainer.parallel.groups import chunk_groups
@@ -71,6 +72,8 @@ def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.T
     counts the tokens of whole samples, and its own as often as there are ranks.
     """
     total, tokens, report = token_loss(output, batch.loss_mask, batch.loss_tokens)
+    if batch.sources is not None:
+        report = torch.cat((report, losses_by_source(output, batch.loss_mask, batch.sources)))
     if batch.context_size > 1:
         return total * batch.context_size, batch.sample_tokens.to(torch.int), report
     return total, tokens, report
@@ -83,6 +86,8 @@ def example_batch(config: TrainerConfig, layout: Layout, device: Device) -> Micr
     batch = HostMicrobatch(
         tokens=zeros, labels=zeros, loss_mask=torch.ones(size), position_ids=torch.arange(size[1]).expand(size)
     )
+    if config.logging.log_loss_per_source:
+        batch["source"] = zeros[:, 0]
     return batch_source(config, layout, device).read(iter([batch]), 1)[0]
 
 
@@ -92,7 +97,15 @@ def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> Batch
     def mask(positions_BS: torch.Tensor) -> torch.Tensor:
         return device.to_device(document_mask(positions_BS))
 
-    return BatchSource(config, layout, device, document_bounds if _packs_documents(config) else mask)
+    sources = len(source_names(config)) if config.logging.log_loss_per_source else 0
+    return BatchSource(config, layout, device, document_bounds if _packs_documents(config) else mask, sources=sources)
+
+
+def further_losses(config: TrainerConfig) -> tuple[str, ...]:
+    """Return the names of the losses that reports have after `LOSSES` and that are not minimised."""
+    if not config.logging.log_loss_per_source:
+        return ()
+    return tuple(f"{LM_LOSS} {name}" for name in source_names(config))
 
 
 def _packs_documents(config: TrainerConfig) -> bool:

@@ -30,6 +30,15 @@ def token_loss(
     return total, tokens.to(torch.int), torch.stack((total.detach(), tokens))
 
 
+def losses_by_source(losses: torch.Tensor, loss_mask: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """Sum per-token losses [B, S] and their mask by source; `sources`: float32 [B, N], 1 at that of a sample.
+
+    Returns sum and count of each source as a report [2 N].
+    """
+    sums_B2 = torch.stack(((losses.detach().float() * loss_mask).sum(1), loss_mask.sum(1)), 1)
+    return (sources.unsqueeze(2) * sums_B2.unsqueeze(1)).sum(0).flatten()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepLoss:
     """Result of a step that all ranks have after the reduction."""
@@ -52,8 +61,20 @@ class StepLoss:
 class PendingLossReduction:
     """A reduction whose result is being copied to the host."""
 
-    def __init__(self, copy: HostCopy, reports: torch.Tensor | None, names: Sequence[str], further: int = 0) -> None:
-        """Take the copy, in which `further` more figures follow the losses and requests."""
+    def __init__(
+        self,
+        copy: HostCopy,
+        reports: torch.Tensor | None,
+        names: Sequence[str],
+        further: int = 0,
+        *,
+        minimised: int | None = None,
+    ) -> None:
+        """Take the copy, in which `further` more figures follow the losses and requests.
+
+        `minimised`: number of the losses, the first ones, that are; None: all.
+        """
+        self._minimised = minimised
         self._copy = copy
         self._reports = reports
         self._names = names
@@ -68,7 +89,7 @@ class PendingLossReduction:
         means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
         counted = zip(self._names, means, counts, strict=True)
         return StepLoss(
-            mean=sum(means),
+            mean=sum(means[: self._minimised]),
             by_name={name: mean for name, mean, count in counted if count > 0},
             tokens=int(counts[0]),
             stop=stops > 0,
@@ -97,11 +118,12 @@ def reduce_loss(
     time_is_up: bool = False,
     is_saving: bool = False,
     further: torch.Tensor | None = None,
+    minimised: int | None = None,
 ) -> PendingLossReduction:
     """Sum losses, their counts and requests to stop over the world; starts the copy to the host and returns.
 
-    `names`: those of the family's losses; a report has the sum and the count of each. `further`: more figures of this
-    rank, fp64 of one axis, to sum with them.
+    `names`: those of the family's losses; a report has the sum and the count of each, and the first `minimised` are
+    minimised (None: all). `further`: more figures of this rank, fp64 of one axis, to sum with them.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
     them agree on stopping at the same step boundary, whichever of them got the signal, and on the end of writes
@@ -116,7 +138,8 @@ def reduce_loss(
     if further is not None:
         vector = torch.cat((vector, further))
     dist.all_reduce(vector)
-    return PendingLossReduction(device.to_host(vector), stacked, names, 0 if further is None else further.numel())
+    count = 0 if further is None else further.numel()
+    return PendingLossReduction(device.to_host(vector), stacked, names, count, minimised=minimised)
 
 
 def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:

@@ -21,6 +21,9 @@ class ModelFamily(Protocol):
     LOSSES: tuple[str, ...]
     """Names of its losses in the log, that of the language model first."""
 
+    def further_losses(self, config: TrainerConfig) -> tuple[str, ...]:
+        """Return the names of the losses that reports have after `LOSSES` and that are not minimised."""
+
     def build_chunks(
         self, config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
     ) -> tuple[Any, list[Any]]:
@@ -35,7 +38,9 @@ class ModelFamily(Protocol):
         """Run one chunk with its inputs of a microbatch; None: the chunk reads no data."""
 
     def loss(self, output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # noqa: ANN401
-        """Sum the loss over a microbatch: sum, its divisor, and a report of sum and count for each of `LOSSES`."""
+        """Sum the loss over a microbatch: sum, its divisor, and a report of sum and count for each of
+        `LOSSES`, and of `further_losses`.
+        """
 
     def build_iterators(
         self, config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None

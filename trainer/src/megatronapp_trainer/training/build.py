@@ -43,7 +43,13 @@ class TrainingRun:
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Return the names of the losses that a report of a microbatch sums."""
-        return model_family(self.config).LOSSES
+        family = model_family(self.config)
+        return (*family.LOSSES, *family.further_losses(self.config))
+
+    @property
+    def minimised_losses(self) -> int:
+        """Return how many of `loss_names`, the first ones, are minimised."""
+        return len(model_family(self.config).LOSSES)
 
     def attention(self) -> contextlib.AbstractContextManager[None]:
         """Choose the kernels of attention of the passes inside."""

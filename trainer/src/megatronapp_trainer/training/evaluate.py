@@ -1,7 +1,7 @@
 """Evaluation without effects on training: separate samples, restored random states."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatronapp_trainer.data.microbatches import (
     HostMicrobatch,
     MicrobatchSource,
     StepFeed,
+    ValidationSet,
 )
 from megatronapp_trainer.models.language_model_loss import PendingLossReduction, StepLoss, reduce_loss
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
@@ -53,31 +54,49 @@ class Evaluator:
 
     def run(self, split: str) -> bool:
         """Evaluate a split; False if a stop of any rank ends it early."""
-        iterator = self._iterators.valid if split == "validation" else self._iterators.test
-        if iterator is None:
+        sets = self._sets(split)
+        if not sets:
             return True
         self._monitor.publish_state("evaluating")
         if self._config.training.manual_gc and self._config.training.manual_gc_eval:
             self._monitor.collect_garbage()
         with self._monitor.span(RecordKind.EVALUATE):
-            context = self._context
+            losses = self._losses(sets)
+        if losses is not None:
+            if split == "validation":
+                self._validated_iteration = self._state.iteration
+                self._state.validation_due = False
+            self._monitor.evaluated(split, losses)
+        self._monitor.publish_state("training")
+        return losses is not None
+
+    def _losses(self, sets: Sequence[ValidationSet]) -> dict[str, StepLoss] | None:
+        """Return the losses of each set; None if a stop of any rank ends the evaluation early."""
+        context, found = self._context, {}
+        for part in sets:
             loss = evaluate(
                 context.run,
                 context.schedule,
                 context.source,
-                iterator,
+                part.iterator,
+                global_batches=part.global_batches,
                 stop_requested=lambda: context.stop_request.requested,
             )
-        if loss is not None:
-            if split == "validation":
-                self._validated_iteration = self._state.iteration
-                self._state.validation_due = False
-            self._monitor.evaluated(split, loss)
-        self._monitor.publish_state("training")
-        return loss is not None
+            if loss is None:
+                return None
+            found[part.name] = loss
+        return found
+
+    def _sets(self, split: str) -> tuple[ValidationSet, ...]:
+        """Return the data of a split; several sets only of validation."""
+        data, batches = self._iterators, self._config.logging.eval_iters
+        if split == "validation" and data.valid_sets:
+            return data.valid_sets
+        iterator = data.valid if split == "validation" else data.test
+        return () if iterator is None else (ValidationSet(name="", iterator=iterator, global_batches=batches),)
 
     def _validates(self) -> bool:
-        return self._config.logging.eval_iters > 0 and self._iterators.valid is not None
+        return self._config.logging.eval_iters > 0 and bool(self._sets("validation"))
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
@@ -91,9 +110,11 @@ def evaluate(
     source: MicrobatchSource,
     iterator: Iterator[HostMicrobatch],
     *,
+    global_batches: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> StepLoss | None:
-    """Return the mean losses over ``--eval-iters`` global batches, equal on all ranks; None if a rank was stopped.
+    """Return the mean losses over global batches (None: ``--eval-iters``), equal on all ranks; None if a rank was
+    stopped.
 
     Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
     never waits for it.
@@ -102,13 +123,14 @@ def evaluate(
     reports: list[torch.Tensor] = []
     agreed: PendingLossReduction | None = None
     with untouched_training(run):
-        for _ in range(run.config.logging.eval_iters):
+        for _ in range(run.config.logging.eval_iters if global_batches is None else global_batches):
             feed = StepFeed(source, iterator, microbatches, observer=None)
             reports += schedule.evaluate(feed, microbatches)
             if agreed is not None and agreed.read().stop:
                 return None
             agreed = reduce_loss([], run.layout, run.device, names=run.loss_names, stop=stop_requested())
-    return reduce_loss(reports, run.layout, run.device, names=run.loss_names).read()
+    reduction = reduce_loss(reports, run.layout, run.device, names=run.loss_names, minimised=run.minimised_losses)
+    return reduction.read()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
@@ -89,12 +90,18 @@ class TrainingMonitor:
                 experts=outcome.experts,
             )
 
-    def evaluated(self, split: str, loss: StepLoss) -> None:
-        """Report the losses of an evaluation."""
+    def evaluated(self, split: str, losses: Mapping[str, StepLoss]) -> None:
+        """Report the losses of an evaluation by the names of its sets; the figure for all is their mean."""
+        mean = statistics.fmean(loss.mean for loss in losses.values())
         if self.observer is not None and split == "validation":
-            self.observer.validation(loss.mean)
-        if self._reporter is not None:
-            self._reporter.validation(self._state.iteration, loss.mean, split, by_name=loss.by_name)
+            self.observer.validation(mean)
+        if self._reporter is None:
+            return
+        for name, loss in losses.items():
+            place = f"{split}-{name}" if name else split
+            self._reporter.validation(self._state.iteration, loss.mean, place, by_name=loss.by_name)
+        if split == "validation" and "" not in losses:
+            self._reporter.validation_sets(mean, {name: loss.mean for name, loss in losses.items()})
 
     def checkpoints(self, report: CheckpointReport) -> None:
         """Report the figures of checkpoints."""

@@ -38,6 +38,11 @@ MAX_PLANS = 8
 """Plans in the progress document: the newest; the document is small."""
 
 
+MAX_LOSSES = 32
+"""Losses of corpora, and of validation sets, in the progress document."""
+_NAME_LENGTH = 64
+
+
 class ProgressWriter:
     """Writer of this worker's progress document (docs/contracts.md, section 5)."""
 
@@ -214,7 +219,9 @@ class Reporter:
     def _publish(self, metrics: StepMetrics, seconds_left: float, experts: ExpertStatistics | None) -> None:
         if self._progress is None:
             return
-        of_experts = {} if experts is None else {"experts": experts.to_json()}
+        further: dict[str, Any] = {} if experts is None else {"experts": experts.to_json()}
+        if self._config.logging.log_loss_per_source:
+            further["sourceLosses"] = _shown(losses_of_sources(metrics.named_losses))
         self._progress.update(
             iteration=metrics.iteration,
             loss=metrics.loss,
@@ -226,7 +233,7 @@ class Reporter:
             secondsLeft=seconds_left,
             consumedSamples=metrics.consumed_samples,
             state="training",
-            **of_experts,
+            **further,
         )
 
     def _interval(self, metrics: StepMetrics, *, batch_size: int, skipped: int, seconds_left: float) -> None:
@@ -275,6 +282,11 @@ class Reporter:
             figures = {"checkpoint-blocked-time": report.blocked_s, "checkpoint-write-time": report.written_s}
             self._write_events({tag: value for tag, value in figures.items() if value is not None}, report.iteration)
 
+    def validation_sets(self, mean: float, by_set: Mapping[str, float]) -> None:
+        """Publish the losses of the sets of an evaluation, and their mean as its loss."""
+        if self._progress is not None:
+            self._progress.update(validationLoss=mean, validationLosses=_shown(by_set))
+
     def control(self, report: "ControlReport") -> None:
         """Report the state of a training that obeys orders."""
         if self._progress is not None:
@@ -319,6 +331,17 @@ class Reporter:
         if metrics.grad_norm is not None:
             values["grad-norm"] = metrics.grad_norm
         self._write_events(values, metrics.iteration)
+
+
+def _shown(losses: Mapping[str, float]) -> dict[str, float]:
+    """Return the first losses by the ends of their names, as many as have room in the document."""
+    return {name[-_NAME_LENGTH:]: loss for name, loss in list(losses.items())[:MAX_LOSSES]}
+
+
+def losses_of_sources(named_losses: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss of each corpus of a blend in this step by its name."""
+    prefix = f"{LM_LOSS} "
+    return {name.removeprefix(prefix): loss for name, loss in named_losses.items() if name.startswith(prefix)}
 
 
 def _mean_by_name(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

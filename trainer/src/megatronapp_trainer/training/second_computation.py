@@ -85,5 +85,6 @@ class SecondComputation:
             reports = self._context.schedule.train(feed, microbatches)
         self._capture.step_computed()
         self._capture.step_ended(None)
-        names = self._run.loss_names
-        return reduce_loss(reports, self._run.layout, self._run.device, names=names).read().mean
+        run = self._run
+        reduction = reduce_loss(reports, run.layout, run.device, names=run.loss_names, minimised=run.minimised_losses)
+        return reduction.read().mean

@@ -141,6 +141,7 @@ class TrainingStep:
                 self._run.layout,
                 self._run.device,
                 names=self._run.loss_names,
+                minimised=self._run.minimised_losses,
                 stop=self._is_stop_requested(),
                 time_is_up=self._time_is_up(),
                 is_saving=self._context.saves is not None and self._context.saves.busy(),

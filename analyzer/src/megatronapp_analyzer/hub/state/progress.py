@@ -203,6 +203,12 @@ def _forward_backward_or_none(value: object) -> object:
         return None
 
 
+def _losses_or_none(value: object) -> object:
+    """Return losses by name, or none of another shape: the rest of the progress is right."""
+    named = value if isinstance(value, dict) else {}
+    return {name: loss for name, loss in named.items() if isinstance(loss, int | float | None)}
+
+
 class Progress(ApiModel):
     """The progress page of the reporting rank."""
 
@@ -222,6 +228,16 @@ class Progress(ApiModel):
     seconds_left: FiniteOrNone = None
     consumed_samples: int | None = None
     validation_loss: FiniteOrNone = None
+    source_losses: Annotated[
+        dict[str, FiniteOrNone],
+        BeforeValidator(_losses_or_none),
+        Field(description="Loss of each corpus of the newest step, with --log-loss-per-source."),
+    ] = Field(default_factory=dict)
+    validation_losses: Annotated[
+        dict[str, FiniteOrNone],
+        BeforeValidator(_losses_or_none),
+        Field(description="Loss of each of several validation sets in the newest evaluation."),
+    ] = Field(default_factory=dict)
     state: str | None = None
     updated_at: Annotated[str | None, Field(description="Real time of the report, RFC 3339.")] = None
     plans: Annotated[

@@ -1,0 +1,91 @@
+"""Rules for the flags of training and validation data."""
+
+from collections.abc import Iterator
+
+from megatronapp_trainer.config.fields import require
+from megatronapp_trainer.config.root import TrainerConfig
+
+
+def _paths(config: TrainerConfig) -> Iterator[str]:
+    data = config.data
+    split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    paths = data.data_path is not None or any(path is not None for path in split_paths)
+    yield from require(
+        data.mock_data or paths,
+        "no training data: give --data-path PREFIX (see `megatronapp data prepare`) or --mock-data",
+    )
+    yield from require(not (data.mock_data and paths), "--mock-data and a data path exclude each other")
+    yield from require(not data.mock_data or data.vocab_size is not None, "--mock-data needs --vocab-size")
+    for flag, on in (
+        ("--reset-attention-mask", data.reset_attention_mask),
+        ("--reset-position-ids", data.reset_position_ids),
+    ):
+        yield from require(
+            not (data.mock_data and on), f"{flag}: samples of --mock-data hold no documents; leave it out"
+        )
+    yield from require(
+        data.data_path is None or not any(path is not None for path in split_paths),
+        "give --data-path with --split, or the three of --train-data-path, --valid-data-path and --test-data-path",
+    )
+
+
+def _validation(config: TrainerConfig) -> Iterator[str]:
+    """Check the flags of evaluations on all samples, and on several sets."""
+    data, logging = config.data, config.logging
+    given = {
+        "--full-validation": logging.full_validation,
+        "--multiple-validation-sets": logging.multiple_validation_sets,
+        "--log-loss-per-source": logging.log_loss_per_source,
+    }
+    for flag, on in given.items():
+        yield from require(not (on and data.mock_data), f"{flag}: --mock-data has no files; leave it out")
+        yield from require(not on or config.model.type == "gpt", f"{flag} is for --model-type gpt only; leave it out")
+        yield from require(
+            not (on and config.fbd.enabled),
+            f"{flag} cannot be combined with --forward-backward-disaggregating yet; leave it out",
+        )
+    yield from require(
+        not (logging.multiple_validation_sets and data.valid_data_path is None and not data.mock_data),
+        "--multiple-validation-sets needs --valid-data-path with the prefixes of the sets",
+    )
+    if logging.multiple_validation_sets:
+        weights = [value for value in data.valid_data_path or () if _is_number(value)]
+        yield from require(
+            not weights,
+            f"--multiple-validation-sets takes --valid-data-path without weights; leave {' '.join(weights)} out",
+        )
+    if logging.full_validation and not logging.multiple_validation_sets:
+        yield from require(
+            not any(_is_number(value) for value in data.valid_data_path or data.data_path or ()),
+            "--full-validation reads each sample once, so weights mean nothing: give --valid-data-path without weights",
+        )
+    yield from require(
+        not logging.full_validation or logging.eval_iters > 0,
+        "--full-validation and --eval-iters 0, which turns evaluations off, exclude each other; leave one out",
+    )
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _validation_names(config: TrainerConfig) -> Iterator[str]:
+    logging, paths = config.logging, config.data.valid_data_path or ()
+    names = logging.validation_set_names
+    if names is None:
+        return
+    yield from require(
+        logging.multiple_validation_sets, "--validation-set-names needs --multiple-validation-sets; leave it out"
+    )
+    yield from require(
+        not logging.multiple_validation_sets or len(names) == len(paths),
+        f"--validation-set-names has {len(names)} names for the {len(paths)} prefixes of --valid-data-path",
+    )
+    yield from require(len(set(names)) == len(names), "--validation-set-names: each name may be given only once")
+
+
+DATA_RULES = (_paths, _validation, _validation_names)
