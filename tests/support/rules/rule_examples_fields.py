@@ -49,6 +49,7 @@ _MODEL = [
                 {"spec.data.eodMaskLoss": True},
                 {"spec.data.resetPositionIds": True},
                 {"spec.data.resetAttentionMask": True},
+                {"spec.data.sft": True},
                 {"spec.model.seqLength": 7},
             )
         ),
@@ -401,17 +402,17 @@ _DATA = [
         "spec.model.vocabSize",
         ({**_MOCK, "spec.model.vocabSize": None}, "is missing; data.mock needs it"),
     ),
-    *good("resetPositionIds-without-mock", {"spec.data.resetPositionIds": True}),
-    *bad(
-        "resetPositionIds-without-mock",
-        "spec.data.resetPositionIds",
-        ({**_MOCK, "spec.data.resetPositionIds": True}, "data.mock holds no documents; leave it out"),
-    ),
-    *good("resetAttentionMask-without-mock", {"spec.data.resetAttentionMask": True}),
-    *bad(
-        "resetAttentionMask-without-mock",
-        "spec.data.resetAttentionMask",
-        ({**_MOCK, "spec.data.resetAttentionMask": True}, "data.mock holds no documents; leave it out"),
+    *(
+        example
+        for field in ("resetPositionIds", "resetAttentionMask", "sft")
+        for example in (
+            *good(f"{field}-without-mock", {f"spec.data.{field}": True}),
+            *bad(
+                f"{field}-without-mock",
+                f"spec.data.{field}",
+                ({**_MOCK, f"spec.data.{field}": True}, "data.mock holds no documents; leave it out"),
+            ),
+        )
     ),
     *good(
         "blend-alternates",

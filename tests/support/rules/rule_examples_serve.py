@@ -150,6 +150,7 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
     *_of_training("data.eodMaskLoss", True),
     *_of_training("data.resetPositionIds", True),
     *_of_training("data.resetAttentionMask", True),
+    *_of_training("data.sft", True),
     *_of_training("checkpoint.save", "out"),
     *_of_training("checkpoint.finetune", True, {"spec.checkpoint.load": "in"}),
     *_of_training("checkpoint.exitOnMissing", True, {"spec.checkpoint.load": "in"}),

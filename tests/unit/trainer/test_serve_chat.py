@@ -9,8 +9,8 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatronapp_trainer.data.chat_template import ChatTemplate, TemplateError, read_template
 from megatronapp_trainer.errors import DataError
-from megatronapp_trainer.serve.chat_template import ChatTemplate, TemplateError, read_template
 
 TEMPLATES = {
     "marked-turns": (

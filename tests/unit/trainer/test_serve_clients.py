@@ -9,7 +9,7 @@ import openai
 import pytest
 from served_model import POSITIONS, TEMPLATE, ModelServer, started, write_model
 
-from megatronapp_trainer.serve.chat_template import ChatTemplate
+from megatronapp_trainer.data.chat_template import ChatTemplate
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello world"}]
 TEXT = "<system>be brief\n<user>hello world\n<a>"

@@ -105,6 +105,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("data.eod_mask_loss", "--eod-mask-loss"),
     FlagMapping("data.reset_position_ids", "--reset-position-ids"),
     FlagMapping("data.reset_attention_mask", "--reset-attention-mask"),
+    FlagMapping("data.sft", "--sft"),
     FlagMapping("data.num_workers", "--num-workers"),
     FlagMapping("checkpoint.save", "--save"),
     FlagMapping("checkpoint.load", "--load"),

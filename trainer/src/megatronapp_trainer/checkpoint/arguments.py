@@ -97,6 +97,7 @@ _DATA: dict[str, Getter] = {
     "--data-path": lambda c: list(c.data.data_path or ()),
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
+    "--sft": lambda c: c.data.sft,
     "--short-seq-prob": lambda c: c.data.short_seq_prob if c.model.type == "bert" else None,
 }
 """Arguments that the order of samples depends on."""
@@ -106,7 +107,7 @@ _MASKING: dict[str, Getter] = {
 }
 """Arguments that the contents of samples depend on, but not their order."""
 
-_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False, "--num-experts": None}
+_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False, "--num-experts": None, "--sft": False}
 """Values of arguments that manifests lack from before there was a choice."""
 
 TOKENIZER_FILE = "--tokenizer-file"

@@ -40,8 +40,27 @@ class DataConfig:
     vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE, or vocab.txt of WordPiece")
     merge_file: str | None = option(None, "merges.txt of a GPT-2 BPE")
     vocab_size: int | None = option(None, "tokens before padding; default: the tokenizer's", bounds="[1, inf)")
+    sft: bool = option(
+        False,
+        'data paths are files of conversations ({"messages": [...]} a line), packed without attending to each other, '
+        "with the loss on answers only",
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "default",
+        "default: the tokenizer's chat template; identity: the contents alone; or the path of a Jinja template",
+    )
     mask_prob: float = option(0.15, "share of tokens that BERT has to predict", bounds="(0, 1)")
     short_seq_prob: float = option(0.1, "share of samples of BERT that are shorter than they could be", bounds="[0, 1]")
+
+    @property
+    def separates_documents(self) -> bool:
+        """Return whether attention stays within a document, or a conversation."""
+        return self.reset_attention_mask or self.sft
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Return whether positions begin at 0 in each document, or conversation."""
+        return self.reset_position_ids or self.sft
 
     @property
     def is_wordpiece(self) -> bool:

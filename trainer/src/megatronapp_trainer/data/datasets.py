@@ -14,6 +14,8 @@ from megatronapp_trainer.data.corpus_check import (
     sentences_of_documents,
 )
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
+from megatronapp_trainer.data.sft.conversations import check_conversations
+from megatronapp_trainer.data.sft.form import ConversationForm
 from megatronapp_trainer.data.vocabulary import MaskingVocabulary, Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
@@ -65,6 +67,8 @@ class DatasetRequest:
     reset_attention_mask: bool
     masking: MaskingRequest | None = None
     """Samples are texts with masked tokens, as BERT takes them; None: runs of tokens."""
+    conversations: ConversationForm | None = None
+    """Samples are packed conversations from files of JSON lines; None: from files of tokens."""
     separates_validation: bool = False
     """Each corpus of validation is a separate dataset."""
     marks_sources: bool = False
@@ -126,6 +130,10 @@ def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
     Raises:
         DataError: a corpus is missing, damaged, of another tokenizer, or too short for a requested split.
     """
+    if request.conversations is not None:
+        for path in request.prefixes:
+            check_conversations(path)
+        return
     facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
     for corpus in facts.values():
         check_tokens(corpus, vocabulary)
@@ -208,6 +216,8 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> BuiltData
     Raises:
         DataError: megatron-core cannot build them, or the index cache cannot be written.
     """
+    if request.conversations is not None:
+        return _conversation_datasets(request, request.conversations)
     with silence_megatron_imports():
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -235,6 +245,25 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> BuiltData
     (train, valid, test), *others = ([_marked(request, dataset, i) for i, dataset in enumerate(of)] for of in built)
     return BuiltDatasets(
         train=train, valid=valid, test=test, valid_sets=tuple(sets[1] for sets in others if sets[1] is not None)
+    )
+
+
+def _conversation_datasets(request: DatasetRequest, form: ConversationForm) -> BuiltDatasets:
+    from megatronapp_trainer.data.sft.dataset import build_conversations
+
+    def build(split: int, prefixes: Sequence[str]) -> SampleDataset:
+        return build_conversations(prefixes, request.parts()[split][2], form, samples=request.samples[split])
+
+    train, valid, test = (blend if request.wants(i) else None for i, (_, blend, _) in enumerate(request.parts()))
+    valid_sets: tuple[SampleDataset, ...] = ()
+    if request.separates_validation and valid is not None:
+        valid_sets = tuple(build(1, (prefix,)) for prefix in valid.prefixes)
+        valid = None
+    return BuiltDatasets(
+        train=None if train is None else build(0, train.prefixes),
+        valid=None if valid is None else build(1, valid.prefixes),
+        test=None if test is None else build(2, test.prefixes),
+        valid_sets=valid_sets,
     )
 
 

@@ -157,12 +157,12 @@ class BatchSource:
         self._layout = layout
         positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
         self._causal_positions = self._part(positions)
-        self._resets_positions = config.data.reset_position_ids
-        has_positions = self._resets_positions or config.data.reset_attention_mask
+        self._resets_positions = config.data.restarts_positions
+        has_positions = self._resets_positions or config.data.separates_documents
         self._names = ("tokens", "labels", "loss_mask", *(("position_ids",) if has_positions else ()))
         self._sources = sources
         self._planes = len(self._names) + (1 if sources else 0)
-        self._mask_of_positions = mask_of_positions if config.data.reset_attention_mask else None
+        self._mask_of_positions = mask_of_positions if config.data.separates_documents else None
         self._reads = layout.tensor_rank == 0
         self._broadcasts = layout.tensor_size > 1
         self.together = 1 if config.data.num_workers == 0 else TOGETHER
@@ -333,7 +333,7 @@ class ChunkFeed:
 
 def chunks_that_need_data(config: TrainerConfig, layout: Layout) -> frozenset[int]:
     """Return the chunks of this rank that read tokens (first), labels (last) or an attention mask (all)."""
-    if config.data.reset_attention_mask:
+    if config.data.separates_documents:
         return frozenset(range(layout.virtual_size))
     first = {0} if layout.is_first_stage else set()
     last = {layout.virtual_size - 1} if layout.is_last_stage else set()

@@ -3,6 +3,7 @@
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.batch_size import batch_schedule
 from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, MaskingRequest, blends_from_flags
+from megatronapp_trainer.data.sft.form import ConversationForm
 
 
 def source_names(config: TrainerConfig) -> tuple[str, ...]:
@@ -46,8 +47,19 @@ def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         masking=_masking(config) if config.model.type == "bert" else None,
+        conversations=_conversations(config) if data.sft else None,
         separates_validation=config.logging.multiple_validation_sets,
         marks_sources=config.logging.log_loss_per_source,
+    )
+
+
+def _conversations(config: TrainerConfig) -> ConversationForm:
+    return ConversationForm(
+        vocabulary=config.data,
+        prompt_format=config.data.sft_tokenizer_prompt_format,
+        sequence_length=config.model.seq_length,
+        seed=config.training.seed,
+        cache_path=config.data.data_cache_path,
     )
 
 

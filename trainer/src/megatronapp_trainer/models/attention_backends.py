@@ -24,7 +24,7 @@ def order_of_backends(config: TrainerConfig) -> tuple[SDPBackend, ...] | None:
         return CUDNN_FIRST
     if model.attention_backend == "flash":
         return FLASH_FIRST
-    is_plain = model.model_type == "gpt" and not config.data.reset_attention_mask and model.attention_window is None
+    is_plain = model.model_type == "gpt" and not config.data.separates_documents and model.attention_window is None
     if is_plain and model.attention_dropout == 0 and not config.precision.deterministic_mode:
         return CUDNN_FIRST
     return None

@@ -320,7 +320,7 @@ def address_of(command: ServeCommand) -> tuple[str, int]:
 def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
     """Describe the model for users. Raises DataError, CheckpointError for files of its folder that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
-    from megatronapp_trainer.serve.chat_template import read_template
+    from megatronapp_trainer.data.chat_template import read_template
     from megatronapp_trainer.serve.perturbation.named_recipes import read_perturbations
     from megatronapp_trainer.serve.served_model import ServedModel
 

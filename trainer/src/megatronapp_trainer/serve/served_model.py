@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatronapp_common.web.problems import HttpError
+from megatronapp_trainer.data.chat_template import ChatTemplate
 from megatronapp_trainer.data.text_tokens import TextTokens
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
-from megatronapp_trainer.serve.chat_template import ChatTemplate
 from megatronapp_trainer.serve.perturbation.named_recipes import ServedPerturbations
 
 Ids = tuple[int, ...]

@@ -23,6 +23,8 @@ from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.corpus_check import CorpusFacts, inspect_corpus
 from megatronapp_trainer.data.datasets import DatasetRequest, check_size, check_tokens, check_training_has_data
 from megatronapp_trainer.data.request import dataset_request
+from megatronapp_trainer.data.sft.answers import template_of
+from megatronapp_trainer.data.sft.conversations import check_conversations
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError, UsageError, UsageErrors
 from megatronapp_trainer.parallel.layout import check_divides
@@ -125,9 +127,17 @@ def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[A
         yield problem_of(
             error, flags=("--vocab-file",) if config.data.vocab_file is not None else ("--tokenizer-file",)
         )
+    if request.conversations is not None:
+        try:
+            template_of(request.conversations.prompt_format, config.data)
+        except (TrainerError, OSError) as error:
+            yield problem_of(error, flags=("--sft-tokenizer-prompt-format",))
     for prefix in request.prefixes:
         try:
-            _check_corpus(inspect_corpus(prefix), request, vocabulary)
+            if request.conversations is not None:
+                check_conversations(prefix)
+            else:
+                _check_corpus(inspect_corpus(prefix), request, vocabulary)
         except (TrainerError, OSError) as error:
             yield problem_of(error, flags=(_flag_of(prefix, config),), value=prefix)
 

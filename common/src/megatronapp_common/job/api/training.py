@@ -131,6 +131,8 @@ class Data(ManifestModel):
     """Restart positions at 0 in each document."""
     reset_attention_mask: bool = False
     """Limit attention to each document."""
+    sft: bool = False
+    """Files of path hold conversations; the loss counts answers only."""
     num_workers: Index | None = None
     """Threads that read in advance; defaults to 2."""
     volume: Volume | None = None

@@ -61,6 +61,7 @@ _SOURCE = (
     ),
     _not_with_mock("resetPositionIds"),
     _not_with_mock("resetAttentionMask"),
+    _not_with_mock("sft"),
     Rule(
         id="blend-alternates",
         field=".data.path",

@@ -44,6 +44,7 @@ _NOT_OF_BERT = (
     "self.data.eodMaskLoss",
     "self.data.resetPositionIds",
     "self.data.resetAttentionMask",
+    "self.data.sft",
     f"(has({_POSITIONS}) && {_POSITIONS} != 'learned_absolute')",
     f"(has({_LAYERS}) && {_LAYERS} == 'transformer_engine')",
     "self.model.seqLength < 8",

@@ -48,6 +48,7 @@ _OF_TRAINING = (
     _switch("data.eodMaskLoss", _NO_DATA),
     _switch("data.resetPositionIds", _NO_DATA),
     _switch("data.resetAttentionMask", _NO_DATA),
+    _switch("data.sft", _NO_DATA),
     _option("checkpoint.save", "weights do not change"),
     _switch("checkpoint.finetune", "only weights are read"),
     _switch("checkpoint.exitOnMissing", "without a checkpoint a served model always fails"),

@@ -1,7 +1,9 @@
 """Rules for the flags of training and validation data."""
 
+import re
 from collections.abc import Iterator
 
+from megatronapp_trainer.config.data import DataConfig
 from megatronapp_trainer.config.fields import require
 from megatronapp_trainer.config.root import TrainerConfig
 
@@ -88,4 +90,39 @@ def _validation_names(config: TrainerConfig) -> Iterator[str]:
     yield from require(len(set(names)) == len(names), "--validation-set-names: each name may be given only once")
 
 
-DATA_RULES = (_paths, _validation, _validation_names)
+def _conversations(config: TrainerConfig) -> Iterator[str]:
+    """Check the flags of supervised fine-tuning."""
+    data = config.data
+    yield from require(
+        data.sft or data.sft_tokenizer_prompt_format == DataConfig().sft_tokenizer_prompt_format,
+        "--sft-tokenizer-prompt-format needs --sft",
+    )
+    if not data.sft:
+        return
+    for flag, on in (
+        ("--mock-data", data.mock_data),
+        ("--eod-mask-loss", data.eod_mask_loss),
+        ("--log-loss-per-source", config.logging.log_loss_per_source),
+        (f"--model-type {config.model.type}", config.model.type != "gpt"),
+        (f"--tokenizer-type {data.tokenizer_type}", data.is_wordpiece),
+    ):
+        yield from require(not on, f"{flag} cannot be combined with --sft; leave one of them out")
+    yield from require(
+        data.tokenizer_file is not None or data.vocab_file is not None,
+        "--sft needs the tokenizer, because it reads text: give --tokenizer-file",
+    )
+    for flag in ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"):
+        values = getattr(data, flag[2:].replace("-", "_")) or ()
+        yield from require(
+            not any(_is_number(value) for value in values),
+            f"{flag} has weights, which --sft does not take: an epoch has each conversation once; leave them out",
+        )
+    named = re.fullmatch(r"[\w-]+", data.sft_tokenizer_prompt_format) is not None
+    yield from require(
+        not named or data.sft_tokenizer_prompt_format in {"default", "identity"},
+        f"--sft-tokenizer-prompt-format {data.sft_tokenizer_prompt_format} is not known; write default, identity, or "
+        "the path of a Jinja template, such as FILE.jinja",
+    )
+
+
+DATA_RULES = (_conversations, _paths, _validation, _validation_names)

@@ -18,6 +18,7 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
     found = {
         "--context-parallel-size above 1": parallel.context_parallel_size > 1,
         "--reset-attention-mask": config.data.reset_attention_mask,
+        "--sft": config.data.sft,
         "--forward-backward-disaggregating": config.fbd.enabled,
         f"--model-type {model.model_type}": model.model_type != "gpt",
         "--num-experts": model.num_experts is not None,

@@ -9,6 +9,7 @@ from megatronapp_trainer.config.root import TrainerConfig
 _TYPES = {
     "GPT2BPETokenizer": ("--vocab-file", "--tokenizer-file"),
     "HuggingFaceTokenizer": ("--tokenizer-file",),
+    "SFTTokenizer": ("--tokenizer-file",),
     **dict.fromkeys(WORDPIECE_TYPES, ("--vocab-file",)),
 }
 """Values of --tokenizer-type, and the files of which each can be made."""
@@ -35,6 +36,9 @@ def tokenizer_problems(config: TrainerConfig) -> Iterator[str]:
         )
     ):
         return
+    yield from require(
+        kind != "SFTTokenizer" or data.sft, "--tokenizer-type SFTTokenizer is for --sft; add it, or omit the type"
+    )
     needed, given = _TYPES[kind], {data.tokenizer_file: "--tokenizer-file", data.vocab_file: "--vocab-file"}
     found = [flag for value, flag in given.items() if value is not None]
     yield from require(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatronapp_common.web.problems import HttpError
+from megatronapp_trainer.data.chat_template import TemplateError
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.serve.chat_template import TemplateError
 from megatronapp_trainer.serve.openai.logprobs import check_logprobs
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest, Message
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest, GenerationBody

@@ -1,0 +1,1 @@
+"""Conversations for supervised fine-tuning: templates, tokens, and packed samples."""

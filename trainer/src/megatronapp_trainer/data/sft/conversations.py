@@ -1,0 +1,64 @@
+"""Conversations in JSON lines, as Megatron-LM reads them: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatronapp_trainer.errors import DataError
+
+Message = dict[str, Any]
+Conversation = list[Message]
+ASSISTANT = "assistant"
+
+
+def read_conversations(path: str) -> Iterator[tuple[int, Conversation]]:
+    """Yield the conversations of a file with the numbers of their lines.
+
+    A line with several system messages holds several conversations, each of which begins with one.
+
+    Raises:
+        DataError: the file cannot be read, or a line holds no conversation with an answer.
+    """
+    try:
+        with pathlib.Path(path).open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    for conversation in _split(_messages(line, f"{path}, line {number}")):
+                        yield number, conversation
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; give files of conversations, one JSON object a line"
+        ) from error
+
+
+def check_conversations(path: str) -> None:
+    """Raise DataError unless the file begins with a conversation."""
+    if next(read_conversations(path), None) is None:
+        raise DataError(f"{path} holds no conversation")
+
+
+def _messages(line: str, place: str) -> Conversation:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not valid JSON: {error}") from error
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{place} has no messages; write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{place}: each message must be an object with a role, such as user or assistant")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(f"{place} has no message of the role {ASSISTANT}, so nothing would be learnt from it")
+    return messages
+
+
+def _split(messages: Conversation) -> Iterator[Conversation]:
+    """Yield the conversations of a line: all but the first begin with a system message."""
+    first = 0
+    for place, message in enumerate(messages):
+        if message["role"] == "system" and place > first:
+            yield messages[first:place]
+            first = place
+    yield messages[first:]
