@@ -40,7 +40,9 @@ def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, repo
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
-    iterators = iterators or build_iterators(run.config, run.layout, run.state.consumed_samples)
+    iterators = iterators or build_iterators(
+        run.config, run.layout, run.state.consumed_samples, stream_state=run.state.stream_state
+    )
     return Trainer(
         run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=reporter, checkpoints=checkpoints
     )

@@ -167,7 +167,13 @@ def _data_and_schedule(
         backward = build_backward_schedule(run, observer, publishing, request_stop=stop_request.request)
         return remote, backward, backward.announce_boundary
     done = run.state
-    iterators = build_iterators(run.config, run.layout, done.consumed_samples, order_samples=done.order_samples)
+    iterators = build_iterators(
+        run.config,
+        run.layout,
+        done.consumed_samples,
+        order_samples=done.order_samples,
+        stream_state=done.stream_state,
+    )
     publish_plan = None if reporter is None else reporter.plan
     return iterators, build_schedule(run, observer, report=report, publish_plan=publish_plan), None
 

@@ -98,6 +98,7 @@ _DATA: dict[str, Getter] = {
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
     "--sft": lambda c: c.data.sft,
+    "--hf-dataset": lambda c: None if c.data.hf_dataset is None else list(c.data.hf_dataset),
     "--short-seq-prob": lambda c: c.data.short_seq_prob if c.model.type == "bert" else None,
 }
 """Arguments that the order of samples depends on."""

@@ -47,6 +47,8 @@ def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loadi
         content["opt_param_scheduler"] = resume_rates.state_of(state)
         content["iteration"] = state.iteration
         content["validation_due"] = state.validation_due
+        if state.stream_state is not None:
+            content["stream_state"] = state.stream_state
     return content
 
 
@@ -63,6 +65,7 @@ def restore(state: TrainState, loaded: dict[str, Any], parts: StateParts) -> Non
     if parts.progress:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
         state.validation_due = loaded.get("validation_due", False)
+        state.stream_state = loaded.get("stream_state")
     if parts.random_states:
         random_states.restore(loaded["rng_state"])
 

@@ -30,6 +30,8 @@ class TrainState:
     """Training samples used so far, over all replicas; where the next step begins to read."""
     order_samples: int | None = None
     """Number of samples for which the training data is shuffled; None: that of the flags."""
+    stream_state: str | None = None
+    """State of the readers of a streamed data set, JSON; None: the samples are numbered."""
     skipped_iterations: int = 0
     """Number of steps whose update the optimizer refused."""
     validation_due: bool = False

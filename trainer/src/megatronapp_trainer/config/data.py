@@ -49,6 +49,17 @@ class DataConfig:
         "default",
         "default: the tokenizer's chat template; identity: the contents alone; or the path of a Jinja template",
     )
+    hf_dataset: tuple[str, ...] | None = option(
+        None,
+        "stream text from files (.parquet, .jsonl, .csv, .txt), a folder, or NAME [CONFIG] of the hub, by the package "
+        "datasets",
+    )
+    hf_valid_dataset: tuple[str, ...] | None = option(None, "as --hf-dataset, for validation")
+    hf_split: str = option("train", "split of --hf-dataset and --hf-valid-dataset")
+    hf_text_field: str = option("text", "field of the examples of --hf-dataset that holds the text")
+    hf_readers: int | None = option(
+        None, "readers of --hf-dataset, a multiple of the replicas; default: one for each", bounds="[1, inf)"
+    )
     mask_prob: float = option(0.15, "share of tokens that BERT has to predict", bounds="(0, 1)")
     short_seq_prob: float = option(0.1, "share of samples of BERT that are shorter than they could be", bounds="[0, 1]")
 

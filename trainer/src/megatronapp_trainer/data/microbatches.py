@@ -58,6 +58,8 @@ class DataIterators:
     test: Iterator[Any] | None
     valid_sets: tuple[ValidationSet, ...] = ()
     """Sets with losses of their own, or of another length than --eval-iters."""
+    stream_state: Callable[[], str] | None = None
+    """Returns where a stream continues after what was taken of `train`; collective. None: samples are numbered."""
 
 
 class RepeatableBatches:

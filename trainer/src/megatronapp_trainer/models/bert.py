@@ -91,9 +91,16 @@ def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> BertB
 
 
 def build_iterators(
-    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+    config: TrainerConfig,
+    layout: Layout,
+    consumed_samples: int,
+    *,
+    order_samples: int | None = None,
+    stream_state: str | None = None,
 ) -> DataIterators:
-    """Iterate over microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
+    """Iterate over microbatches of this rank from the given sample on; `order_samples` and `stream_state` as in
+    `TrainState`.
+    """
     if config.data.mock_data:
         from megatronapp_trainer.data.bert.mock_data import build_mock_iterators
 

@@ -115,13 +115,24 @@ def _packs_documents(config: TrainerConfig) -> bool:
 
 
 def build_iterators(
-    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+    config: TrainerConfig,
+    layout: Layout,
+    consumed_samples: int,
+    *,
+    order_samples: int | None = None,
+    stream_state: str | None = None,
 ) -> DataIterators:
-    """Iterate over microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
+    """Iterate over microbatches of this rank from the given sample on; `order_samples` and `stream_state` as in
+    `TrainState`.
+    """
     if config.data.mock_data:
         from megatronapp_trainer.data.mock_data import build_mock_iterators
 
         return build_mock_iterators(config, layout, consumed_samples)
+    if config.data.hf_dataset is not None:
+        from megatronapp_trainer.data.streaming.batches import build_streamed_iterators
+
+        return build_streamed_iterators(config, layout, consumed_samples, stream_state=stream_state)
     from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
 
     return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)

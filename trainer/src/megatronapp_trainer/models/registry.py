@@ -43,7 +43,13 @@ class ModelFamily(Protocol):
         """
 
     def build_iterators(
-        self, config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+        self,
+        config: TrainerConfig,
+        layout: Layout,
+        consumed_samples: int,
+        *,
+        order_samples: int | None = None,
+        stream_state: str | None = None,
     ) -> DataIterators:
         """Open the datasets and iterate over microbatches of this rank from the given sample on; collective."""
 

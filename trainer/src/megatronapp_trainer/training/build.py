@@ -163,7 +163,16 @@ def vocab_size_of(config: TrainerConfig) -> int:
 
 
 def build_iterators(
-    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+    config: TrainerConfig,
+    layout: Layout,
+    consumed_samples: int,
+    *,
+    order_samples: int | None = None,
+    stream_state: str | None = None,
 ) -> DataIterators:
-    """Return the microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
-    return model_family(config).build_iterators(config, layout, consumed_samples, order_samples=order_samples)
+    """Return the microbatches of this rank from the given sample on; `order_samples` and `stream_state` as in
+    `TrainState`.
+    """
+    return model_family(config).build_iterators(
+        config, layout, consumed_samples, order_samples=order_samples, stream_state=stream_state
+    )

@@ -80,7 +80,8 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
         check_world(config, data_size)
         if (problem := _foreign_load(config)) is not None:
             return [problem]
-        if config.data.mock_data:
+        if config.data.mock_data or config.data.hf_dataset is not None:
+            load_vocabulary(config.data)
             return []
         request = dataset_request(config, data_size)
         check_training_has_data(request)

@@ -96,6 +96,7 @@ class Trainer:
         )
         self._context = context
         self._probes = probes
+        self._stream_state = iterators.stream_state
         self._step = TrainingStep(context, iterators.train, capture, perturbation)
         self._evaluator = Evaluator(context, iterators)
 
@@ -224,6 +225,8 @@ class Trainer:
         if self._checkpoints is None or self._saved_iteration == self._state.iteration:
             return
         self._monitor.publish_state("saving")
+        if self._stream_state is not None:
+            self._state.stream_state = self._stream_state()
         with self._monitor.span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
             self._checkpoints.save(self._state)
         self._saved_iteration = self._state.iteration

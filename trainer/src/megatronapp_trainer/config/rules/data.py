@@ -13,7 +13,7 @@ def _paths(config: TrainerConfig) -> Iterator[str]:
     split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     paths = data.data_path is not None or any(path is not None for path in split_paths)
     yield from require(
-        data.mock_data or paths,
+        data.mock_data or paths or data.hf_dataset is not None,
         "no training data: give --data-path PREFIX (see `megatronapp data prepare`) or --mock-data",
     )
     yield from require(not (data.mock_data and paths), "--mock-data and a data path exclude each other")
@@ -125,4 +125,40 @@ def _conversations(config: TrainerConfig) -> Iterator[str]:
     )
 
 
-DATA_RULES = (_conversations, _paths, _validation, _validation_names)
+def _streams(config: TrainerConfig) -> Iterator[str]:
+    """Check the flags of streamed data sets."""
+    data, plain = config.data, DataConfig()
+    for name in ("hf_valid_dataset", "hf_split", "hf_text_field", "hf_readers"):
+        given = getattr(data, name) != getattr(plain, name)
+        yield from require(
+            data.hf_dataset is not None or not given, f"--{name.replace('_', '-')} needs --hf-dataset; leave it out"
+        )
+    if data.hf_dataset is None:
+        return
+    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    logging, training = config.logging, config.training
+    for flag, on in (
+        ("a data path", any(getattr(data, path) is not None for path in paths)),
+        ("--mock-data", data.mock_data),
+        ("--sft", data.sft),
+        ("--full-validation", logging.full_validation),
+        ("--multiple-validation-sets", logging.multiple_validation_sets),
+        ("--log-loss-per-source", logging.log_loss_per_source),
+        ("--forward-backward-disaggregating", config.fbd.enabled),
+        (f"--model-type {config.model.type}", config.model.type != "gpt"),
+    ):
+        yield from require(not on, f"{flag} cannot be combined with --hf-dataset; leave one of them out")
+    yield from require(
+        data.tokenizer_file is not None or data.vocab_file is not None,
+        "--hf-dataset needs the tokenizer, because it reads text: give --tokenizer-file",
+    )
+    yield from require(
+        data.hf_readers is None
+        or training.global_batch_size is None
+        or training.global_batch_size // max(training.micro_batch_size, 1) % data.hf_readers == 0,
+        f"--hf-readers {data.hf_readers} must divide the microbatches of --global-batch-size "
+        f"{training.global_batch_size}, so that each step reads from all of them",
+    )
+
+
+DATA_RULES = (_conversations, _streams, _paths, _validation, _validation_names)

@@ -1,0 +1,188 @@
+"""Streamed data sets of the package `datasets`: samples, resumes within documents, and other numbers of replicas."""
+
+import json
+import pathlib
+import random
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_training
+
+from megatronapp_trainer.errors import DataError, UsageError
+
+RunRanks = Callable[..., list[Any]]
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 4 --lr 1e-3 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0"
+)
+NOUNS = ["river", "king", "gradient", "pipeline", "step", "loss"]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with tokenizer.json, three files of JSON lines, and the same texts in one Parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    from megatronapp_trainer.data import tokenizer
+
+    folder = tmp_path_factory.mktemp("texts")
+    draw = random.Random(7)
+    documents = [" ".join(draw.choices(NOUNS, k=draw.randint(2, 25))) for _ in range(36)]
+    for number in range(3):
+        lines = [json.dumps({"id": 0, "text": text}) + "\n" for text in documents[number * 12 : number * 12 + 12]]
+        (folder / f"part{number}.jsonl").write_text("".join(lines))
+    parquet.write_table(pyarrow.table({"text": documents}), folder / "whole.parquet", row_group_size=5)
+    tokenizer.train(documents, 300).backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def flags_of(texts: pathlib.Path) -> str:
+    files = " ".join(str(texts / f"part{number}.jsonl") for number in range(3))
+    return f"{FLAGS} --tokenizer-file {texts}/tokenizer.json --hf-dataset {files}"
+
+
+def read(flags: str, microbatches: int, state: str | None, consumed_samples: int) -> tuple[list[list[int]], str]:
+    """Tokens of the next microbatches of this rank, row by row, and the state after them."""
+    from megatronapp_trainer.training.build import build_iterators
+
+    run = small_training.prepare(flags)
+    iterators = build_iterators(run.config, run.layout, consumed_samples, stream_state=state)
+    rows = [row for _ in range(microbatches) for row in next(iterators.train)["tokens"].tolist()]
+    assert iterators.stream_state is not None
+    return rows, iterators.stream_state()
+
+
+def expected_rows(texts: pathlib.Path, name: str, count: int) -> list[list[int]]:
+    """The first samples of a file that is read again and again."""
+    from megatronapp_trainer.data import tokenizer
+
+    loaded = tokenizer.load_file(texts / "tokenizer.json")
+    documents = [json.loads(line)["text"] for line in (texts / name).read_text().splitlines()]
+    tokens = [token for text in documents for token in (*loaded.tokenize(text), loaded.eod)] * 20
+    return [tokens[16 * number : 16 * number + 16] for number in range(count)]
+
+
+@pytest.mark.torch
+def test_a_stream_is_resumed_in_the_middle_of_a_document(texts: pathlib.Path, run_ranks: RunRanks) -> None:
+    flags = f"{flags_of(texts)} --hf-dataset {texts}/part1.jsonl"
+
+    def call(world: int, *arguments: Any) -> list[Any]:
+        return run_ranks(world, read, *arguments, environment=OFFLINE)
+
+    ((whole, _),) = call(1, flags, 24, None, 0)
+    assert whole == expected_rows(texts, "part1.jsonl", 48), "in order, and again from the beginning"
+    ((first, state),) = call(1, flags, 9, None, 0)
+    ((later, _),) = call(1, flags, 15, state, 18)
+    assert [*first, *later] == whole
+    ((ahead, _),) = call(1, f"{flags} --num-workers 0", 24, None, 0)
+    assert ahead == whole
+
+
+@pytest.mark.torch
+def test_readers_are_shared_by_any_number_of_replicas(texts: pathlib.Path, run_ranks: RunRanks) -> None:
+    """Two readers of one replica, or of two, give the same microbatches, also where it changes after a checkpoint."""
+    flags = f"{flags_of(texts)} --hf-readers 2"
+
+    def call(world: int, *arguments: Any) -> list[Any]:
+        return run_ranks(world, read, *arguments, environment=OFFLINE)
+
+    ((alone, state),) = call(1, flags, 8, None, 0)
+    together = call(2, flags, 4, None, 0)
+    pairs = [row for step in range(4) for rows, _ in together for row in rows[2 * step : 2 * step + 2]]
+    assert pairs == alone
+    assert {found for _, found in together} == {state}
+    ((later, _),) = call(1, flags, 4, state, 16)
+    resumed = call(2, flags, 2, state, 16)
+    assert [row for step in range(2) for rows, _ in resumed for row in rows[2 * step : 2 * step + 2]] == later
+
+
+def trained(flags: str) -> list[float]:
+    """Losses of a run that resumes where it can."""
+    run, manager = small_training.resumed(flags)
+    recorder = small_training.train(run, checkpoints=manager)
+    return [] if recorder is None else recorder.losses
+
+
+@pytest.mark.torch
+def test_a_resumed_training_is_the_same_to_the_last_bit(
+    texts: pathlib.Path, run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    flags = f"{flags_of(texts)} --hf-dataset {texts}/whole.parquet --hf-valid-dataset {texts}/part0.jsonl --save"
+    (whole,) = run_ranks(1, trained, f"{flags} {tmp_path} --save-interval 2 --eval-interval 2", environment=OFFLINE)
+    assert len(whole) == 4
+    shutil.rmtree(tmp_path / "iter_0000004")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (resumed,) = run_ranks(1, trained, f"{flags} {tmp_path}", environment=OFFLINE)
+    assert resumed == whole[2:]
+
+
+def test_documents_have_their_positions() -> None:
+    import numpy as np
+
+    from megatronapp_trainer.data.streaming.readers import TextForm, sample_of
+
+    form = TextForm(field="text", sequence_length=6, eod_mask_loss=True, restarts_positions=True)
+    sample = sample_of(np.array([5, 0, 7, 8, 0, 9, 4]), 0, form)
+    assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2, 0]
+    assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0, 1]
+    assert sample["labels"].tolist() == [0, 7, 8, 0, 9, 4]
+
+
+def failures(cases: list[tuple[str, str | None, int]]) -> list[str]:
+    found = []
+    for flags, state, consumed in cases:
+        try:
+            read(flags, 1, state, consumed)
+        except (DataError, UsageError) as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+@pytest.mark.torch
+def test_streams_that_cannot_be_read_are_refused(texts: pathlib.Path, run_ranks: RunRanks) -> None:
+    flags = flags_of(texts)
+    (texts / "empty.jsonl").write_text('{"text": "river"}\n')
+    other = json.dumps({"microBatchSize": 1, "readers": {"0": None}})
+    cases = {
+        (f"{flags} --hf-text-field words", None, 0): "no text in the field 'words', but id, text",
+        (f"{flags} --hf-dataset {texts}/none.jsonl {texts}/part0.jsonl", None, 0): "none.jsonl does not exist",
+        (
+            f"{flags} --hf-dataset {texts}/part0.jsonl {texts}/whole.parquet",
+            None,
+            0,
+        ): "a single format, not json, parquet",
+        (f"{flags} --hf-dataset {texts}/tokenizer.json.odd", None, 0): "cannot be opened",
+        (
+            f"{flags} --hf-dataset {texts}/empty.jsonl --hf-readers 2 --num-workers 0",
+            None,
+            2,
+        ): "no state of --hf-dataset",
+        (flags, other, 0): "--micro-batch-size was 1",
+    }
+    (found,) = run_ranks(1, failures, list(cases), environment=OFFLINE)
+    for text, expected in zip(found, cases.values(), strict=True):
+        assert expected in text
+
+
+REFUSALS = {
+    "--hf-dataset a": "needs the tokenizer",
+    "--data-path b --hf-text-field body": "--hf-text-field needs --hf-dataset",
+    "--hf-dataset a --data-path b --tokenizer-file t": "a data path cannot be combined",
+    "--hf-dataset a --tokenizer-file t --full-validation": "--full-validation cannot be combined",
+    "--hf-dataset a --tokenizer-file t --hf-readers 3": "must divide the microbatches",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSALS)
+def test_flags_that_exclude_streams_are_refused(flags: str) -> None:
+    from megatronapp_trainer.config import parse
+
+    with pytest.raises(UsageError, match=REFUSALS[flags]):
+        parse(f"{FLAGS} --vocab-size 8 {flags}".split())

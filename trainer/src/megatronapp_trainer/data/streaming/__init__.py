@@ -1,0 +1,1 @@
+"""Text from data sets in the format of the package `datasets`, streamed and resumed exactly."""
