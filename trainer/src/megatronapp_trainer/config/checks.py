@@ -19,6 +19,7 @@ from megatronapp_trainer.config.rules.precision import precision_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.config.rules.tokenizer import tokenizer_problems
 from megatronapp_trainer.config.rules.trace import trace_problems
+from megatronapp_trainer.config.rules.watch import watch_problems
 from megatronapp_trainer.errors import UsageErrors
 
 
@@ -453,5 +454,6 @@ _RULES: tuple[Rule, ...] = (
     graph_problems,
     context_problems,
     _intervals,
+    watch_problems,
     control_problems,
 )

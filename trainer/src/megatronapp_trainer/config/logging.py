@@ -73,3 +73,28 @@ class LoggingConfig:
             count=self.continuous_trace_iterations or DEFAULT_TRACE_ITERATIONS,
             granularity=self.trace_granularity or DEFAULT_TRACE_GRANULARITY,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """Checks, alerts and profiles of a running training."""
+
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None,
+        "steps between checks that all replicas have the same weights; a difference ends the training",
+        bounds="[1, inf)",
+    )
+    loss_spike_threshold: float | None = option(
+        None,
+        "report steps whose loss is this many deviations above the median of the last 64",
+        bounds="(0, inf)",
+    )
+    grad_norm_spike_threshold: float | None = option(None, "the same for the norm of the gradients", bounds="(0, inf)")
+    profile: bool = option(False, "profile some steps: with --use-pytorch-profiler, or for Nsight Systems")
+    use_pytorch_profiler: bool = option(False, "profile by torch's profiler; needs --profile")
+    profile_step_start: int = option(10, "first profiled step, counted from 0", bounds="[0, inf)")
+    profile_step_end: int = option(12, "step before which the profile ends", bounds="[1, inf)")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled")
+    profile_dir: str | None = option(None, "folder of torch's profiles; default: --tensorboard-dir, or the current one")
+    record_memory_history: bool = option(False, "record allocations, and write them if the memory of a GPU runs out")
+    memory_snapshot_path: str = option("snapshot.pickle", "file of --record-memory-history; each rank adds its number")

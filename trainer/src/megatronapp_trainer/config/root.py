@@ -8,7 +8,7 @@ from megatronapp_trainer.config.data import DataConfig
 from megatronapp_trainer.config.dpp import DppConfig
 from megatronapp_trainer.config.fbd import AUTO, FbdConfig, ShipMode
 from megatronapp_trainer.config.fixed import FixedConfig
-from megatronapp_trainer.config.logging import LoggingConfig
+from megatronapp_trainer.config.logging import LoggingConfig, WatchConfig
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.optimizer import OptimizerConfig
 from megatronapp_trainer.config.parallel import ParallelConfig
@@ -32,6 +32,7 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     control: ControlConfig = dataclasses.field(default_factory=ControlConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     always: FixedConfig = dataclasses.field(default_factory=FixedConfig)
 
     @property

@@ -42,6 +42,8 @@ class StepMetrics:
     """Mean of each loss by its name in the log; empty: there is only that of the language model."""
     loss_scale: float | None = None
     """Factor of the loss after the step, with fp16."""
+    memory_gib: tuple[float, float] | None = None
+    """Most memory that tensors took, and that torch reserved, since the last log line; None where none is due."""
 
     @property
     def named_losses(self) -> Mapping[str, float]:

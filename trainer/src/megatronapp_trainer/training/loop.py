@@ -27,6 +27,9 @@ from megatronapp_trainer.training.probe_texts import read_probe_texts
 from megatronapp_trainer.training.progress import Reporter
 from megatronapp_trainer.training.signals import StopRequest
 from megatronapp_trainer.training.step import TrainingStep
+from megatronapp_trainer.training.watch.device_memory import snapshot_on_out_of_memory
+from megatronapp_trainer.training.watch.equal_weights import check_equal_weights
+from megatronapp_trainer.training.watch.profiling import profile_window
 
 if TYPE_CHECKING:  # imported only where checkpoints are written
     from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
@@ -97,6 +100,7 @@ class Trainer:
         self._context = context
         self._probes = probes
         self._stream_state = iterators.stream_state
+        self._profile = profile_window(run.config, run.layout.global_rank, is_cuda=run.device.is_cuda)
         self._step = TrainingStep(context, iterators.train, capture, perturbation)
         self._evaluator = Evaluator(context, iterators)
 
@@ -108,7 +112,9 @@ class Trainer:
             UnsavedStopError: asked to stop where no checkpoint can be written.
             Exception: any error of data, checkpoints and collectives.
         """
-        with _garbage_collected_by_loop(self._config):
+        run = self._run
+        recorded = snapshot_on_out_of_memory(run.config, run.layout.global_rank, is_cuda=run.device.is_cuda)
+        with _garbage_collected_by_loop(self._config), recorded, self._profiled():
             self._monitor.publish_state("training")
             self._monitor.explain_missing_mfu()
             if not self._evaluator.finish_interrupted():
@@ -136,12 +142,26 @@ class Trainer:
 
     def step(self) -> StepOutcome:
         """Run one optimizer step. Raises NotFiniteError on all ranks, once a pending checkpoint is written."""
+        if self._profile is not None:
+            self._profile.step_begin(self._state.iteration)
         try:
-            return self._step.run()
+            outcome = self._step.run()
         except NotFiniteError:
             if self._context.saves is not None:
                 self._context.saves.finish(raises=False)
             raise
+        if self._profile is not None:
+            self._profile.step_end(self._state.iteration)
+        return outcome
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Write a profile whose window is still open at the end of the context."""
+        try:
+            yield
+        finally:
+            if self._profile is not None:
+                self._profile.close()
 
     def _ordered_end(self) -> ExitCode | None:
         """Obey orders before a step, as a pause; an exit code ends the training."""
@@ -165,6 +185,9 @@ class Trainer:
         self._continue_saving(outcome)
         if config.training.manual_gc and is_due(iteration, config.training.manual_gc_interval or None):
             self._monitor.collect_garbage()
+        if is_due(iteration, config.watch.check_weight_hash_across_dp_replicas_interval):
+            with gathered_parameters(self._run):
+                check_equal_weights(self._state.chunks, step=iteration)
         self._evaluator.mark_due()
         if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
             return self._stop()

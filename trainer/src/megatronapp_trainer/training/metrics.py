@@ -120,10 +120,16 @@ def log_line(
         *(f"{name}: {loss:.6E}" for name, loss in metrics.named_losses.items()),
         f"grad norm: {0.0 if metrics.grad_norm is None else metrics.grad_norm:.3f}",
         *([] if metrics.loss_scale is None else [f"loss scale: {metrics.loss_scale:.1f}"]),
+        *([] if metrics.memory_gib is None else [memory_text(*metrics.memory_gib)]),
         f"number of skipped iterations: {skipped:3d}",
         f"time left: {datetime.timedelta(seconds=round(seconds_left))}",
     ]
     return " " + " | ".join(parts) + " |"
+
+
+def memory_text(allocated_gib: float, reserved_gib: float) -> str:
+    """Format the peaks of a device's memory since the last log line."""
+    return f"memory (GiB): {allocated_gib:.2f} allocated, {reserved_gib:.2f} reserved"
 
 
 def experts_line(experts: ExpertStatistics) -> str:

@@ -15,6 +15,7 @@ from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.learning_rate import learning_rate
 from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
 from megatronapp_trainer.training.progress import Reporter
+from megatronapp_trainer.training.watch.device_memory import take_peak_gib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,12 @@ class TrainingMonitor:
         if self._reporter is not None:
             self._reporter.checkpoints(report)
 
+    def _memory(self) -> tuple[float, float] | None:
+        """Return the peaks of memory since the last log line, where one is due on a GPU."""
+        is_logged = self._state.iteration % self._run.config.logging.log_interval == 0
+        reports = self._reporter is not None and self._run.device.is_cuda
+        return take_peak_gib() if is_logged and reports else None
+
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s
         tflops = tokens_per_second * self._flops / self._run.layout.global_world_size / 1e12
@@ -122,5 +129,6 @@ class TrainingMonitor:
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             consumed_samples=self._state.consumed_samples,
             skipped=outcome.skipped,
+            memory_gib=self._memory(),
             loss_scale=float(self._state.optimizer.get_loss_scale()) if self._run.config.precision.fp16 else None,
         )

@@ -28,6 +28,7 @@ from megatronapp_trainer.training.metrics import (
     perplexity,
     validation_line,
 )
+from megatronapp_trainer.training.watch.spikes import SpikeDetector
 
 if TYPE_CHECKING:  # imported only where a training obeys orders
     from megatronapp_trainer.control.report import ControlReport
@@ -156,6 +157,11 @@ class Reporter:
         self._events = events
         self._print = print_line
         self._published_iteration: int | None = None
+        thresholds = {
+            "loss": config.watch.loss_spike_threshold,
+            "grad norm": config.watch.grad_norm_spike_threshold,
+        }
+        self._detectors = {name: SpikeDetector(value) for name, value in thresholds.items() if value is not None}
         self._elapsed_s: list[float] = []
         self._losses: list[float] = []
         self._named_losses: list[Mapping[str, float]] = []
@@ -201,6 +207,7 @@ class Reporter:
         self._elapsed_s.append(elapsed_s)
         self._losses.append(metrics.loss)
         self._named_losses.append(metrics.named_losses)
+        self._alert(metrics)
         seconds_left = self._seconds_left(metrics.iteration)
         self._publish(metrics, seconds_left, experts)
         if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
@@ -211,6 +218,18 @@ class Reporter:
             self._interval(metrics, batch_size=batch_size, skipped=skipped_steps, seconds_left=seconds_left)
             if experts is not None:
                 self.line(f" {experts_line(experts)}")
+
+    def _alert(self, metrics: StepMetrics) -> None:
+        """Report a loss or a gradient norm far above those of the steps before."""
+        for name, value in (("loss", metrics.loss), ("grad norm", metrics.grad_norm)):
+            detector = self._detectors.get(name)
+            spike = None if detector is None or value is None else detector.judge(value)
+            if spike is not None:
+                self.line(
+                    f" ALERT: the {name} of step {metrics.iteration} is {spike.value:.6E}, {spike.deviations:.1f} "
+                    f"standard deviations above the median of the steps before, {spike.median:.6E}"
+                )
+                self._write_events({f"alert/{name}": spike.deviations}, metrics.iteration)
 
     def _seconds_left(self, iteration: int) -> float:
         """Estimate the rest by the median step since the last log line; a mean would trust the first step."""
@@ -328,6 +347,8 @@ class Reporter:
         }
         if metrics.mfu is not None:
             values["mfu"] = metrics.mfu
+        if metrics.memory_gib is not None:
+            values["memory-allocated-gib"], values["memory-reserved-gib"] = metrics.memory_gib
         if metrics.grad_norm is not None:
             values["grad-norm"] = metrics.grad_norm
         self._write_events(values, metrics.iteration)
