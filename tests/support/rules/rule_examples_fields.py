@@ -94,17 +94,6 @@ _MODEL = [
         ({"spec.parallelism.expert": 2, "spec.dpp.enabled": True}, "must be 1 with fbd and dpp"),
     ),
     *good(
-        "expert-of-replicas",
-        {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
-        {"spec.parallelism": {"tensor": 1, "expert": 2}},
-    ),
-    *bad(
-        "expert-of-replicas",
-        "spec.parallelism.expert",
-        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "3 does not divide the 8 replicas"),
-        ({"spec.parallelism": {"tensor": 1, "expert": 3}}, "3 does not divide the 8 replicas"),
-    ),
-    *good(
         "hidden-size-of-heads",
         {"spec.model.hiddenSize": 68},
         {"spec.model.hiddenSize": 66, "spec.model.kvChannels": 16},

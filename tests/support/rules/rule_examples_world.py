@@ -19,6 +19,17 @@ _BATCH = "spec.training.globalBatchSize"
 _SUSPENDED: Changes = {"spec.suspend": True}
 
 _RUN = [
+    *good(
+        "expert-of-replicas",
+        {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
+        {"spec.parallelism": {"tensor": 1, "expert": 2}},
+    ),
+    *bad(
+        "expert-of-replicas",
+        "spec.parallelism.expert",
+        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "3 does not divide the 8 replicas"),
+        ({"spec.parallelism": {"tensor": 1, "expert": 3}}, "3 does not divide the 8 replicas"),
+    ),
     *good("a-gpu-for-each-rank", {"spec.gpusPerNode": 4}, {"spec.gpusPerNode": 8}),
     *bad(
         "a-gpu-for-each-rank",
