@@ -147,6 +147,15 @@ def test_layouts_in_fp8_have_the_losses_of_a_single_process(
         (f"{FP8} --bf16 --forward-backward-disaggregating", "cannot be combined with --forward-backward"),
         (f"{FP8} --bf16 --ffn-hidden-size 40", "the MLP on a rank (--ffn-hidden-size) has 40"),
         (f"{FP8} --bf16 --tensor-model-parallel-size 2 --ffn-hidden-size 48", "--ffn-hidden-size) has 24"),
+        (
+            f"{FP8} --bf16 --tensor-model-parallel-size 4 --num-attention-heads 8 --kv-channels 8 "
+            "--group-query-attention --num-query-groups 2",
+            "queries, keys and values of a rank has 24",  # 96 in all: heads of keys are fewer than ranks
+        ),
+        (
+            f"{FP8} --bf16 --num-experts 4 --moe-shared-expert-intermediate-size 40",
+            "the shared expert on a rank (--moe-shared-expert-intermediate-size) has 40",
+        ),
         (f"{FP8} --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3", "leaves 4 of 4 layers in bf16"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"),
         (f"{FP8} --bf16 --num-layers-at-start-in-bf16 2", "needs --first-last-layers-bf16"),

@@ -112,6 +112,7 @@ def test_layers_of_an_installed_transformer_engine_are_not_captured(monkeypatch:
     (reason,) = reasons_against_graphs(config_of(NO_DROPOUT))
     assert reason == "Transformer Engine, which is installed, without --transformer-impl torch"
     assert reasons_against_graphs(config_of(f"{NO_DROPOUT} --transformer-impl torch")) == ()
+    assert reasons_against_graphs(config_of(f"{NO_DROPOUT} --bf16 --fp8-format e4m3")) == ()
 
 
 @pytest.mark.torch
@@ -120,6 +121,7 @@ def test_layers_of_an_installed_transformer_engine_are_not_captured(monkeypatch:
     [
         (NO_DROPOUT, "transformer_engine"),
         (f"{NO_DROPOUT} --context-parallel-size 2", "torch"),
+        (f"{NO_DROPOUT} --bf16 --fp8-format e4m3", "torch"),
         ("--model-type bert --max-position-embeddings 16 --vocab-size 64", "torch"),
     ],
 )

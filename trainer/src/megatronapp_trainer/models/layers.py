@@ -12,17 +12,20 @@ _PLAIN = FusedParts()
 
 def implementation_of(config: TrainerConfig) -> str:
     """Return the name of the layers of a run; errors as `resolve_implementation`."""
-    only_by_name = config.model.type == "bert" or config.fbd.fbd_forward_on_cpu
-    return resolve_implementation(
-        config.model, engine_by_name=only_by_name or config.parallel.context_parallel_size > 1
+    only_by_name = (
+        config.model.type == "bert"
+        or config.fbd.fbd_forward_on_cpu
+        or config.parallel.context_parallel_size > 1
+        or config.precision.fp8_format is not None
     )
+    return resolve_implementation(config.model, engine_by_name=only_by_name)
 
 
 def resolve_implementation(model: ModelConfig, *, engine_by_name: bool = False) -> str:
     """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed.
 
     `engine_by_name`: whether Transformer Engine is taken only by its name: where ranks without a GPU have the same
-    layers, ranks share a sequence, or a sample is attended to in both directions.
+    layers, ranks share a sequence, a sample is attended to in both directions, or linear layers are in our own fp8.
     """
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.transformer_impl == "transformer_engine" and not has_engine:

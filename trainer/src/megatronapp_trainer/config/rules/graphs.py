@@ -26,6 +26,7 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
         "--recompute-granularity": precision.granularity is not None,
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl not in {"", "torch"},
         "Transformer Engine, which is installed, without --transformer-impl torch": not model.transformer_impl
+        and precision.fp8_format is None  # whose layers are ours
         and importlib.util.find_spec("transformer_engine") is not None,
     }
     return tuple(name for name, holds in found.items() if holds)

@@ -77,12 +77,15 @@ def _layers(config: TrainerConfig) -> Iterator[str]:
 
 def _widths(config: TrainerConfig) -> Iterator[str]:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads // tensor, max(model.heads_of_keys // tensor, 1)
+    heads, groups = model.num_attention_heads, model.heads_of_keys
     widths = {
         "--hidden-size": model.hidden_size,
-        "the heads of a rank (--num-attention-heads, --kv-channels)": heads * model.head_width,
-        "queries, keys and values of a rank": (heads + 2 * groups) * model.head_width,
+        "the heads of a rank (--num-attention-heads, --kv-channels)": heads * model.head_width // tensor,
+        "queries, keys and values of a rank": (heads + 2 * groups) * model.head_width // tensor,
         "the MLP on a rank (--ffn-hidden-size)": model.mlp_width // tensor,
+        "the shared expert on a rank (--moe-shared-expert-intermediate-size)": (
+            (model.moe_shared_expert_intermediate_size or 0) // tensor
+        ),
     }
     for name, width in widths.items():
         yield from require(
