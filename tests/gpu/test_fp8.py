@@ -42,9 +42,28 @@ def rounding_errors() -> dict[str, float]:
 
 def test_rounding_and_products_are_those_of_torch(run_ranks: RunRanks) -> None:
     (found,) = run_ranks(1, rounding_errors)
-    assert found["rows"] < 1e-3 and found["columns"] < 1e-3  # where a quotient is between two numbers
+    assert found["rows"] < 1e-3 and found["columns"] < 1e-3  # on Ada, which rounds to fp16 first
     assert found["row scales"] < 1e-6 and found["column scales"] < 1e-6
     assert found["output"] < 0.005 and found["input gradient"] < 0.005  # rounded to bf16
+
+
+def finite_rows_next_to(bad: float) -> list[list[bool]]:
+    """Return for each number of an output whether it is finite, where `bad` is in the second row of the inputs."""
+    import torch
+
+    from megatronapp_trainer.models.kernels import fp8
+
+    inputs = torch.ones(3, 16, device="cuda", dtype=torch.bfloat16)
+    inputs[1, 3] = bad
+    weight = torch.ones(32, 16, device="cuda", dtype=torch.bfloat16)
+    found: list[list[bool]] = fp8.linear(inputs, weight, None).isfinite().tolist()
+    return found
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_infinity_and_nan_reach_the_product(run_ranks: RunRanks, bad: float) -> None:
+    (found,) = run_ranks(1, finite_rows_next_to, bad)
+    assert found == [[True] * 32, [False] * 32, [True] * 32]
 
 
 @pytest.mark.parametrize("flags", ["", "--swiglu --normalization RMSNorm"])

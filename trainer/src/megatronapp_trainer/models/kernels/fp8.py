@@ -1,8 +1,9 @@
 """Matrix products of 8-bit operands with a scale for each row, for the linear layers of ``--fp8-format e4m3``.
 
 Each row of an operand is divided by its scale, so that its largest number becomes the largest of e4m3, and rounded;
-the product is multiplied by the scales of both rows. The products of a training in 8 bits with such scales are those of
-arXiv 2209.05433, with rows in place of tensors as in the `rowwise` recipe of torchao. M tokens, N outputs, K inputs.
+the product is multiplied by the scales of both rows. The format is that of arXiv 2209.05433, which takes e5m2 for
+gradients. Scales of rows, and e4m3 for gradients of outputs, are those of the `rowwise` recipe of torchao, which has
+gradients of weights in 8 bits, too. M tokens, N outputs, K inputs.
 """
 
 import dataclasses

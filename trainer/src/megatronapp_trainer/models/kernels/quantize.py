@@ -16,13 +16,14 @@ def _quantize_row(matrix, values, scales, columns: tl.constexpr, largest, smalle
         places = start + tl.arange(0, BLOCK)
         read = tl.load(matrix + row * columns + places, mask=places < columns, other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.abs(read))
-    scale = tl.max(top, 0) / largest
+    scale = tl.div_rn(tl.max(top, 0), largest)
     scale = tl.where(scale < smallest, smallest, scale)
     tl.store(scales + row, scale)
     for start in range(0, columns, BLOCK):
         places = start + tl.arange(0, BLOCK)
         read = tl.load(matrix + row * columns + places, mask=places < columns, other=0.0).to(tl.float32)
-        tl.store(values + row * columns + places, (read / scale).to(values.dtype.element_ty), mask=places < columns)
+        rounded = tl.div_rn(read, scale).to(values.dtype.element_ty)
+        tl.store(values + row * columns + places, rounded, mask=places < columns)
 
 
 @triton.jit
@@ -37,14 +38,14 @@ def _quantize_column_block(
         mask = (lines < rows)[:, None] & inside[None, :]
         read = tl.load(matrix + lines.to(tl.int64)[:, None] * columns + places[None, :], mask=mask, other=0.0)
         top = tl.maximum(top, tl.abs(read.to(tl.float32)))
-    scale = tl.max(top, 0) / largest
+    scale = tl.div_rn(tl.max(top, 0), largest)
     scale = tl.where(scale < smallest, smallest, scale)
     tl.store(scales + places, scale, mask=inside)
     for start in range(0, rows, LONG):
         lines = start + tl.arange(0, LONG)
         mask = (lines < rows)[:, None] & inside[None, :]
         read = tl.load(matrix + lines.to(tl.int64)[:, None] * columns + places[None, :], mask=mask, other=0.0)
-        rounded = (read.to(tl.float32) / scale[None, :]).to(values.dtype.element_ty)
+        rounded = tl.div_rn(read.to(tl.float32), scale[None, :]).to(values.dtype.element_ty)
         where = places.to(tl.int64)[:, None] * rows + lines[None, :]
         tl.store(values + where, tl.trans(rounded), mask=tl.trans(mask))
 
