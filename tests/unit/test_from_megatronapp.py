@@ -111,6 +111,7 @@ TOGETHER = {
     "--num-experts": "--num-experts 4 --disable-bias-linear",
     "--expert-model-parallel-size": "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
     "--context-parallel-size": "--context-parallel-size 2 --attention-dropout 0",
+    "--fp8-format": "--bf16 --fp8-format e4m3",
     "--cp-comm-type": "--context-parallel-size 2 --cp-comm-type a2a",
     "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2 "
     "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
@@ -204,7 +205,7 @@ def test_an_old_subcommand_is_answered_with_its_options(
         "--workload 1048576",
         "--mtp-num-layers 4",
         "--mtp-num-layers=4",
-        "--fp8-format hybrid",
+        "--fp8-recipe tensorwise",
         "--hybrid-context-parallel",
         "--moe-extended-tp",
     ],

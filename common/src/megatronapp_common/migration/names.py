@@ -48,7 +48,9 @@ FLAGS: Final[dict[str, str]] = {
     "--expert-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.expert",
     "--context-parallel-size": f"{SAME}; in a manifest spec.parallelism.context",
     "--cp-comm-type": f"{SAME} for p2p and a2a; in a manifest spec.args",
-    "--fp8-format": f"{SAME} for e4m3, with --bf16 (docs/training.md); in a manifest spec.args",
+    "--fp8-format": f"{SAME} for e4m3, with --bf16; write it for hybrid, too. Gradients of weights are computed in "
+    "bf16 (docs/training.md); in a manifest spec.args",
+    "--fp8-recipe": "the only recipe is rowwise, which Megatron-LM does not have; leave it out",
     "--fp16": f"{SAME}; in a manifest spec.training.precision: fp16; megatronapp serve has --precision fp16",
     "--loss-scale": f"{SAME}; in a manifest spec.args",
     "--tokenizer-type": f"{SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "
