@@ -227,6 +227,7 @@ TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\w+|[^\w\s]""")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_compact_text_has_the_same_tokens_and_fewer_spaces(rule: Rule) -> None:
     for text in (rule.rule, rule.message_expression):
+        assert "//" not in "".join(token for token in TOKENS.findall(text) if token[0] not in "'\"")
         assert TOKENS.findall(compact(text)) == TOKENS.findall(text)
         assert compact(compact(text)) == compact(text)
 

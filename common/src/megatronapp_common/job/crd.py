@@ -138,7 +138,8 @@ def _validation(rule: Rule) -> Schema:
 def compact(text: str) -> str:
     """Return CEL text without the spaces that CEL does not need: `kubectl apply` stores all rules in one annotation.
 
-    Spaces in literals are kept, and those between two identifiers, such as `word in words`.
+    Spaces in literals are kept, and those between two identifiers, such as `word in words`. The text has no comments,
+    which would extend over the rest, and no raw literals that end with a backslash.
     """
 
     def replaced(found: re.Match[str]) -> str:
