@@ -82,6 +82,7 @@ def test_graphs_in_fp8_are_equal_to_the_bit(run_ranks: RunRanks) -> None:
     assert found["norms"] == expected["norms"]
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     "flags",
     [
