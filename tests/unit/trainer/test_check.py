@@ -28,9 +28,9 @@ def write_corpus(prefix: pathlib.Path, tokens: int) -> str:
 
 
 def test_all_wrong_flags_are_problems_of_their_own() -> None:
-    found = check.find_problems([*FLAGS, *MOCK, "--num-layer", "3", "--fp8-format", "--lr", "fast"], 1)
+    found = check.find_problems([*FLAGS, *MOCK, "--num-layer", "3", "--fp8-margin", "--lr", "fast"], 1)
     assert [(problem.code, problem.flags[0]) for problem in found] == [
-        (int(ExitCode.USAGE), flag) for flag in ("--lr", "--num-layer", "--fp8-format")
+        (int(ExitCode.USAGE), flag) for flag in ("--lr", "--num-layer", "--fp8-margin")
     ]
 
 

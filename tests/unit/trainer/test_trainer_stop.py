@@ -33,6 +33,9 @@ class Reporter:
     def step(self, metrics: Any, **_details: object) -> None:
         pass
 
+    def checkpoints(self, report: Any) -> None:
+        pass
+
 
 def asking_to_stop(batches: Iterator[Any], before: int) -> Iterator[Any]:
     """The same batches, with a SIGTERM to this process before one of them."""
