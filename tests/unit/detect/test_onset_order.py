@@ -85,7 +85,8 @@ def test_the_last_to_become_slow_stays(before: list[tuple[float, float]]) -> Non
     onsets = onsets_of([np.array([*row, 0.1]) for row in before] + [np.full(3, SLOW)] * 3)
     assert 2 in onsets.together((0, 1, 2))
     for column in (0, 1):
-        assert onsets.may_be_together(2, (column, 2)) == (onsets.together((column, 2)) == (column, 2))
+        may_be = onsets.together((column, 2)) == (column, 2)
+        assert onsets.may_be_together([2, column], (column, 2)).tolist() == [may_be, may_be]
 
 
 @given(st.lists(st.tuples(STRENGTHS, STRENGTHS), min_size=1, max_size=20), st.lists(st.integers(0, 20), max_size=8))
@@ -111,6 +112,21 @@ def test_an_order_is_forgotten_once_the_earlier_column_is_healthy_for_long() -> 
         assert found == ((1,) if again == 20 else (0, 1))
 
 
+@given(st.integers(4, 12), st.integers(1, 30), st.sampled_from([DEVICE, PROCESSOR]))
+def test_a_fault_in_common_that_pauses_stays_common(on: int, off: int, clock: Clock) -> None:
+    both = np.tile([*[SLOW] * on, *[0.1] * off], 3)
+    for begin in range(0, len(both), on + off):
+        for end in (begin + 1, begin + on):
+            assert together(both[:end], both[:end], clock=clock) == (0, 1)
+
+
+def test_faults_of_several_columns_stay_theirs_while_they_pause() -> None:
+    first, second = slow_from(2), slow_from(5)
+    first[12:20] = second[12:20] = 0.1
+    assert together(first, second) == (1,)
+
+
 def test_without_an_order_all_columns_may_be_slow_together() -> None:
     assert NO_ORDER.together({3, 1}) == (1, 3)
     assert NO_ORDER.together(()) == ()
+    assert NO_ORDER.may_be_together([3, 1], (2,)).all()

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.model import Cause, SubjectType
 
@@ -27,11 +29,9 @@ class Neighbours:
         own = self._ranks(candidate)
         for ranks in self.places.crowds():
             if own < ranks:
-                columns = [self._column(candidate, rank) for rank in ranks]
-                rising = sum(
-                    part.votes[column] >= RISING_VOTES and part.onsets.may_be_together(column, candidate.columns)
-                    for column in columns
-                )
+                columns = np.array([self._column(candidate, rank) for rank in ranks], np.int64)
+                columns = columns[part.votes[columns] >= RISING_VOTES]
+                rising = np.count_nonzero(part.onsets.may_be_together(columns, candidate.columns))
                 if rising > len(own) and rising >= self.node_part * len(ranks):
                     return True
         return False

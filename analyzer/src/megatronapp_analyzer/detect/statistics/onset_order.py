@@ -28,7 +28,7 @@ class Onsets:
     established: Floats
     """Step from which on the column is slow beyond doubt; infinite for all others."""
     quiet: Floats
-    """Last step in which it showed no sign of slowness; minus infinity before the first."""
+    """Last step in which it showed no sign of slowness, before it was slow beyond doubt; minus infinity without any."""
 
     def together(self, columns: Iterable[int]) -> tuple[int, ...]:
         """Return columns in order, without those that were slow beyond doubt while others of them showed no sign."""
@@ -37,10 +37,14 @@ class Onsets:
             return tuple(inside.tolist())
         return tuple(inside[self.established[inside] > self.quiet[inside].max()].tolist())
 
-    def may_be_together(self, column: int, others: tuple[int, ...]) -> bool:
-        """Return whether a column may have become slow for the same reason as others, neither before nor after them."""
-        pairs = ((column, other) for other in others if other != column)
-        return all(len(self.together(pair)) == len(pair) for pair in pairs)
+    def may_be_together(self, columns: Iterable[int], others: tuple[int, ...]) -> Mask:
+        """Return which columns may have become slow for the same reason as others, neither before nor after them."""
+        inside, where = np.array(list(columns), np.int64), list(others)
+        if not len(self.quiet):
+            return np.ones(len(inside), np.bool_)
+        not_before = self.established[inside] > self.quiet[where].max()
+        found: Mask = not_before & (self.established[where].min() > self.quiet[inside])
+        return found
 
 
 NO_ORDER = Onsets(np.empty(0), np.empty(0))
@@ -48,7 +52,11 @@ NO_ORDER = Onsets(np.empty(0), np.empty(0))
 
 
 class OnsetOrder:
-    """Moments of each column. A step in which a column is unknown changes nothing for it."""
+    """Moments of each column. A step in which a column is unknown changes nothing for it.
+
+    The order of a slowness that pauses is that of its first onset, until it is forgotten: in the pause, no column with
+    the same fault shows a sign.
+    """
 
     def __init__(self, columns: int, forget: int) -> None:
         """`forget`: steps without votes after which a column is healthy again."""
@@ -88,6 +96,6 @@ class OnsetOrder:
             sure |= self._clear >= CLEAR_STEPS
         since = np.where(sure, np.minimum(self._established, self._step), self._established)
         self._established = np.where(self._without < self._forget, since, np.inf)
-        quiet = known & (votes == 0) & (strength < QUIET_STRENGTH)
+        quiet = known & (votes == 0) & (strength < QUIET_STRENGTH) & np.isinf(self._established)
         self._quiet = np.where(quiet, self._step, self._quiet)
         return Onsets(self._established, self._quiet)
