@@ -1,6 +1,7 @@
 """Life of findings: what a larger subject does to those that it includes."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from hypothesis import given
@@ -8,9 +9,13 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
+from megatronapp_analyzer.detect.findings.report import verdict_of
 from megatronapp_analyzer.detect.settings import DetectorSettings
-from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, VerdictState, VerdictSubject
+from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, SubjectType, VerdictState, VerdictSubject
+from megatronapp_common.topology import Coordinates
 
+LAYOUT = JobLayout(coordinates=(Coordinates(tp=0, cp=0, ep=0, dp=0, pp=0),), workers=(0,), nodes=("a",))
+BEGIN = JobMoment(attempt=0, step=0, time=0.0)
 RANK = VerdictSubject(type=SubjectType.RANK, ranks=(0,))
 NODE = VerdictSubject(type=SubjectType.NODE, ranks=(0, 1), node="a")
 
@@ -122,6 +127,59 @@ def test_a_fault_that_returns_after_long_is_another_fault(off: int) -> None:
     settings = DetectorSettings()
     named = life(([True] * 8 + [False] * off) * 3, settings)
     assert sum(named) == 3 * (8 - 3 + settings.clear_steps - 1)
+
+
+@given(gap=st.integers(2, 30), strays=st.integers(0, 12))
+def test_single_steps_after_the_end_of_a_fault_do_not_lengthen_its_verdict(gap: int, strays: int) -> None:
+    settings = DetectorSettings()
+    after = ([False] * gap + [True]) * strays + [False] * (settings.clear_steps + 4)
+    assert not life([True] * 8 + after, settings)[-1]
+
+
+def test_a_verdict_that_pauses_does_not_cover_a_fault_of_a_part_of_it() -> None:
+    settings = DetectorSettings()
+    tracker = FindingTracker(settings)
+    whole = dataclasses.replace(
+        candidate(VerdictSubject(type=SubjectType.NODE, ranks=(0, 1, 2, 3), node="a")), columns=(0, 1, 2, 3)
+    )
+    numbers = itertools.count(1)
+    proposed: list[SuspectCandidate] = []
+
+    def over(track: FindingTrack) -> tuple[bool, int]:
+        return (True, 5) if track.candidate in proposed else (False, 0)
+
+    def steps(*candidates: SuspectCandidate, count: int) -> list[FindingTrack]:
+        """Let only what is proposed be over; return what changed."""
+        changed: list[FindingTrack] = []
+        proposed[:] = candidates
+        for number in itertools.islice(numbers, count):
+            now = JobMoment(attempt=0, step=number, time=float(number))
+            tracker.propose(candidates, lambda votes: BEGIN, lambda suspect: False, hits=lambda suspect: 3)
+            changed += tracker.advance(now, over)
+            changed += tracker.confirm(now, lambda track: True, lambda track: track.cause)
+        return changed
+
+    steps(whole, count=5)
+    steps(count=40)
+    steps(whole, count=5)
+    steps(count=settings.clear_steps - 2)
+    assert not steps(candidate(RANK), count=1)
+    steps(count=1)
+    (named,) = steps(candidate(RANK), count=1)
+    assert (named.subject, named.state) == (RANK, VerdictState.CONFIRMED)
+    back = {track.subject.type: track.state for track in steps(whole, count=1)}
+    assert back == {SubjectType.NODE: VerdictState.CONFIRMED, SubjectType.RANK: VerdictState.CLEARED}
+    assert [track.subject for track in tracker.live.values()] == [whole.subject]
+
+
+@given(on=st.integers(4, 15), off=st.integers(1, 30))
+def test_pauses_do_not_make_a_verdict_doubtful(on: int, off: int) -> None:
+    tracker, last = FindingTracker(DetectorSettings()), list[bool]()
+    sure = []
+    for number, over in enumerate(([True] * on + [False] * off) * 6):
+        _is_named_after(tracker, DetectorSettings(), number, over, last)
+        sure += [verdict_of(track, LAYOUT, 100).confidence for track in tracker.live.values() if track.named]
+    assert min(sure) > 0.5
 
 
 def test_findings_of_another_cause_and_of_equal_subjects_stay() -> None:

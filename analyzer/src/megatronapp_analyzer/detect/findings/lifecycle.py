@@ -30,8 +30,12 @@ class FindingTrack:
     """True if this step's votes suffice to confirm it."""
     clean: int = 0
     pause: int = 0
-    """Longest number of clean steps after which there was evidence again."""
+    """Longest number of clean steps after which it was back."""
+    gap: int = 0
+    """The same of steps after which there was evidence, which may not have lasted."""
     steps_seen: int = 0
+    steps_paused: int = 0
+    """Steps without evidence while it was recovering."""
     hits: int = 0
     evidence: collections.deque[int] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     ratios: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
@@ -199,11 +203,13 @@ class FindingTracker:
         told = [dataclasses.replace(track, state=VerdictState.CLEARED, until=now) for track in self._narrowed]
         self._narrowed.clear()
         self._step += 1
+        back: list[FindingTrack] = []
         for key, track in list(self.live.items()):
             before = track.state
             hit, votes = over(track)
             track.steps_seen += 1
             self._age(track, hit, votes, now)
+            track.steps_paused += track.state is VerdictState.RECOVERING and not hit
             least = self._settings.suspect_votes - track.candidate.harmful
             if track.state is VerdictState.SUSPECT and votes < least:
                 del self.live[key]
@@ -213,7 +219,9 @@ class FindingTracker:
                 told.append(track)
             elif track.named and (hit or track.state is not before):
                 told.append(track)
-        return told
+                if before is VerdictState.RECOVERING and track.state is VerdictState.CONFIRMED:
+                    back.append(track)
+        return told + [ended for track in back for ended in self._end_parts(track, now)]
 
     def confirm(
         self, now: JobMoment, costly: Callable[[FindingTrack], bool], cause: Callable[[FindingTrack], Cause]
@@ -273,8 +281,11 @@ class FindingTracker:
     def _age(self, track: FindingTrack, hit: bool, votes: int, now: JobMoment) -> None:
         if hit:
             track.hits += 1
-            track.pause, track.clean = max(track.pause, track.clean), 0
+            track.gap, track.clean = max(track.gap, track.clean), 0
             track.evidence.append(now.step)
+            # Single steps after the end of a fault are noise: its verdict must not stay longer after each of them.
+            if votes >= self._settings.confirm_votes - track.candidate.harmful:
+                track.pause, track.gap = max(track.pause, track.gap), 0
             if track.state is VerdictState.RECOVERING and votes >= self._settings.confirm_votes:
                 track.state = VerdictState.CONFIRMED
             return
@@ -313,7 +324,8 @@ class FindingTracker:
                 continue
             if columns & set(track.candidate.columns):
                 if len(columns) <= len(track.candidate.columns):
-                    return track.named
+                    # What pauses is no reason for the slowness of a part of it.
+                    return track.named and track.clean < self._settings.clear_steps
                 if candidate.votes >= self._settings.confirm_votes and not track.named:
                     del self.live[key]
         return False

@@ -81,7 +81,7 @@ def _part_lines(parts: PassParts, ratio: float) -> list[str]:
 def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
     """Build the verdict for a track."""
     candidate = track.candidate
-    sure = min(confidence(track.hits, track.steps_seen, columns), MEASURED_CAP)
+    sure = min(confidence(track.hits, track.steps_seen - track.steps_paused, columns), MEASURED_CAP)
     if candidate.cause is Cause.UNDETERMINED:
         sure = min(sure, UNDETERMINED_CAP)
     elif not candidate.by_history:
