@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 
 import detect
 import numpy as np
@@ -57,7 +58,7 @@ def main() -> None:
         cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
     outcomes = run_some(cases, names, options) if options.resume else run_in_order(cases, names, options.processes)
     if not outcomes:
-        sys.exit("no window has been run; give more --minutes")
+        sys.exit("no window has been run; give more --minutes, or more --windows for so many parts")
     print(table(outcomes))
     print("\nAll rows together, with exact bounds at 95 %:\n" + totals_table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
@@ -146,6 +147,9 @@ def run_all(
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 running |= {pool.submit(run, case, names) for case in itertools.islice(in_time, len(done))}
                 yield from (future.result() for future in done)
+        except BrokenProcessPool:
+            if not ended():  # `timeout` sends its signal to all processes of the run
+                raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -186,7 +190,7 @@ def run_some(
     folders = [pathlib.Path(next(iter(detect.__path__))), *(analyzer / name for name in ("detect", "graph", "align"))]
     csrc = pathlib.Path(__file__).parents[1] / "csrc"
     folders += [csrc / "src" / "detect", csrc / "include" / "megatronapp" / "detect"]
-    version = version_of(folders, f"{names} {options.pace}")
+    version = version_of(folders, f"{names} {options.layouts} {options.pace}")
     try:
         others = [outcomes_in(path, version) for path in options.also]
     except (OSError, ValueError) as error:
@@ -197,18 +201,23 @@ def run_some(
         sys.exit(f"--continue: {error}")
     found = dict(itertools.chain.from_iterable(part.items() for part in [*others, stored.outcomes]))
     missing = [case for case in cases if key_of(case) not in found]
+    if strange := len(found) - (len(cases) - len(missing)):
+        print(f"{strange} of the stored outcomes are of other rows, seeds or parts; they are left out", file=sys.stderr)
     begun_s = time.monotonic()
     with until_a_signal() as ended:
-        outcomes = run_all(missing, names, options.processes, options.minutes, ended)
-        for number, outcome in enumerate(outcomes, start=1):
+        new = run_all(missing, names, options.processes, options.minutes, ended)
+        for number, outcome in enumerate(new, start=1):
             stored.add(outcome)
             found[key_of(outcome.case)] = outcome
             left = (time.monotonic() - begun_s) / number * (len(missing) - number) / 60
             print(f"\r{number} of {len(missing)} windows, {left:.0f} minutes for the others  ", end="", file=sys.stderr)
             sys.stderr.flush()
-    print(file=sys.stderr)
     stored.close()
-    return [found[key_of(case)] for case in cases if key_of(case) in found]
+    outcomes = [found[key_of(case)] for case in cases if key_of(case) in found]
+    if len(outcomes) < len(cases):
+        print(f"\n{len(cases) - len(outcomes)} of {len(cases)} windows are missing below", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return outcomes
 
 
 def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import os
 import pathlib
 import pickle
 import signal
@@ -136,19 +137,27 @@ def test_parts_are_summed_up(
     first, second = tmp_path / "1.outcomes", tmp_path / "2.outcomes"
     argv = ["bench", "--rows", "healthy", "--layouts", "dp4", "--detectors", "late start", "--windows", "2"]
 
-    def bench(*options: str) -> str:
+    def bench(*options: str, note: str = "") -> str:
         monkeypatch.setattr("sys.argv", [*argv, *options])
         main()
-        return capsys.readouterr().out
+        found = capsys.readouterr()
+        assert note in found.err and ("missing" in note) == ("missing" in found.err)
+        return found.out
 
     bench("--part", "1/2", "--continue", str(first))
     second.write_bytes(first.read_bytes()[:-10])  # a run that has just begun
     assert "| healthy | late start | 2 |" in bench("--continue", str(second), "--also", str(first))
     assert len(outcomes_in(second, _version_in(second))) == 1
     assert "| healthy | late start | 2 |" in bench("--continue", str(first), "--also", str(second), "--minutes", "0")
+    bench(
+        "--part", "2/2", "--continue", str(second), "--also", str(first), note="1 of the stored outcomes are of other"
+    )
+    bench("--windows", "3", "--continue", str(first), "--minutes", "0", note="2 of 3 windows are missing below")
+    with pytest.raises(SystemExit, match=r"--continue: .* has outcomes of version"):
+        bench("--layouts", "dp4,dp8", "--continue", str(first))
     with pytest.raises(SystemExit, match=r"--also: .*no file"):
         bench("--continue", str(first), "--also", str(tmp_path / "no file"))
-    with pytest.raises(SystemExit, match="no window has been run; give more --minutes"):
+    with pytest.raises(SystemExit, match="no window has been run; give more --minutes, or"):
         bench("--continue", str(tmp_path / "3.outcomes"), "--minutes", "0")
 
 
@@ -174,19 +183,23 @@ def test_outcomes_of_another_part_are_read_while_it_runs(tmp_path: pathlib.Path)
     stored.close()
 
 
-def test_a_run_that_is_ended_prints_what_is_stored(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_prints_what_is_stored(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    """A terminal and `timeout` send signals to all processes of a run."""
     path = tmp_path / "run.outcomes"
     command = [sys.executable, bench_detectors.__file__, "--rows", "healthy", "--layouts", "dp8-pp8"]
     command += ["--detectors", "late start", "--windows", "2000", "--processes", "2", "--continue", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         assert process.stderr.read(1)  # the first window is stored
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, number)
         out, err = process.communicate()
     assert process.returncode == 0, err
     assert "ends after the windows that have begun; the same command continues" in err
     stored = len(outcomes_in(path, _version_in(path)))
     assert stored > 0
+    assert f"\n{2000 - stored} of 2000 windows are missing below" in err
     assert f"| healthy | late start | {stored} |" in out
 
 
