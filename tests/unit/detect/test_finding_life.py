@@ -105,7 +105,7 @@ def _is_named_after(
     return any(track.named for track in tracker.live.values())
 
 
-@given(on=st.integers(4, 15), off=st.integers(1, 60), periods=st.integers(3, 5))
+@given(on=st.integers(4, 15), off=st.integers(1, DetectorSettings().longest_pause - 1), periods=st.integers(3, 5))
 def test_the_verdict_of_a_fault_that_stops_and_starts_stays(on: int, off: int, periods: int) -> None:
     settings = DetectorSettings()
     pattern = ([True] * on + [False] * off) * periods
