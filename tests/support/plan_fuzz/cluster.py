@@ -118,8 +118,13 @@ def run(world: World, pod: Pod) -> None:
 
 
 def continue_in_place(world: World, pod: Pod) -> None:
-    """A launcher follows the order for another attempt; without one it ends, as do those that wait for others."""
-    if pod.phase is not WorkerPhase.RUNNING or not world.healthy(pod) or pod.stuck or pod.spare:
+    """A launcher follows the order for another attempt; without one it ends, as do those that wait for others.
+
+    One that is stuck with an order follows it never; without an order its wait ends as that of others.
+    """
+    if pod.phase is not WorkerPhase.RUNNING or not world.healthy(pod) or pod.spare:
+        return
+    if pod.stuck and (pod.end is None or pod.joined < pod.attempt):
         return
     if pod.joined < pod.attempt and world.random.random() < 0.6:
         pod.joined, pod.end = pod.attempt, None

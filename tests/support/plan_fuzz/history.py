@@ -114,8 +114,8 @@ def make_world(draw: random.Random, seed: int) -> World:
 
 
 def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSpec:
-    """Return the spec that the user writes."""
-    return JobSpec(
+    """Return the spec that the user writes; the job's rules refuse a restart in place where a queue places pods."""
+    spec = JobSpec(
         name="job",
         uid=f"uid-{seed}",
         worker_groups=worker_groups(workers, forward=workers // 2 if seed % 2 else 0),
@@ -131,6 +131,8 @@ def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSp
         slow_node=SlowNodePolicy(action=draw.choice(list(SlowNodeAction)), min_s=30),
         policy=make_policy(draw),
     )
+    in_place = spec.policy.in_place and not spec.gang
+    return dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, in_place=in_place))
 
 
 def make_policy(draw: random.Random) -> RunPolicy:
