@@ -68,11 +68,11 @@ class WorkerLife:
         try:
             if settings.attempt_file is not None:
                 take_lock(lock_path(settings.shm_dir, settings.uid, settings.index))
-            if (order := settings.order()) is not None:
-                self._follow(order)
-            elif settings.spare and (outcome := await self._wait_as_spare()) is not None:
-                return outcome
             with self._served_status():
+                if (order := settings.order()) is not None:
+                    self._follow(order)
+                elif settings.spare and (outcome := await self._wait_as_spare()) is not None:
+                    return outcome
                 return await self._run_attempts()
         except TrainerError as error:
             log.error("%s", error)
@@ -110,9 +110,13 @@ class WorkerLife:
             self._launcher.stop()
 
     def _served_status(self) -> contextlib.AbstractContextManager[object]:
-        """Serve the status of the gang on worker 0, over all its attempts."""
+        """Serve the status of the gang on worker 0, over all its attempts.
+
+        A spare serves from the beginning: if its place is that of worker 0, and it does not follow the order, the
+        attempt in its answer says so.
+        """
         settings = self._settings
-        if settings.index != COORDINATOR or settings.status_port is None:
+        if not (settings.spare or settings.index == COORDINATOR) or settings.status_port is None:
             return contextlib.nullcontext()
         place = find_worker_address(os.environ, socket.gethostname())
         token = launcher_token(settings.secret_file, TokenRole.VIEWER)
