@@ -73,7 +73,7 @@ class WorkerLog:
     ) -> None:
         self._cluster = cluster
         self.job = job
-        self._pod = _pod_name(job, worker)
+        self._worker = worker
         self._rank = rank
         self._attempt = attempt
         self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"
@@ -83,6 +83,11 @@ class WorkerLog:
         """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
         worker, rank = _selected_log(cluster_layers(job).job, selection)
         return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt)
+
+    @property
+    def _pod(self) -> str:
+        """Name of the worker's pod, as the job was last seen."""
+        return _pod_name(self.job, self._worker)
 
     def pod(self) -> Object:
         """Return the worker's pod. Raises OperatorError if it does not exist, or belongs to another attempt."""
@@ -107,11 +112,12 @@ class WorkerLog:
             yield from select(_lines(functools.partial(answer.read1, CHUNK)), self._rank)
 
     def is_complete(self) -> bool:
-        """Return True if no more lines can follow."""
+        """Read the job again, whose worker may have another pod by now; return True if no more lines can follow."""
         try:
-            return self._cluster.view(self.job.name).ended
+            self.job = self._cluster.view(self.job.name)
         except JobNotFoundError:
             return True
+        return self.job.ended
 
     def following(self, tail: int | None = None) -> Iterator[str]:
         """Yield lines until the job has ended; continue with the pod of the next attempt unless an attempt is selected.
