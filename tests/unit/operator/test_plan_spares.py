@@ -207,15 +207,31 @@ def test_spares_give_their_nodes_to_unplaced_workers(losing: Maker, worker: Make
 def test_suspension_removes_spares_and_the_end_does(running: Maker, worker: Maker) -> None:
     made = running(in_place=True, spares=1, grace_s=600)
     made.see(*made.observed.workers, spares=(spare_at(worker),))
-    made.plan()
+    assert made.plan().status.is_true(ConditionType.SPARES_READY)
     before = made.job
     made.spec(suspend=True)
-    assert {(action.index, action.spare) for action in actions(made.plan())} == {(0, False), (1, False), (2, True)}
+    plan = made.plan()
+    assert {(action.index, action.spare) for action in actions(plan)} == {(0, False), (1, False), (2, True)}
+    assert not plan.status.is_true(ConditionType.SPARES_READY)
     made.job = before
     made.see(*(worker(index, "Succeeded", 0) for index in range(2)), spares=(spare_at(worker),))
     plan = made.plan()
     assert plan.status.phase is Phase.SUCCEEDED
+    assert not plan.status.is_true(ConditionType.SPARES_READY)
     assert [action.index for action in actions(plan) if isinstance(action, DeleteWorker) and action.spare] == [2]
+
+
+def test_a_job_that_is_resumed_lacks_no_spare(running: Maker, worker: Maker) -> None:
+    made = running(in_place=True, spares=1)
+    made.status(restarts=1)
+    made.spec(suspend=True)
+    made.plan()
+    made.see(spares=())
+    made.plan()
+    made.spec(suspend=False)
+    plan = made.plan()
+    assert [action.index for action in actions(plan) if isinstance(action, CreateWorker)] == [0, 1]
+    assert events(plan, "NoSpare") == []
 
 
 @pytest.mark.parametrize("gpus", [0, 8])
@@ -265,6 +281,22 @@ def test_a_slow_node_is_swapped_at_the_next_checkpoint(running: Maker, worker: M
     plan = made.plan()
     orders = [action for action in actions(plan) if isinstance(action, RestartWorker)]
     assert [(order.index, order.spare) for order in orders] == [(0, None), (1, "job-spare-0-0")], "without a pause"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"phase": WorkerPhase.PENDING}, {"reusable": False}, {"disrupted": "Evicted"}, {"node": "n1"}],
+    ids=["starts", "edited", "disrupted", "slow node"],
+)
+def test_a_slow_node_is_not_left_before_a_spare_waits(running: Maker, worker: Maker, changes: dict[str, Any]) -> None:
+    made = running(in_place=True, spares=1)
+    made.spec(slow_node=SlowNodePolicy(action=SlowNodeAction.SWAP_AT_CHECKPOINT))
+    made.status(excluded_nodes=(ExcludedNode(node="n1", until=5000.0, reason="SlowNodeDetected"),))
+    gang = [sound(worker(index)) for index in range(2)]
+    made.see(*gang, spares=(spare_at(worker, **changes),))
+    assert not [action for action in actions(made.plan()) if isinstance(action, EndAtCheckpoint)]
+    made.see(*gang, spares=(spare_at(worker),))
+    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=0)]
 
 
 @pytest.mark.parametrize("code", [1, ExitCode.PREEMPTED])

@@ -124,6 +124,7 @@ def _rest(draft: PlanBuilder, reason: str, message: str) -> None:
     draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
     for outdated in (
         ConditionType.PODS_SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED,
+        ConditionType.SPARES_READY,
     ):  # fmt: skip
         draft.clear_condition(outdated, reason, message)
 
@@ -159,6 +160,7 @@ def end(draft: PlanBuilder, phase: Phase, kind: ConditionType, reason: str, mess
     draft.set_condition(kind, True, reason, message)
     for outdated in (
         ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED, ConditionType.STALLED,
+        ConditionType.SPARES_READY,
     ):  # fmt: skip
         draft.clear_condition(outdated, reason, message)
 

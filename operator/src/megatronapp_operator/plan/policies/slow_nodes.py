@@ -6,7 +6,7 @@ from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EndAtCheckpoint
 from megatronapp_operator.plan.observed import Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import exclusion, report
+from megatronapp_operator.plan.policies import exclusion, report, spares
 from megatronapp_operator.plan.policies.restart import attempt_failed
 from megatronapp_operator.plan.spec import SlowNodeAction
 
@@ -40,9 +40,11 @@ def slow_nodes(draft: PlanBuilder) -> bool:
 
 
 def _order_end(draft: PlanBuilder) -> None:
-    """Let the gang end with its next checkpoint if one of its nodes was excluded because it is slow."""
+    """Let the gang end with its next checkpoint if one of its nodes is excluded as slow, and a spare waits for that."""
     gang, attempt = draft.gang, draft.status.attempt
-    if _slow_member(draft) is not None and not any(worker.ends_at_checkpoint for worker in gang):
+    if _slow_member(draft) is None or not spares.any_waits(draft):
+        return
+    if not any(worker.ends_at_checkpoint for worker in gang):
         draft.actions.append(EndAtCheckpoint(index=0, attempt=attempt))
 
 

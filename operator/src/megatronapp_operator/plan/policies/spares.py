@@ -35,7 +35,8 @@ def assign(draft: PlanBuilder, missing: Collection[int], *, stay: Collection[str
         message = f"spare {spare.name} on {spare.node} takes the place of worker {index}"
         draft.event(EventType.NORMAL, reasons.SPARE_TOOK_OVER, message)
     without = list(missing)[len(ready) :]
-    if without and draft.job.spec.policy.spares and status.restarts:
+    follows_failure = status.last_restart_time is not None and not status.released
+    if without and draft.job.spec.policy.spares and follows_failure:
         named = ", ".join(map(str, without[:NAMED])) + (" and others" if len(without) > NAMED else "")
         message = f"no spare is ready for worker {named}, which gets a new pod"
         draft.event(EventType.WARNING, reasons.NO_SPARE, message)
@@ -74,10 +75,19 @@ def judge_takeovers(draft: PlanBuilder) -> bool:
     return True
 
 
+def any_waits(draft: PlanBuilder) -> bool:
+    """Return True if a spare could take a place in the next attempt, if that began now."""
+    return any(_waits(draft, spare) for spare in draft.observed.spares)
+
+
 def _may_take_over(draft: PlanBuilder, spare: Worker) -> bool:
     """Return True if a spare may take a place in the current attempt."""
-    waits = spare.phase is WorkerPhase.RUNNING and spare.attempt < draft.status.attempt and not draft.status.released
-    return waits and spare.reusable and not spare.taken and not _on_excluded_node(draft, spare)
+    return spare.attempt < draft.status.attempt and not draft.status.released and _waits(draft, spare)
+
+
+def _waits(draft: PlanBuilder, spare: Worker) -> bool:
+    waits = spare.phase is WorkerPhase.RUNNING and spare.reusable and not spare.taken
+    return waits and not _on_excluded_node(draft, spare)
 
 
 def _on_excluded_node(draft: PlanBuilder, spare: Worker) -> bool:
