@@ -117,8 +117,9 @@ def test_an_order_to_a_spare_is_repeated_until_it_is_seen(losing: Maker, worker:
         {"reusable": False},
         {"phase": WorkerPhase.PENDING},
         {"phase": WorkerPhase.FAILED, "finished_at": 1000.0},
+        {"index": 3},
     ],
-    ids=["deleted", "disrupted", "unreachable", "edited", "starts", "ended"],
+    ids=["deleted", "disrupted", "unreachable", "edited", "starts", "ended", "fewer spares"],
 )
 def test_without_a_spare_that_waits_a_new_pod_is_created(losing: Maker, worker: Maker, changes: dict[str, Any]) -> None:
     made = losing(spares=(spare_at(worker, **changes),))

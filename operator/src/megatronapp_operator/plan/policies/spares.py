@@ -87,7 +87,7 @@ def _may_take_over(draft: PlanBuilder, spare: Worker) -> bool:
 
 def _waits(draft: PlanBuilder, spare: Worker) -> bool:
     waits = spare.phase is WorkerPhase.RUNNING and spare.reusable and not spare.taken
-    return waits and not _on_excluded_node(draft, spare)
+    return waits and not _on_excluded_node(draft, spare) and spare.index in _seats(draft)
 
 
 def _on_excluded_node(draft: PlanBuilder, spare: Worker) -> bool:
