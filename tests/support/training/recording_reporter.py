@@ -1,7 +1,9 @@
-"""A reporter of the training loop that stores the figures of each step."""
+"""Services of the training loop that store what it reports and calls."""
 
 import dataclasses
 from typing import Any
+
+from megatronapp_common.trace import RecordKind
 
 
 @dataclasses.dataclass
@@ -26,3 +28,60 @@ class RecordingReporter:
     def state(self, state: str) -> None: ...
 
     def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None: ...
+
+
+class RecordingServices:
+    """Fake of reporter, checkpoints and observer that stores what it receives."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.consumed: list[int] = []
+        self.validations: list[tuple[int, float, str]] = []
+        self.saved: list[int] = []
+        self.states: list[str] = []
+        self.events: list[tuple[str, Any, int, int]] = []
+        self.open: list[RecordKind] = []
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+        self.consumed.append(metrics.consumed_samples)
+
+    def state(self, state: str) -> None:
+        self.states.append(state)
+
+    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
+        self.validations.append((iteration, loss, split))
+
+    background: Any = None
+    report = None
+
+    def checkpoints(self, report: Any) -> None:
+        if report is not None:
+            self.states.append(report)
+
+    def save(self, state: Any) -> None:
+        self.saved.append(state.iteration)
+        if self.background is not None:
+            self.background.pending = state.iteration
+
+
+class BackgroundServices:
+    """Fake of checkpoints in the background: a rank is never busy. What is called is stored with the states."""
+
+    def __init__(self, services: RecordingServices, *, pending: int | None = None, is_failing: bool = False) -> None:
+        self.pending = pending
+        self.is_failing = is_failing
+        self.report = "report"
+        self._services = services
+
+    def busy(self) -> bool:
+        return False
+
+    def before_change(self) -> None: ...
+
+    def advance(self) -> None:
+        self.pending = None
+
+    def finish(self, *, raises: bool = True) -> None:
+        self._services.states.append(f"finish {self.pending} {raises}")
+        self.pending = None

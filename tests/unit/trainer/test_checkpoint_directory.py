@@ -332,6 +332,22 @@ def test_two_claims_of_an_attempt_write_into_different_folders(directory: Checkp
     assert names(directory) == {"iter_0000005", "latest_checkpointed_iteration.txt", "owner.json"}
 
 
+def test_a_new_checkpoint_removes_what_its_claim_left_unfinished(directory: CheckpointDirectory) -> None:
+    """A write that failed on a full disk may not be removed before the next begins, which needs its room."""
+    other = OwnershipClaim(uid="job", attempt=0)
+    claim = claimed(directory)
+    write(directory, 1, claim)
+    failed = directory.begin(2, claim)
+    (failed / "data.distcp").write_bytes(b"wei")
+    directory.temporary(2, other).mkdir()
+    temporary = directory.begin(3, claim)
+    assert {name for name in names(directory) if name.startswith("iter_")} == {
+        "iter_0000001",
+        directory.temporary(2, other).name,
+        temporary.name,
+    }
+
+
 def test_a_vanished_owner_is_no_owner(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     (directory.path / "owner.json").unlink()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import small_training
+from recording_reporter import BackgroundServices, RecordingServices
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import RecordKind
@@ -22,38 +23,6 @@ MODEL = (
 )
 PP2 = "--pipeline-model-parallel-size 2"
 VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-
-
-class RecordingServices:
-    """Fake of reporter, checkpoints and observer that stores what it receives."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.consumed: list[int] = []
-        self.validations: list[tuple[int, float, str]] = []
-        self.saved: list[int] = []
-        self.states: list[str] = []
-        self.events: list[tuple[str, Any, int, int]] = []
-        self.open: list[RecordKind] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-        self.consumed.append(metrics.consumed_samples)
-
-    def state(self, state: str) -> None:
-        self.states.append(state)
-
-    def validation(self, iteration: int, loss: float, split: str, **_details: object) -> None:
-        self.validations.append((iteration, loss, split))
-
-    background = None
-    report = None
-
-    def checkpoints(self, report: Any) -> None:
-        pass
-
-    def save(self, state: Any) -> None:
-        self.saved.append(state.iteration)
 
 
 class Observer:
@@ -226,9 +195,9 @@ def train_with_poisoned_weights() -> str:
     return str(caught.value)
 
 
-def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
-    """Return the error, saves, and if weights are finite, where in step 2 a gradient of replica 1 is NaN and its loss
-    finite."""
+def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], list[str], bool]:
+    """Return the error, saves, what was announced, and if weights are finite, where in step 2 a gradient of replica 1
+    is NaN and its loss finite."""
     import torch
 
     from megatronapp_trainer.data.microbatches import DataIterators
@@ -245,10 +214,32 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
 
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     recorder: Any = RecordingServices()
+    recorder.background = BackgroundServices(recorder)
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, build_schedule(run), stop_request=StopRequest(), checkpoints=recorder).train()
+        Trainer(
+            run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=recorder, checkpoints=recorder
+        ).train()
     finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
-    return str(caught.value), recorder.saved, finite
+    return str(caught.value), recorder.saved, recorder.states, finite
+
+
+def end_with_a_pending_checkpoint() -> list[tuple[list[str], list[int]]]:
+    """Return what is announced and saved at the end of a training while an earlier checkpoint is pending: one that is
+    being written, and one whose write has failed."""
+    from megatronapp_trainer.training.build import build_schedule
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopRequest
+
+    run, iterators = prepared("--train-iters 2")
+    schedule, found = build_schedule(run), []
+    for is_failing in (False, True):
+        recorder: Any = RecordingServices()
+        recorder.background = BackgroundServices(recorder, pending=1, is_failing=is_failing)
+        trainer = Trainer(run, iterators, schedule, stop_request=StopRequest(), reporter=recorder, checkpoints=recorder)
+        run.state.iteration += 2
+        trainer.train()
+        found.append((recorder.states, recorder.saved))
+    return found
 
 
 def train_and_test(flags: str) -> Any:
@@ -356,10 +347,20 @@ def test_not_finite_losses_name_step_rank_and_microbatch(run_ranks: RunRanks) ->
 )
 def test_not_finite_gradients_are_never_saved(run_ranks: RunRanks, flags: str) -> None:
     results = run_ranks(2, train_with_poisoned_gradients, f"--save unused --save-interval 1 {flags}")
-    for message, saved, weights_are_finite in results:
+    for message, saved, states, weights_are_finite in results:
         assert "the gradient norm of step 2 is nan" in message
         assert saved == [1, 2]
+        assert states[-4:] == ["saving", "finish 2 False", "report", "training"], "ranks that wait are no hung ranks"
         assert weights_are_finite
+
+
+def test_the_last_checkpoint_replaces_that_whose_write_has_failed(run_ranks: RunRanks) -> None:
+    """A checkpoint that is being written is waited for; one that waits to be tried again costs time."""
+    ((written, failing),) = run_ranks(1, end_with_a_pending_checkpoint)
+    earlier = ["saving", "finish 1 False", "report", "training"]
+    assert written[0] == ["training", *earlier, "saving", "training", "saving", "finish 2 True", "report", "training"]
+    assert failing[0] == ["training", "saving", "training", "saving", "finish 4 True", "report", "training"]
+    assert (written[1], failing[1]) == ([2], [4])
 
 
 def test_evaluation_and_last_checkpoint_are_announced(run_ranks: RunRanks) -> None:

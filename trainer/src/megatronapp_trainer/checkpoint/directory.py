@@ -133,13 +133,14 @@ class CheckpointDirectory:
 
     def temporary(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
         """Return the path at which a checkpoint is written before it gets its name."""
-        return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}-{claim.token}"
+        return self.path / f"{checkpoint_name(iteration)}{_temporary_suffix(claim)}"
 
     def begin(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
-        """Create an empty directory for writing a checkpoint."""
+        """Create an empty directory for writing a checkpoint, and remove what this claim has left unfinished."""
         self.check_owner(claim)
+        for left in self.path.glob(f"iter_*{_temporary_suffix(claim)}"):
+            shutil.rmtree(left, ignore_errors=True)
         temporary = self.temporary(iteration, claim)
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         return temporary
 
@@ -205,6 +206,10 @@ class CheckpointDirectory:
             f"{self.path} now belongs to attempt {owner.attempt} of job {owner.uid or '-'}; attempt {claim.attempt} of "
             f"job {claim.uid or '-'} has been replaced and writes no more checkpoints"
         )
+
+
+def _temporary_suffix(claim: OwnershipClaim) -> str:
+    return f".tmp-a{claim.attempt}-{claim.token}"
 
 
 def checkpoint_name(iteration: int) -> str:

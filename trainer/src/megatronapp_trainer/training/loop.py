@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,7 @@ from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.models.registry import model_family
+from megatronapp_trainer.parallel.agreement import rank
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import Evaluator, gathered_parameters, is_due
@@ -33,6 +35,8 @@ from megatronapp_trainer.training.watch.profiling import profile_window
 
 if TYPE_CHECKING:  # imported only where checkpoints are written
     from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointSaver(Protocol):
@@ -88,6 +92,8 @@ class Trainer:
         self._control = control
         self._saved_iteration = run.state.iteration
         self._save_is_due = False
+        self._delayed_by: int | None = None
+        """Step of the pending checkpoint that the next was last delayed by."""
         self._monitor = TrainingMonitor(run, reporter, observer)
         context = LoopContext(
             run=run,
@@ -147,8 +153,7 @@ class Trainer:
         try:
             outcome = self._step.run()
         except NotFiniteError:
-            if self._context.saves is not None:
-                self._context.saves.finish(raises=False)
+            self._finish_saving(raises=False)
             raise
         if self._profile is not None:
             self._profile.step_end(self._state.iteration)
@@ -226,6 +231,14 @@ class Trainer:
         """Save; later, if the former checkpoint is still being written."""
         saves = self._context.saves
         if saves is not None and saves.pending is not None and not saves.is_failing:
+            if self._delayed_by != saves.pending and rank() == 0:
+                log.warning(
+                    "a checkpoint is due at step %d, but that of step %d is still being written; the next is taken as "
+                    "soon as it is on the disk",
+                    self._state.iteration,
+                    saves.pending,
+                )
+            self._delayed_by = saves.pending
             return
         self._save()
         self._save_is_due = False
@@ -233,15 +246,21 @@ class Trainer:
     def _save_and_finish(self) -> None:
         """Write a checkpoint of this step, and wait until it is on the disk."""
         saves = self._context.saves
-        if saves is not None and saves.pending is not None and self._saved_iteration != self._state.iteration:
-            self._monitor.publish_state("saving")
-            saves.finish(raises=False)
+        is_replaced = self._saved_iteration != self._state.iteration
+        if saves is not None and is_replaced and not saves.is_failing:  # a new one takes the place of a failing one
+            self._finish_saving(raises=False)
         self._save()
-        if saves is not None and saves.pending is not None:
-            self._monitor.publish_state("saving")
-            saves.finish()
-            self._monitor.checkpoints(saves.report)
-            self._monitor.publish_state("training")
+        self._finish_saving()
+
+    def _finish_saving(self, *, raises: bool = True) -> None:
+        """Wait until a pending checkpoint is on the disk; `raises` as of `BackgroundSaves.finish`."""
+        saves = self._context.saves
+        if saves is None or saves.pending is None:
+            return
+        self._monitor.publish_state("saving")
+        saves.finish(raises=raises)
+        self._monitor.checkpoints(saves.report)
+        self._monitor.publish_state("training")
 
     def _save(self) -> None:
         """Write a checkpoint, unless saving is off or this step has one."""

@@ -6,6 +6,7 @@ of a step, that the former one has ended everywhere. The agreement is a number i
 exchange nothing more.
 """
 
+import contextlib
 import enum
 import logging
 import pickle
@@ -152,7 +153,8 @@ class BackgroundSaves:
         """Return True if this rank's part of the stage has ended, or ends within a time."""
         if not pending.requested:
             if timeout_s > 0:
-                self._copies.wait()
+                with contextlib.suppress(RuntimeError):  # of a copy, which the request reports
+                    self._copies.wait()
             self._request()
         if pending.requested and pending.reply is None:
             pending.reply = self._process.reply(timeout_s)
@@ -331,6 +333,7 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """End the writer process; a checkpoint that is not published is left to the next attempt to remove."""
-        self._copies.wait()
+        with contextlib.suppress(RuntimeError):  # of a copy: what ends the training is the error to report
+            self._copies.wait()
         self._process.close()
         self._copies.close()
