@@ -77,6 +77,14 @@ def several(runs: list[str]) -> list[dict[str, Any]]:
     return [trained(flags) for flags in runs]
 
 
+def replayed(flags: str) -> list[dict[str, Any]]:
+    """Train without recordings of passes, and with them."""
+    from megatronapp_trainer.pipeline.graphs import choice, recorders
+
+    choice.recorders_of = lambda device: recorders.RepeatingRecorders()
+    return several([flags, f"{flags} --cuda-graph-impl local"])
+
+
 def data_flags(corpora: pathlib.Path) -> str:
     wiki, code = (f"{corpora}/{name}_text_document" for name in ("wiki", "code"))
     return (
@@ -112,6 +120,15 @@ def test_sets_and_sources_agree_over_layouts(corpora: pathlib.Path, run_ranks: R
         assert of_sets["sets"] == pytest.approx(sets["sets"], rel=1e-4)
         for own, step in zip(of_sources["losses"], sources["losses"], strict=True):
             assert own == pytest.approx(step, rel=1e-4)
+
+
+@pytest.mark.torch
+def test_replayed_passes_report_the_sources_of_their_microbatch(corpora: pathlib.Path, run_ranks: RunRanks) -> None:
+    """Each step has other samples of each corpus, which a slot must take over."""
+    flags = f"{data_flags(corpora)} --log-loss-per-source --tensor-model-parallel-size 2"
+    ((plain, found),) = [runs for runs in run_ranks(2, replayed, flags) if runs[0]["losses"]]
+    assert found == plain
+    assert all(len(step) == 3 for step in found["losses"])
 
 
 def read_whole(flags: str) -> tuple[list[list[int]], int, int]:

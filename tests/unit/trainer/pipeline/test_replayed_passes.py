@@ -32,6 +32,12 @@ LAYOUTS = {
     "TP2xDP2-overlap": (4, f"{TP2} {OVERLAP}", ""),
     "fp16": (1, "--fp16 --initial-loss-scale 4096", ""),
     "PP2": (2, PP2, ""),
+    "PP2-fp8": (2, f"{PP2} --bf16 --fp8-format e4m3 --transformer-impl torch", ""),
+    "MegaDPP-zb-fp8": (
+        2,
+        f"{PP2} --bf16 --fp8-format e4m3 --transformer-impl torch",
+        "--use-dpp --dpp-schedule zero-bubble",
+    ),
     "PP2-untied-fp16": (2, f"{PP2} --fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights", ""),
     "PP2-VPP2": (2, f"{PP2} {VPP2}", ""),
     "PP2-VPP2-no-overlap": (2, f"{PP2} {VPP2} --no-overlap-p2p-communication", ""),
