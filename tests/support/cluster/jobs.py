@@ -100,7 +100,9 @@ class E2eJob:
     def events(self) -> dict[str, str]:
         """Events in its namespace: reason to newest message."""
         items = self.cluster.get("events", "-n", self.namespace)["items"]
-        oldest_first = sorted(items, key=lambda item: item.get("lastTimestamp") or item["metadata"]["creationTimestamp"])
+        oldest_first = sorted(
+            items, key=lambda item: item.get("lastTimestamp") or item["metadata"]["creationTimestamp"]
+        )
         return {str(item["reason"]): str(item["message"]) for item in oldest_first}
 
     def uids(self) -> set[str]:
