@@ -70,7 +70,7 @@ def data_config(chats: pathlib.Path) -> Any:
 def test_tokens_and_answers_are_those_of_transformers(chats: pathlib.Path) -> None:
     from transformers import AutoTokenizer
 
-    from megatronapp_trainer.data.sft.answers import AnswerTokenizer
+    from megatronapp_trainer.data.sft.answers import AnswerTokenizer, render
     from megatronapp_trainer.data.sft.conversations import read_conversations
 
     with warnings.catch_warnings():
@@ -78,7 +78,8 @@ def test_tokens_and_answers_are_those_of_transformers(chats: pathlib.Path) -> No
         reference = AutoTokenizer.from_pretrained(str(chats))
     ours = AnswerTokenizer(data_config(chats), "default")
     conversations = [messages for _, messages in read_conversations(str(chats / "chats.jsonl"))]
-    for messages, tokenized in zip(conversations, ours.tokenize(conversations), strict=True):
+    rendered = [render(messages, ours.template) for messages in conversations]
+    for messages, tokenized in zip(conversations, ours.tokenize(rendered), strict=True):
         expected: Any = reference.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -87,12 +88,12 @@ def test_tokens_and_answers_are_those_of_transformers(chats: pathlib.Path) -> No
 
 
 def test_a_conversation_is_ended(chats: pathlib.Path) -> None:
-    from megatronapp_trainer.data.sft.answers import AnswerTokenizer
+    from megatronapp_trainer.data.sft.answers import AnswerTokenizer, render
 
     ours = AnswerTokenizer(data_config(chats), "identity")
     answered = [{"role": "user", "content": "river "}, {"role": "assistant", "content": "king"}]
     continued = [*answered, {"role": "user", "content": "step"}]
-    first, second = ours.tokenize([answered, continued])
+    first, second = ours.tokenize([render(messages, ours.template) for messages in (answered, continued)])
     assert (first.tokens[-1], first.is_answer[-1]) == (ours.end, True)
     assert (second.tokens[-1], second.is_answer[-1]) == (ours.end, False)
     text = ours.tokenizer.detokenize([int(token) for token in first.tokens[first.is_answer]])
@@ -155,6 +156,7 @@ def losses_of_samples(flags: str) -> list[tuple[list[float], list[float]]]:
 
 
 @pytest.mark.torch
+@pytest.mark.full("two kinds of positions", but=("rope",))
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
 def test_packed_conversations_are_computed_as_if_alone(
     chats: pathlib.Path, run_ranks: RunRanks, positions: str
@@ -215,7 +217,13 @@ LINES = {
     "no JSON": ("{", "is not valid JSON"),
     "no messages": ('{"text": "a"}', "has no messages"),
     "no role": ('{"messages": [{"content": "a"}]}', "must be an object with a role"),
-    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the role assistant"),
+    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}', "without a message of the role assistant"),
+    "no content": ('{"messages": [{"role": "user"}, {"role": "assistant"}]}', "message 1 has no content"),
+    "no answer in the first of two conversations": (
+        '{"messages": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, '
+        '{"role": "assistant", "content": "c"}]}',
+        "line 1 has a conversation of the roles system without",
+    ),
     "nothing": ("\n", "holds no conversation"),
 }
 
@@ -237,6 +245,40 @@ def test_system_messages_begin_conversations(tmp_path: pathlib.Path) -> None:
     both = [conversation(draw, 1), conversation(draw, 2)]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [*both[0], *both[1]]}))
     assert [messages for _, messages in read_conversations(str(tmp_path / "chats.jsonl"))] == both
+
+
+def test_a_wrong_template_or_conversation_is_named(chats: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.data.sft.answers import AnswerTokenizer
+    from megatronapp_trainer.data.sft.store import open_store
+
+    template, path = tmp_path / "chat.jinja", tmp_path / "chats.jsonl"
+    template.write_text("{% for message in messages %}")
+    with pytest.raises(DataError, match="no template that Jinja can compile: line 1: "):
+        AnswerTokenizer(data_config(chats), str(template))
+    template.write_text("{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
+    lines = [
+        {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]}
+        for role in ("user", "tool")
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DataError, match="line 2: the chat template refuses a conversation: no tools"):
+        open_store(str(path), AnswerTokenizer(data_config(chats), str(template)), None)
+
+
+def test_what_another_builder_left_is_not_written_through(chats: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Another training may have mapped a file that is in the cache already."""
+    from megatronapp_trainer.data.sft.answers import AnswerTokenizer
+    from megatronapp_trainer.data.sft.store import open_store
+
+    tokenizer = AnswerTokenizer(data_config(chats), "default")
+    first = open_store(str(chats / "chats.jsonl"), tokenizer, str(tmp_path))
+    ((cache,),) = [[*tmp_path.iterdir()]]
+    stat = (cache / "tokens.bin").stat()
+    (cache / "bounds.npy").unlink()
+    again = open_store(str(chats / "chats.jsonl"), tokenizer, str(tmp_path))
+    assert (cache / "tokens.bin").stat().st_ino != stat.st_ino, "a file in its place"
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.bounds.tolist() == first.bounds.tolist()
 
 
 def test_templates_that_rewrite_messages_are_refused(chats: pathlib.Path) -> None:

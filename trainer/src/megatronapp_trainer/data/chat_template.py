@@ -75,7 +75,7 @@ def read_template(*folders: pathlib.Path) -> ChatTemplate:
         tokens = _tokens(_json(folder / SPECIAL_MAP)) | _tokens(config) or tokens
         text = _template_in(folder, config)
         if text is not None:
-            return _checked(text, tokens)
+            return compiled(text, tokens)
     return ChatTemplate(tokens=tokens)
 
 
@@ -89,7 +89,8 @@ def _template_in(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _checked(text: str, tokens: dict[str, str]) -> ChatTemplate:
+def compiled(text: str, tokens: Mapping[str, str]) -> ChatTemplate:
+    """Return the template of a text; one without text, but with its flaw, if Jinja cannot compile it."""
     try:
         _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:

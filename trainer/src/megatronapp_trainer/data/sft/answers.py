@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatronapp_trainer.data import tokenizer as tokenizers
-from megatronapp_trainer.data.chat_template import ChatTemplate, TemplateError, read_template
+from megatronapp_trainer.data.chat_template import ChatTemplate, TemplateError, compiled, read_template
 from megatronapp_trainer.data.sft.conversations import ASSISTANT, Conversation
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.data.vocabulary import VocabularyConfig
 from megatronapp_trainer.errors import DataError
 
 DEFAULT, IDENTITY = "default", "identity"
-_CONTENTS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_CONTENTS = "{% for message in messages %}{{ message['content'] or '' }}{% endfor %}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def template_of(prompt_format: str, config: VocabularyConfig) -> ChatTemplate:
             raise DataError(
                 f"{flag}: write {DEFAULT}, {IDENTITY}, or the path of a Jinja template ({error})"
             ) from error
-        own = ChatTemplate(text=text, tokens=own.tokens)
+        own = compiled(text, own.tokens)
+        if own.flaw is not None:
+            raise DataError(f"{flag}: this is no template that Jinja can compile: {own.flaw}")
     if own.flaw is not None:
         raise DataError(f"{flag}: the chat template of {path} cannot be used: {own.flaw}")
     if own.text is None:
@@ -78,16 +80,13 @@ class AnswerTokenizer:
             tokenizer_type=config.tokenizer_type,
         )
         ids, end = self.tokenizer.vocab, self.template.tokens.get("eos_token")
-        self.end: int = self.tokenizer.eod if end is None or end not in ids else ids[end]
+        if end is not None and end not in ids:
+            raise DataError(f"eos_token {end!r} of tokenizer_config.json is no token of the tokenizer; copy both again")
+        self.end: int = _end_of_text(self.tokenizer) if end is None else ids[end]
         """Token that ends a conversation, and fills up samples."""
 
-    def tokenize(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation]:
-        """Tokenize conversations together, on all processors.
-
-        Raises:
-            DataError: the template refuses messages, or renders answers in a way that hides where they begin.
-        """
-        rendered = [render(conversation, self.template) for conversation in conversations]
+    def tokenize(self, rendered: Sequence[RenderedConversation]) -> list[TokenizedConversation]:
+        """Tokenize conversations together, on all processors."""
         encoded = self.tokenizer.backend.encode_batch([part.text for part in rendered], add_special_tokens=False)
         return [self._marked(part, encoding) for part, encoding in zip(rendered, encoded, strict=True)]
 
@@ -103,6 +102,16 @@ class AnswerTokenizer:
             tokens = np.append(tokens, np.int32(self.end))
             is_answer = np.append(is_answer, ends_with_answer)
         return TokenizedConversation(tokens, is_answer)
+
+
+def _end_of_text(tokenizer: Tokenizer) -> int:
+    try:
+        return tokenizer.eod
+    except DataError as error:
+        raise DataError(
+            "--sft: nothing says which token ends a conversation; name it as eos_token in a tokenizer_config.json next "
+            "to the tokenizer"
+        ) from error
 
 
 def render(messages: Conversation, template: ChatTemplate) -> RenderedConversation:

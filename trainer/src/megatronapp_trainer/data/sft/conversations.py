@@ -24,7 +24,7 @@ def read_conversations(path: str) -> Iterator[tuple[int, Conversation]]:
         with pathlib.Path(path).open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
-                    for conversation in _split(_messages(line, f"{path}, line {number}")):
+                    for conversation in _conversations(line, f"{path}, line {number}"):
                         yield number, conversation
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
@@ -46,12 +46,27 @@ def _messages(line: str, place: str) -> Conversation:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{place} has no messages; write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
-    for message in messages:
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{place}: each message must be an object with a role, such as user or assistant")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"{place} has no message of the role {ASSISTANT}, so nothing would be learnt from it")
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            raise DataError(f'{place}: message {number} has no content; write {{"role": "user", "content": "..."}}')
     return messages
+
+
+def _conversations(line: str, place: str) -> Iterator[Conversation]:
+    """Yield the conversations of a line. Raises DataError if one of them has no answer."""
+    for conversation in _split(_messages(line, place)):
+        if not any(message["role"] == ASSISTANT for message in conversation):
+            raise DataError(
+                f"{place} has {_described(conversation)} without a message of the role {ASSISTANT}, so nothing would "
+                "be learnt from it; add the answer, or leave it out (a system message begins another conversation)"
+            )
+        yield conversation
+
+
+def _described(conversation: Conversation) -> str:
+    return f"a conversation of the roles {', '.join(message['role'] for message in conversation[:4])}"
 
 
 def _split(messages: Conversation) -> Iterator[Conversation]:

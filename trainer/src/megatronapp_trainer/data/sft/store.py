@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatronapp_trainer.data.index_cache import staged
-from megatronapp_trainer.data.sft.answers import AnswerTokenizer, TokenizedConversation
+from megatronapp_trainer.data.sft.answers import AnswerTokenizer, TokenizedConversation, render
 from megatronapp_trainer.data.sft.conversations import read_conversations
 from megatronapp_trainer.errors import DataError
 
@@ -56,6 +56,8 @@ def open_store(path: str, tokenizer: AnswerTokenizer, cache_path: str | None) ->
     names = ("tokens.bin", "answers.bin", "bounds.npy", "first.npy")
     if not all((cache / name).is_file() for name in names):
         with staged(cache) as stage:
+            for name in names:  # links to what a builder left or moves there now must not be written through
+                (stage / name).unlink(missing_ok=True)
             _write(path, tokenizer, stage)
     return ConversationStore(
         np.memmap(cache / "tokens.bin", dtype=np.int32, mode="r"),
@@ -85,11 +87,13 @@ def _write(path: str, tokenizer: AnswerTokenizer, stage: pathlib.Path) -> None:
     conversations = read_conversations(path)
     with (stage / "tokens.bin").open("wb") as tokens, (stage / "answers.bin").open("wb") as answers:
         while batch := list(itertools.islice(conversations, _TOGETHER)):
-            try:
-                tokenized = tokenizer.tokenize([conversation for _, conversation in batch])
-            except DataError as error:
-                raise DataError(f"{path}, lines {batch[0][0]} to {batch[-1][0]}: {error}") from error
-            for part in tokenized:
+            rendered = []
+            for line, conversation in batch:
+                try:
+                    rendered.append(render(conversation, tokenizer.template))
+                except DataError as error:
+                    raise DataError(f"{path}, line {line}: {error}") from error
+            for part in tokenizer.tokenize(rendered):
                 tokens.write(part.tokens.tobytes())
                 answers.write(part.is_answer.astype(np.uint8).tobytes())
                 bounds.append(bounds[-1] + len(part.tokens))
