@@ -96,9 +96,9 @@ def test_readers_are_shared_by_any_number_of_replicas(texts: pathlib.Path, run_r
     pairs = [row for step in range(4) for rows, _ in together for row in rows[2 * step : 2 * step + 2]]
     assert pairs == alone
     assert {found for _, found in together} == {state}
-    ((later, _),) = call(1, flags, 4, state, 16)
-    resumed = call(2, flags, 2, state, 16)
-    assert [row for step in range(2) for rows, _ in resumed for row in rows[2 * step : 2 * step + 2]] == later
+    ((_, after_first),) = call(1, flags, 1, None, 0)  # then the second reader has its turn, on the first replica
+    resumed = call(2, flags, 2, after_first, 2)
+    assert [row for step in range(2) for rows, _ in resumed for row in rows[2 * step : 2 * step + 2]] == alone[2:10]
 
 
 def trained(flags: str) -> list[float]:
@@ -126,7 +126,7 @@ def test_documents_have_their_positions() -> None:
 
     from megatronapp_trainer.data.streaming.readers import TextForm, sample_of
 
-    form = TextForm(field="text", sequence_length=6, eod_mask_loss=True, restarts_positions=True)
+    form = TextForm(flag="--hf-dataset", field="text", sequence_length=6, eod_mask_loss=True, restarts_positions=True)
     sample = sample_of(np.array([5, 0, 7, 8, 0, 9, 4]), 0, form)
     assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2, 0]
     assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0, 1]
@@ -148,8 +148,11 @@ def failures(cases: list[tuple[str, str | None, int]]) -> list[str]:
 @pytest.mark.torch
 def test_streams_that_cannot_be_read_are_refused(texts: pathlib.Path, run_ranks: RunRanks) -> None:
     flags = flags_of(texts)
-    (texts / "empty.jsonl").write_text('{"text": "river"}\n')
+    (texts / "empty.jsonl").write_text("")
+    (texts / "broken.jsonl").write_text('{"text": "river"}\n{"text": "king\n')
     other = json.dumps({"microBatchSize": 1, "readers": {"0": None}})
+    source = {"names": [f"part{number}.jsonl" for number in range(3)], "split": "train"}
+    same = json.dumps({"microBatchSize": 2, "source": source, "readers": {"0": None}})
     cases = {
         (f"{flags} --hf-text-field words", None, 0): "no text in the field 'words', but id, text",
         (f"{flags} --hf-dataset {texts}/none.jsonl {texts}/part0.jsonl", None, 0): "none.jsonl does not exist",
@@ -158,17 +161,29 @@ def test_streams_that_cannot_be_read_are_refused(texts: pathlib.Path, run_ranks:
             None,
             0,
         ): "a single format, not json, parquet",
-        (f"{flags} --hf-dataset {texts}/tokenizer.json.odd", None, 0): "cannot be opened",
-        (
-            f"{flags} --hf-dataset {texts}/empty.jsonl --hf-readers 2 --num-workers 0",
-            None,
-            2,
-        ): "no state of --hf-dataset",
+        (f"{flags} --hf-dataset {texts}/tokenizer.json.odd", None, 0): "tokenizer.json.odd does not exist",
+        (f"{flags} --hf-dataset none.jsonl", None, 0): "none.jsonl does not exist",
+        (f"{flags} --hf-dataset {texts} {texts}", None, 0): "takes a single folder",
+        (f"{flags} --hf-dataset {texts}/empty.jsonl", None, 0): "empty.jsonl is empty",
+        (f"{flags} --hf-dataset {texts}/broken.jsonl", None, 0): "--hf-dataset cannot be read: JSON parse error",
+        (f"{flags} --hf-split odd", None, 0): "cannot be opened with --hf-split odd: Bad split",
+        (flags, None, 2): "no state of --hf-dataset",
         (flags, other, 0): "--micro-batch-size was 1",
+        (f"{flags} --hf-dataset {texts}/whole.parquet", same, 0): "not of whole.parquet (split train)",
+        (f"{flags} --hf-readers 2", same, 0): "--hf-readers is 2, but the stream of the checkpoint has 1",
     }
     (found,) = run_ranks(1, failures, list(cases), environment=OFFLINE)
     for text, expected in zip(found, cases.values(), strict=True):
         assert expected in text
+
+
+def test_missing_files_are_found_before_anything_starts(texts: pathlib.Path) -> None:
+    from megatronapp_trainer.training.check import find_problems
+
+    assert find_problems(flags_of(texts).split(), 1) == []
+    (problem,) = find_problems([*flags_of(texts).split(), "--hf-valid-dataset", f"{texts}/part9.jsonl"], 1)
+    assert problem.flags == ("--hf-valid-dataset",)
+    assert "part9.jsonl does not exist" in problem.message
 
 
 REFUSALS = {

@@ -98,7 +98,10 @@ _DATA: dict[str, Getter] = {
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
     "--sft": lambda c: c.data.sft,
+    "--sft-tokenizer-prompt-format": lambda c: c.data.sft_tokenizer_prompt_format if c.data.sft else None,
     "--hf-dataset": lambda c: None if c.data.hf_dataset is None else list(c.data.hf_dataset),
+    "--hf-split": lambda c: None if c.data.hf_dataset is None else c.data.hf_split,
+    "--hf-text-field": lambda c: None if c.data.hf_dataset is None else c.data.hf_text_field,
     "--short-seq-prob": lambda c: c.data.short_seq_prob if c.model.type == "bert" else None,
 }
 """Arguments that the order of samples depends on."""

@@ -25,6 +25,7 @@ from megatronapp_trainer.data.datasets import DatasetRequest, check_size, check_
 from megatronapp_trainer.data.request import dataset_request
 from megatronapp_trainer.data.sft.answers import template_of
 from megatronapp_trainer.data.sft.conversations import check_conversations
+from megatronapp_trainer.data.streaming.sources import load_arguments
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError, UsageError, UsageErrors
 from megatronapp_trainer.parallel.layout import check_divides
@@ -82,6 +83,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
             return [problem]
         if config.data.mock_data or config.data.hf_dataset is not None:
             load_vocabulary(config.data)
+            _check_streams(config)
             return []
         request = dataset_request(config, data_size)
         check_training_has_data(request)
@@ -118,6 +120,15 @@ def _foreign_load(config: TrainerConfig) -> ArgumentProblem | None:
         if directory.checkpoints():  # damaged ones, which a rank reports
             return None
     return None
+
+
+def _check_streams(config: TrainerConfig) -> None:
+    for flag, paths in {
+        "--hf-dataset": config.data.hf_dataset,
+        "--hf-valid-dataset": config.data.hf_valid_dataset,
+    }.items():
+        if paths is not None:
+            load_arguments(flag, paths)
 
 
 def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[ArgumentProblem]:

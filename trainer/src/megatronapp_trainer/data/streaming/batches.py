@@ -5,12 +5,13 @@ over all replicas, is read by reader g modulo the number of readers.
 """
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config import DataConfig, TrainerConfig
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.batches import collate
 from megatronapp_trainer.data.microbatches import TOGETHER, DataIterators, HostMicrobatch
@@ -116,20 +117,21 @@ def build_streamed_iterators(
 def _iterators(config: TrainerConfig, layout: Layout, consumed_samples: int, stream_state: str | None) -> DataIterators:
     data, size, logging = config.data, config.training.micro_batch_size, config.logging
     states = _states(config, layout, consumed_samples, stream_state)
+    source = _source(data)
     count = len(states)
     if layout.tensor_rank != 0:
         evaluates = data.hf_valid_dataset is not None and logging.eval_iters > 0
         return DataIterators(
-            train=iter(()), valid=iter(()) if evaluates else None, test=None, stream_state=_collected({}, size)
+            train=iter(()), valid=iter(()) if evaluates else None, test=None, stream_state=_collected({}, size, source)
         )
 
-    def batches(paths: tuple[str, ...], states: Mapping[int, Any], first: int) -> StreamedBatches:
-        tokenizer, form = _tokenizer_and_form(config)
-        open_part = open_parts(paths, data.hf_split, len(states))
+    def batches(flag: str, paths: tuple[str, ...], states: Mapping[int, Any], first: int) -> StreamedBatches:
+        tokenizer, form = _tokenizer_and_form(config, flag)
+        open_part = open_parts(flag, paths, data.hf_split, len(states))
         readers = {
             number: TextReader(lambda number=number: open_part(number), tokenizer, form, state)  # type: ignore[misc]
             for number, state in states.items()
-            if number % layout.data_size == layout.data_rank
+            if (number - first) % layout.data_size == layout.data_rank
         }
         return StreamedBatches(
             readers,
@@ -142,16 +144,17 @@ def _iterators(config: TrainerConfig, layout: Layout, consumed_samples: int, str
         )
 
     assert data.hf_dataset is not None
-    train, valid = batches(data.hf_dataset, states, consumed_samples // size), None
+    train, valid = batches("--hf-dataset", data.hf_dataset, states, consumed_samples // size), None
     if data.hf_valid_dataset is not None and logging.eval_iters > 0:
         fresh = dict.fromkeys(range(count))
         microbatches = logging.eval_iters * config.most_microbatches(layout.data_size)
-        valid = RepeatedEvaluation(batches(data.hf_valid_dataset, fresh, 0), microbatches)
+        streamed = batches("--hf-valid-dataset", data.hf_valid_dataset, fresh, 0)
+        valid = RepeatedEvaluation(streamed, microbatches)
     own = train.states if layout.is_first_stage else {}
-    return DataIterators(train=train, valid=valid, test=None, stream_state=_collected(own, size))
+    return DataIterators(train=train, valid=valid, test=None, stream_state=_collected(own, size, source))
 
 
-def _tokenizer_and_form(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, TextForm]:
+def _tokenizer_and_form(config: TrainerConfig, flag: str) -> tuple[tokenizers.Tokenizer, TextForm]:
     data = config.data
     tokenizer = tokenizers.load(
         vocab_file=data.vocab_file,
@@ -159,7 +162,15 @@ def _tokenizer_and_form(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, Te
         tokenizer_file=data.tokenizer_file,
         tokenizer_type=data.tokenizer_type,
     )
+    try:
+        _ = tokenizer.eod
+    except DataError as error:
+        raise DataError(
+            f"{flag} ends each document by a token, but the tokenizer has none for it; add a special token "
+            f"{tokenizers.END_OF_DOCUMENT} to it"
+        ) from error
     form = TextForm(
+        flag=flag,
         field=data.hf_text_field,
         sequence_length=config.model.seq_length,
         eod_mask_loss=data.eod_mask_loss,
@@ -187,7 +198,17 @@ def _states(
                 f"--micro-batch-size was {stored['microBatchSize']} when the stream of --hf-dataset was saved; give "
                 "the same, because readers take turns by microbatches"
             )
+        if (there := stored.get("source", here := _source(config.data))) != here:
+            raise DataError(
+                f"the stream of the checkpoint is that of {_described(there)}, not of {_described(here)}, so it cannot "
+                "be continued; give the same --hf-dataset and --hf-split, or --finetune to take the weights alone"
+            )
         found = {int(number): state for number, state in stored["readers"].items()}
+        if config.data.hf_readers not in {None, len(found)}:
+            raise DataError(
+                f"--hf-readers is {config.data.hf_readers}, but the stream of the checkpoint has {len(found)}, which "
+                "cannot change; leave the flag out"
+            )
     if len(found) % layout.data_size != 0:
         raise DataError(
             f"{len(found)} readers of --hf-dataset cannot be shared by {layout.data_size} replicas; take a number of "
@@ -196,13 +217,25 @@ def _states(
     return found
 
 
-def _collected(own: Mapping[int, Any], micro_batch_size: int) -> Any:  # noqa: ANN401 - a closure
+def _source(data: DataConfig) -> dict[str, Any]:
+    """Return what a stream reads, for its state: files may move to another folder."""
+    return {
+        "names": [os.path.basename(os.path.normpath(path)) for path in data.hf_dataset or ()],
+        "split": data.hf_split,
+    }
+
+
+def _described(source: dict[str, Any]) -> str:
+    return f"{' '.join(source['names'])} (split {source['split']})"
+
+
+def _collected(own: Mapping[int, Any], micro_batch_size: int, source: dict[str, Any]) -> Any:  # noqa: ANN401 - a closure
     """Return a function that returns the states of all readers as JSON; collective over all ranks."""
 
     def collect() -> str:
         readers: dict[int, Any] = {}
         for states in gather_from_all(dict(own)):
             readers |= states
-        return json.dumps({"microBatchSize": micro_batch_size, "readers": readers})
+        return json.dumps({"microBatchSize": micro_batch_size, "source": source, "readers": readers})
 
     return collect

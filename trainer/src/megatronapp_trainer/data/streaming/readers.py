@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatronapp_trainer.data.streaming.sources import StreamedPart
+from megatronapp_trainer.data.streaming.sources import StreamedPart, cause_of
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 
@@ -16,6 +16,8 @@ from megatronapp_trainer.errors import DataError
 class TextForm:
     """How text becomes samples."""
 
+    flag: str
+    """Flag that names the data set, for messages."""
     field: str
     """Field of the examples that holds the text."""
     sequence_length: int
@@ -68,8 +70,8 @@ class TextReader:
         text = example.get(self._form.field)
         if not isinstance(text, str):
             raise DataError(
-                f"an example of --hf-dataset has no text in the field {self._form.field!r}, but {', '.join(example)}; "
-                "name its field with --hf-text-field"
+                f"an example of {self._form.flag} has no text in the field {self._form.field!r}, but "
+                f"{', '.join(example)}; name its field with --hf-text-field"
             )
         return [*self._tokenizer.tokenize(text), self._tokenizer.eod]
 
@@ -83,10 +85,10 @@ class TextReader:
                 self._part, self._examples = self._open(), None
                 continue
             except Exception as error:  # of many libraries
-                raise DataError(f"--hf-dataset cannot be read: {error}") from error
+                raise DataError(f"{self._form.flag} cannot be read: {cause_of(error)}") from error
             self._position = self._part.state_dict()
             return example
-        raise DataError("a reader of --hf-dataset has no examples; give more data, or fewer --hf-readers")
+        raise DataError(f"a reader of {self._form.flag} has no examples; give more data, or fewer --hf-readers")
 
 
 def sample_of(row: np.ndarray[Any, np.dtype[np.int64]], eod: int, form: TextForm) -> dict[str, Any]:

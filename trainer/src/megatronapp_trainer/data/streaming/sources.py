@@ -1,6 +1,7 @@
 """Data sets of the package `datasets`: local files, folders, or names of the hub; optional."""
 
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ class StreamedPart(Protocol):
         """Let the next iteration begin there."""
 
 
-def open_parts(paths: Sequence[str], split: str, parts: int) -> Callable[[int], StreamedPart]:
+def open_parts(flag: str, paths: Sequence[str], split: str, parts: int) -> Callable[[int], StreamedPart]:
     """Open a data set and return a function that returns one of its disjoint parts, at its beginning.
 
     Parts are whole files where their number can be divided by `parts`, otherwise every `parts`-th example.
@@ -40,17 +41,19 @@ def open_parts(paths: Sequence[str], split: str, parts: int) -> Callable[[int], 
         UsageError: the package is missing, or the formats of the files differ or are not known.
         DataError: the data set cannot be opened.
     """
+    arguments = load_arguments(flag, paths)
     try:
         import datasets
         from datasets.distributed import split_dataset_by_node
     except ImportError as error:
-        raise UsageError("--hf-dataset needs the package datasets; install megatronapp-trainer[datasets]") from error
+        raise UsageError(f"{flag} needs the package datasets; install megatronapp-trainer[datasets]") from error
     datasets.disable_progress_bars()
-    arguments = _load_arguments(paths)
     try:
         whole = datasets.load_dataset(**arguments, split=split, streaming=True)
     except Exception as error:  # of many libraries
-        raise DataError(f"--hf-dataset {' '.join(paths)} cannot be opened: {error}") from error
+        raise DataError(
+            f"{flag} {' '.join(paths)} cannot be opened with --hf-split {split}: {cause_of(error)}"
+        ) from error
     return functools.partial(_part, split_dataset_by_node, whole, parts)
 
 
@@ -58,22 +61,59 @@ def _part(split_by_node: Callable[..., StreamedPart], whole: Any, parts: int, nu
     return split_by_node(whole, rank=number, world_size=parts)
 
 
-def _load_arguments(paths: Sequence[str]) -> dict[str, Any]:
+def cause_of(error: BaseException) -> str:
+    """Describe an error with those that it was raised for: the last error of `datasets` is often without a reason."""
+    texts: list[str] = []
+    found: BaseException | None = error
+    while found is not None:
+        text = str(found) or type(found).__name__
+        if text not in texts:
+            texts.append(text)
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return "; ".join(texts)
+
+
+def load_arguments(flag: str, paths: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `datasets.load_dataset` for the values of a flag. Needs no package.
+
+    Raises:
+        UsageError: a file or folder does not exist, a file is empty, or formats of files differ or are not known.
+    """
     files = [path for path in paths if pathlib.Path(path).is_file()]
     if len(files) == len(paths):
-        formats = {_format_of(path) for path in files}
+        empty = [path for path in files if os.path.getsize(path) == 0]
+        if empty:
+            raise UsageError(f"{flag}: {' '.join(empty)} is empty; leave it out, or write examples into it")
+        formats = {_format_of(flag, path) for path in files}
         if len(formats) > 1:
-            raise UsageError(f"--hf-dataset takes files of a single format, not {', '.join(sorted(formats))}")
+            raise UsageError(f"{flag} takes files of a single format, not {', '.join(sorted(formats))}")
         return {"path": formats.pop(), "data_files": files}
-    if files or len(paths) > 2:
-        missing = [path for path in paths if path not in files]
-        raise UsageError(f"--hf-dataset: {' '.join(missing)} does not exist; give files, a folder, or NAME [CONFIG]")
+    if any(pathlib.Path(path).is_dir() for path in paths[1:]) or (files and any(map(os.path.isdir, paths))):
+        raise UsageError(
+            f"{flag} takes a single folder, or files; give the files of several folders, such as a/*.parquet"
+        )
+    missing = [path for path in paths if path not in files and (files or len(paths) > 2 or _means_file(path))]
+    if missing:
+        raise UsageError(
+            f"{flag}: {' '.join(missing)} does not exist; give files, a folder, or NAME [CONFIG] of the hub"
+        )
     return {"path": paths[0], **({"name": paths[1]} if len(paths) > 1 else {})}
 
 
-def _format_of(path: str) -> str:
+def _means_file(path: str) -> bool:
+    """Return whether a value can be no name of the hub, nor of a configuration."""
+    return not os.path.exists(path) and (
+        path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or "*" in path or _suffix(path) in _FORMATS
+    )
+
+
+def _suffix(path: str) -> str:
     suffixes = [suffix for suffix in pathlib.Path(path).suffixes if suffix not in _COMPRESSIONS]
-    kind = _FORMATS.get(suffixes[-1] if suffixes else "")
+    return suffixes[-1] if suffixes else ""
+
+
+def _format_of(flag: str, path: str) -> str:
+    kind = _FORMATS.get(_suffix(path))
     if kind is None:
-        raise UsageError(f"--hf-dataset {path}: the format is not known; take one of {', '.join(_FORMATS)}")
+        raise UsageError(f"{flag} {path}: the format is not known; take one of {', '.join(_FORMATS)}")
     return kind
