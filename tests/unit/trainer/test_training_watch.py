@@ -39,12 +39,21 @@ def trained_with_flipped_bit(flags: str, rank: int | None) -> tuple[list[float],
 
 
 @pytest.mark.torch
+@pytest.mark.full("two ways to reduce gradients", but=("plain",))
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="plain"),
+        pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="overlap"),
+    ],
+)
+def test_equal_replicas_pass(run_ranks: RunRanks, more: str) -> None:
+    found = run_ranks(2, trained_with_flipped_bit, f"{FLAGS} {CHECKED} {more}", None)
+    assert [text for _, text in found] == ["", ""]
+
+
+@pytest.mark.torch
 def test_a_flipped_bit_of_a_replica_is_found(run_ranks: RunRanks) -> None:
-    for more in ("", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"):
-        assert [text for _, text in run_ranks(2, trained_with_flipped_bit, f"{FLAGS} {CHECKED} {more}", None)] == [
-            "",
-            "",
-        ]
     for _, text in run_ranks(2, trained_with_flipped_bit, f"{FLAGS} {CHECKED}", 1):
         assert "after step 2 replicas have different weights: " in text
         assert "decoder.layers.1.mlp.linear_fc2.weight" in text
@@ -137,6 +146,7 @@ REFUSALS = {
     "--use-pytorch-profiler": "needs --profile",
     "--profile-step-start 3": "--profile-step-start needs --profile",
     "--profile --profile-step-start 12": "must be above --profile-step-start 12",
+    "--profile --use-pytorch-profiler --profile-step-start 4": "is not below --train-iters 4",
     "--profile --profile-dir a": "--profile-dir needs --use-pytorch-profiler",
     "--memory-snapshot-path a": "needs --record-memory-history",
     "--profile --forward-backward-disaggregating": "cannot be combined with",
@@ -153,6 +163,16 @@ def test_flags_that_mean_nothing_are_refused(flags: str) -> None:
         parse(f"{FLAGS} {flags}".split())
 
 
+def test_ranks_that_do_not_exist_are_not_profiled() -> None:
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.config.checks import check_world
+
+    config = parse(f"{FLAGS} --profile --profile-step-start 1 --profile-ranks 0 2".split())
+    check_world(config, 3)
+    with pytest.raises(UsageError, match="--profile-ranks 2: ranks are 0 to 1"):
+        check_world(config, 2)
+
+
 def needs_a_gpu(flags: list[str]) -> list[str]:
     found = []
     for case in flags:
@@ -165,5 +185,7 @@ def needs_a_gpu(flags: list[str]) -> list[str]:
 
 @pytest.mark.torch
 def test_flags_for_gpus_are_refused_without_a_gpu(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(1, needs_a_gpu, [f"{FLAGS} --profile", f"{FLAGS} --record-memory-history"])
-    assert ["needs a GPU" in text for text in found] == [True, True]
+    """Each rank refuses: others would wait for it."""
+    profile = f"{FLAGS} --profile --profile-step-start 1"
+    for found in run_ranks(2, needs_a_gpu, [profile, f"{FLAGS} --record-memory-history"]):
+        assert ["needs a GPU" in text for text in found] == [True, True]

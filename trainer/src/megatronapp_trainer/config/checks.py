@@ -106,6 +106,11 @@ def _world(config: TrainerConfig, data_size: int) -> Iterator[str]:
         "divisor of the number of replicas",
     )
     yield from world_problems(config.dpp, config.world_size(data_size))
+    beyond = [str(rank) for rank in config.watch.profile_ranks if not 0 <= rank < config.world_size(data_size)]
+    yield from require(
+        not (config.watch.profile and beyond),
+        f"--profile-ranks {' '.join(beyond)}: ranks are 0 to {config.world_size(data_size) - 1}; leave others out",
+    )
     sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
     if config.virtual_size > 1 and not config.is_vee:
         yield from require(

@@ -19,6 +19,9 @@ from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.loop_context import LoopContext
 
+_REPORTS = 4096
+"""Reports of microbatches that are summed at once."""
+
 
 class Evaluator:
     """Evaluates when it is due, and knows which evaluation has ended."""
@@ -121,16 +124,28 @@ def evaluate(
     """
     microbatches = run.batches.final // (run.batches.micro_batch_size * run.batches.data_size)
     reports: list[torch.Tensor] = []
+    total: torch.Tensor | None = None
     agreed: PendingLossReduction | None = None
     with untouched_training(run):
         for _ in range(run.config.logging.eval_iters if global_batches is None else global_batches):
             feed = StepFeed(source, iterator, microbatches, observer=None)
             reports += schedule.evaluate(feed, microbatches)
+            if len(reports) >= _REPORTS:  # a whole set may have millions of microbatches
+                total = sum_of_reports(reports, total)
+                reports = []
             if agreed is not None and agreed.read().stop:
                 return None
             agreed = reduce_loss([], run.layout, run.device, names=run.loss_names, stop=stop_requested())
+    if total is not None:
+        reports = [sum_of_reports(reports, total)]
     reduction = reduce_loss(reports, run.layout, run.device, names=run.loss_names, minimised=run.minimised_losses)
     return reduction.read()
+
+
+def sum_of_reports(reports: Sequence[torch.Tensor], total: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of reports [N] and of what was summed before, in fp64."""
+    parts = [report.double() for report in reports]
+    return torch.stack(parts if total is None else [total, *parts]).sum(0)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,12 @@ def watch_problems(config: TrainerConfig) -> Iterator[str]:
         watch.profile_step_start < watch.profile_step_end,
         f"--profile-step-end {watch.profile_step_end} must be above --profile-step-start {watch.profile_step_start}",
     )
+    steps = config.training.train_iters
+    yield from require(
+        not watch.profile or config.training.train_samples is not None or watch.profile_step_start < max(steps, 1),
+        f"--profile-step-start {watch.profile_step_start} is not below --train-iters {steps}, so nothing would be "
+        "profiled; give a step before",
+    )
     yield from require(
         watch.profile_dir is None or watch.use_pytorch_profiler, "--profile-dir needs --use-pytorch-profiler"
     )

@@ -17,10 +17,8 @@ class ProfileWindow:
     """Profiles the steps from `--profile-step-start` up to, and without, `--profile-step-end` on this rank."""
 
     def __init__(self, config: TrainerConfig, rank: int, *, is_cuda: bool) -> None:
-        """Take a rank that is profiled. Raises UsageError without a GPU where only a GPU can be profiled."""
+        """Take a rank that is profiled."""
         watch = config.watch
-        if not watch.use_pytorch_profiler and not is_cuda:
-            raise UsageError("--profile needs a GPU, or --use-pytorch-profiler, which profiles CPUs, too")
         self._first, self._end = watch.profile_step_start, watch.profile_step_end
         self._directory = None
         if watch.use_pytorch_profiler:
@@ -69,7 +67,12 @@ class ProfileWindow:
 
 
 def profile_window(config: TrainerConfig, rank: int, *, is_cuda: bool) -> ProfileWindow | None:
-    """Return the window of this rank; None if it is not profiled."""
+    """Return the window of this rank; None if it is not profiled.
+
+    Raises UsageError, on all ranks, without a GPU where only a GPU can be profiled.
+    """
+    if config.watch.profile and not config.watch.use_pytorch_profiler and not is_cuda:
+        raise UsageError("--profile needs a GPU, or --use-pytorch-profiler, which profiles CPUs, too")
     if not config.watch.profile or rank not in config.watch.profile_ranks:
         return None
     return ProfileWindow(config, rank, is_cuda=is_cuda)
