@@ -101,6 +101,29 @@ def test_readers_are_shared_by_any_number_of_replicas(texts: pathlib.Path, run_r
     assert [row for step in range(2) for rows, _ in resumed for row in rows[2 * step : 2 * step + 2]] == alone[2:10]
 
 
+def requested_hosts(flags: str) -> list[str]:
+    """Names of hosts that are requested while local files are read, without variables that forbid it."""
+    import socket
+
+    from megatronapp_trainer.training.build import build_iterators
+
+    run, hosts = small_training.prepare(flags), []
+
+    def refuse(host: str, *_arguments: object, **_options: object) -> None:
+        hosts.append(host)
+        raise OSError(f"{host} is requested")
+
+    socket.getaddrinfo = refuse  # type: ignore[assignment]
+    next(build_iterators(run.config, run.layout, 0).train)
+    return hosts
+
+
+@pytest.mark.torch
+def test_local_files_need_no_network(texts: pathlib.Path, run_ranks: RunRanks) -> None:
+    (hosts,) = run_ranks(1, requested_hosts, flags_of(texts), environment={"HF_HUB_OFFLINE": "0"})
+    assert hosts == []
+
+
 def trained(flags: str) -> list[float]:
     """Losses of a run that resumes where it can."""
     run, manager = small_training.resumed(flags)

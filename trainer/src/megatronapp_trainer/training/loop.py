@@ -267,8 +267,7 @@ class Trainer:
         if self._checkpoints is None or self._saved_iteration == self._state.iteration:
             return
         self._monitor.publish_state("saving")
-        if self._stream_state is not None:
-            self._state.stream_state = self._stream_state()
+        self._state.stream_state = None if self._stream_state is None else self._stream_state()
         with self._monitor.span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
             self._checkpoints.save(self._state)
         self._saved_iteration = self._state.iteration

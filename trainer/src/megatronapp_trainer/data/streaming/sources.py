@@ -42,6 +42,8 @@ def open_parts(flag: str, paths: Sequence[str], split: str, parts: int) -> Calla
         DataError: the data set cannot be opened.
     """
     arguments = load_arguments(flag, paths)
+    # The package counts each use at a server, also that of local files, and each rank would wait for the answer.
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     try:
         import datasets
         from datasets.distributed import split_dataset_by_node
