@@ -166,6 +166,13 @@ def test_no_two_entries_translate_the_same_command() -> None:
             assert find_translations(printed)[-1].why == old.why, printed
 
 
+def test_a_script_is_given_by_its_commands(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "mine.sh"
+    script.write_text("python pretrain_gpt.py --num-layers 2\n")
+    assert main(["translate", f"bash {script}"]) == 1
+    assert f'megatronapp translate "$(cat {script})"' in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "bash something_else.sh"]) == 1
     assert "docs/from-megatronapp.md" in capsys.readouterr().err

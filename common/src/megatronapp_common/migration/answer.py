@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,9 @@ def report(arguments: Sequence[str]) -> tuple[str, bool]:
     text = arguments[0] if len(arguments) == 1 else _join(arguments)
     found = find_translations(text)
     if not found:
+        script = text.split()[-1] if text.split() else ""
+        if os.path.isfile(script):
+            return f'{text}: no known script; give the commands in it: megatronapp translate "$(cat {script})"', False
         return f"{text}: no command of MegatronApp's pages; docs/from-megatronapp.md lists them", False
     return "\n".join(line for answer in found for line in _describe(answer)), True
 
