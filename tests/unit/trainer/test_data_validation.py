@@ -124,9 +124,12 @@ def test_sets_and_sources_agree_over_layouts(corpora: pathlib.Path, run_ranks: R
     for step in sources["losses"]:  # all samples have as many tokens: wiki has three of four
         wiki, code = (step[f"lm loss {name}"] for name in ("wiki", "code"))
         assert step["lm loss"] == pytest.approx((3 * wiki + code) / 4, rel=1e-5)
-    together = run_ranks(2, summed_early, [f"{flags} {separate} {layout}", f"{flags} --log-loss-per-source {layout}"])
+    marked = f"{flags} {separate} --log-loss-per-source"
+    together = run_ranks(2, summed_early, [f"{marked} {layout}", f"{flags} --log-loss-per-source {layout}"])
     ((of_sets, of_sources),) = [found for found in together if found[0]["found"]]
     assert of_sets["sets"] == pytest.approx(sets["sets"], rel=1e-4)
+    corpora_of_sets = [sorted(losses) for _, losses in of_sets["found"]]
+    assert corpora_of_sets == [["lm loss", f"lm loss {name}"] for name in ("wiki", "code")]
     for own, step in zip(of_sources["losses"], sources["losses"], strict=True):
         assert own == pytest.approx(step, rel=1e-4)
 

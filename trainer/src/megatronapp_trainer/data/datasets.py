@@ -242,7 +242,10 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> BuiltData
             raise DataError(
                 f"cannot build samples from {', '.join(request.prefixes)}: {error or type(error).__name__}"
             ) from error
-    (train, valid, test), *others = ([_marked(request, dataset, i) for i, dataset in enumerate(of)] for of in built)
+    (train, valid, test), *others = (
+        [_marked(request, part.parts()[i][1], dataset) for i, dataset in enumerate(of)]
+        for part, of in zip(request.built_together(), built, strict=True)
+    )
     return BuiltDatasets(
         train=train, valid=valid, test=test, valid_sets=tuple(sets[1] for sets in others if sets[1] is not None)
     )
@@ -267,9 +270,8 @@ def _conversation_datasets(request: DatasetRequest, form: ConversationForm) -> B
     )
 
 
-def _marked(request: DatasetRequest, dataset: Any, split: int) -> SampleDataset | None:  # noqa: ANN401 - untyped library
-    """Return the dataset, whose samples name their corpus if this is requested."""
-    blend = request.parts()[split][1]
+def _marked(request: DatasetRequest, blend: Blend | None, dataset: Any) -> SampleDataset | None:  # noqa: ANN401 - untyped library
+    """Return the dataset of a blend, whose samples name their corpus of the request if they shall."""
     if dataset is None or blend is None or not request.marks_sources:
         return cast("SampleDataset | None", dataset)
     return SourcedDataset(dataset, [request.prefixes.index(prefix) for prefix in blend.prefixes])
