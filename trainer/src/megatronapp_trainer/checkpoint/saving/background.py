@@ -43,7 +43,7 @@ _ROUND_S = 2.0
 
 
 class SaveStage(enum.Enum):
-    """SaveStage of the pending checkpoint."""
+    """Stage of writing the pending checkpoint."""
 
     BEGIN = enum.auto()
     WRITE = enum.auto()
