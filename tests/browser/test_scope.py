@@ -28,10 +28,15 @@ pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
 PINNED = (1, 2)
 """Layer and head whose attention the session holds."""
-PIXELS = """(canvas, places) => {
+CELLS = """(canvas, {left, top, read, cells}) => {
   const context = canvas.getContext("2d"), ratio = window.devicePixelRatio;
-  return places.map(([x, y]) => [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3));
+  const across = (canvas.width / ratio - left - 1) / read, down = (canvas.height / ratio - top - 1) / read;
+  return cells.map(([row, key]) => {
+    const x = left + (key + 0.5) * across, y = top + (row + 0.5) * down;
+    return [...context.getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3);
+  });
 }"""
+"""Colours in the middle of cells, by the size that the canvas has while they are read."""
 ROW_LABEL_PX, COLUMN_LABEL_PX = 74, 22
 PROBABILITY_DARK = [
     (10, 10, 22), (34, 17, 80), (85, 22, 128), (136, 39, 129), (187, 56, 120),
@@ -89,14 +94,10 @@ def test_attention_map_paints_the_colours_of_the_exact_probabilities(scope: pw.P
     read = len(exact)
     replay.open(scope, "attention", layer=layer, head=head, token=0)
     heat = scope.get_by_test_id("attention-map")
-    box = heat.bounding_box()
-    assert box is not None
-    width, height = box["width"] - ROW_LABEL_PX - 1, box["height"] - COLUMN_LABEL_PX - 1
+    pw.expect(heat).to_have_attribute("data-drawn", f"layer {layer}, head {head}, {read} of {read} tokens")
     cells = [(row, key) for row in range(1, read) for key in range(row + 1)]
-    places = [
-        [ROW_LABEL_PX + (key + 0.5) * width / read, COLUMN_LABEL_PX + (row + 0.5) * height / read] for row, key in cells
-    ]
-    painted = heat.evaluate(PIXELS, places)
+    place = {"left": ROW_LABEL_PX, "top": COLUMN_LABEL_PX, "read": read, "cells": cells}
+    painted = heat.evaluate(CELLS, place)
     wrong = [
         (cell, found, colour(exact[cell]))
         for cell, found in zip(cells, painted, strict=True)

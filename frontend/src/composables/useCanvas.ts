@@ -10,12 +10,14 @@ export interface CanvasHandle {
 /**
  * `draw` is called in an animation frame whenever `sources` or the size changes.
  * `height` is in CSS pixels; the width follows the element.
+ * The attribute `data-drawn` of the canvas is `content`, what was drawn; it is absent while a frame is waited for.
  */
 export function useCanvas(
   canvas: Readonly<Ref<HTMLCanvasElement | null>>,
   height: () => number,
   sources: () => unknown,
   draw: (surface: Surface) => void,
+  content: () => string,
 ): CanvasHandle {
   const width = ref(0);
   let surface: Surface | undefined;
@@ -28,8 +30,10 @@ export function useCanvas(
     if (surface?.canvas !== element) surface = new Surface(element);
     surface.begin(width.value, height(), window.devicePixelRatio || 1);
     draw(surface);
+    element.dataset["drawn"] = content();
   };
   const redraw = (): void => {
+    delete canvas.value?.dataset["drawn"];
     frame ||= requestAnimationFrame(paint);
   };
   const observer = new ResizeObserver(([entry]) => {
@@ -46,7 +50,7 @@ export function useCanvas(
       },
       { immediate: true },
     );
-    watch([sources, height], redraw);
+    watch([sources, height, content], redraw);
     document.fonts.ready.then(redraw, redraw);
   });
   onBeforeUnmount(() => {

@@ -74,8 +74,9 @@ class AttentionMap {
   readonly painted = ref(0);
   private shown: MapTarget | null = null;
   private requested: MapTarget | null = null;
-  /** Positions whose rows are in `cells`; how often a request was refused and repeated. */
-  private known = 0;
+  /** Positions whose rows are in `cells`: a change shows in `painted`. */
+  known = 0;
+  /** How often a request was refused and repeated. */
   private refused = 0;
   private request = 0;
   private last = 0;
