@@ -20,6 +20,7 @@ from megatronapp_common.scope.protocol import SOCKET, SUBPROTOCOL
 
 pytestmark = pytest.mark.asyncio
 RUN = scope_session.RUN
+DEADLINE_S = 120.0
 
 
 @functools.cache
@@ -39,8 +40,17 @@ async def page(hub: Any) -> AsyncIterator[Any]:
 async def seen(connection: Any, state: str) -> list[Frame]:
     got: list[Frame] = []
     while not (got and got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == state):
-        got.append(frames.decode(await asyncio.wait_for(connection.recv(), 20)))
+        got.append(frames.decode(await asyncio.wait_for(connection.recv(), DEADLINE_S)))
     return got
+
+
+async def connected(path: pathlib.Path) -> asyncio.StreamWriter:
+    """Connect as a rank does, which tries again until the agent listens."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                return (await asyncio.open_unix_connection(str(path)))[1]
+            await asyncio.sleep(0.02)
 
 
 async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
@@ -54,12 +64,7 @@ async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
     sent = [frame for _, frame in scope_session.rank_frames(recording())]
     middle = next(place for place, frame in enumerate(sent) if frame.header.get("state") == "decoding") + 1
     async with hub_worker.agent() as process:
-
-        async def listening() -> bool:
-            return path.exists()
-
-        await until(listening)
-        _, writer = await asyncio.open_unix_connection(str(path))
+        writer = await connected(path)
         async with page(hub) as connection:
             for frame in sent[:middle]:
                 writer.write(frames.encode(frame))
@@ -86,5 +91,5 @@ async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
         writer.close()
         await writer.wait_closed()
         hub_worker.close_rings(unlink=True)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     assert not path.exists()

@@ -129,7 +129,7 @@ class ScopeSocket:
     async def running(self) -> AsyncIterator[None]:
         """Listen inside the context. Without a socket the agent only logs a warning, because training matters more."""
         try:
-            listener = bound(self._directory)
+            listener = listening(self._directory)
         except OSError as error:
             LOG.warning("%s: no MegaScope of this worker: %s", self._directory / SOCKET, error)
             yield
@@ -203,20 +203,24 @@ def _rank(frame: Frame) -> int:
     return rank
 
 
-def bound(directory: pathlib.Path) -> socket.socket:
-    """Bind a socket at `directory`/scope.sock, for this user and group. Raises OSError.
+def listening(directory: pathlib.Path) -> socket.socket:
+    """Listen at `directory`/scope.sock, for this user and group. Raises OSError.
 
-    The path may be longer than the address of a socket can be.
+    The path appears when connections are accepted, because a bound socket that does not listen yet refuses them. It may
+    be longer than the address of a socket can be.
     """
-    path = directory / SOCKET
-    path.unlink(missing_ok=True)
+    path, hidden = directory / SOCKET, directory / f".{SOCKET}"
+    hidden.unlink(missing_ok=True)
     folder = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(f"/proc/self/fd/{folder}/{SOCKET}")
-        path.chmod(0o660)
+        sock.bind(f"/proc/self/fd/{folder}/{hidden.name}")
+        hidden.chmod(0o660)
+        sock.listen()
+        hidden.replace(path)
     except OSError:
         sock.close()
+        hidden.unlink(missing_ok=True)
         raise
     finally:
         os.close(folder)

@@ -18,6 +18,7 @@ from megatronapp_analyzer.agent.scope import (
     ScopeBuffer,
     ScopeResumeState,
     ScopeSocket,
+    listening,
 )
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -175,6 +176,20 @@ async def wait_until_closed(streams: tuple[asyncio.StreamReader, asyncio.StreamW
     streams[1].close()
     with contextlib.suppress(ConnectionError):
         await streams[1].wait_closed()
+
+
+def test_the_path_of_the_socket_appears_when_connections_are_accepted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Observed(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            assert not (tmp_path / SOCKET).exists()
+            super().listen(*backlog)
+
+    monkeypatch.setattr(socket, "socket", Observed)
+    with listening(tmp_path), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(tmp_path / SOCKET))
+    assert [path.name for path in tmp_path.iterdir()] == [SOCKET]
 
 
 @pytest.mark.asyncio

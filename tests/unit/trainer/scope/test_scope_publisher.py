@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket, bound
+from megatronapp_analyzer.agent import scope as agent_scope
+from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket
 from megatronapp_analyzer.scope.parts.part_tracker import PartTracker, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
@@ -34,6 +35,7 @@ from megatronapp_trainer.scope.transfer.publisher import (
 
 HELLO = Frame(FrameType.SCOPE_PUBLISHER, {"rank": 3})
 BODY = 100 << 10
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -46,13 +48,13 @@ def listening(path: pathlib.Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    listener.settimeout(20)
+    listener.settimeout(DEADLINE_S)
     return listener
 
 
 def accepted(listener: socket.socket) -> socket.socket:
     peer, _ = listener.accept()
-    peer.settimeout(20)
+    peer.settimeout(DEADLINE_S)
     return peer
 
 
@@ -95,9 +97,8 @@ def test_frames_arrive_in_order_after_the_publisher_frame(path: pathlib.Path, pu
 def test_a_path_longer_than_the_address_of_a_socket_is_connected_to(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
-    with bound(folder) as listener:
-        listener.listen()
-        listener.settimeout(20)
+    with agent_scope.listening(folder) as listener:
+        listener.settimeout(DEADLINE_S)
         frame_publisher = FramePublisher(folder / "scope.sock", HELLO)
         frame_publisher.start()
         with accepted(listener) as peer:
@@ -337,7 +338,7 @@ def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:
         peer = accepted(listener)
         with peer:
             assert read(peer).header == {"rank": 3}
-            closing = threading.Thread(target=frame_publisher.close, kwargs={"timeout_s": 20})
+            closing = threading.Thread(target=frame_publisher.close, kwargs={"timeout_s": DEADLINE_S})
             closing.start()
             assert [read(peer).header["step"] for _ in range(5)] == list(range(5))
             assert peer.recv(1) == b""
@@ -352,7 +353,7 @@ async def test_a_slow_hub_after_the_agent_gets_the_whole_probe_and_every_step_nu
     """The real agent's socket: while the hub takes nothing, all but its 8 MiB waits in the rank."""
     agent = ScopeSocket(path.parent, lambda: None)
     probe, steps = PartTracker(), {number: PartTracker() for number in range(30)}
-    async with asyncio.timeout(20), agent.running():
+    async with asyncio.timeout(DEADLINE_S), agent.running():
         frame_publisher = FramePublisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
         frame_publisher.start()
         frame_publisher.post(Step(0, kind=DropPolicy.PROBE, frames=24, body=1 << 20))
