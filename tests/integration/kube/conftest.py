@@ -8,8 +8,6 @@ import kube
 import pytest
 
 from megatronapp_common import cli
-from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.job.profiles.definition import PLURALS
 
 DEFINITIONS = sorted((kube.ROOT / "crds").glob("*.yaml"))
 
@@ -19,11 +17,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlan
     folder = tmp_path_factory.mktemp("control-plane")
     authority = gateway.make_authority(folder)  # for users who show certificates
     with kube.control_plane(folder, users=("nobody",), flags=(f"--client-ca-file={authority}",)) as plane:
-        for definition in DEFINITIONS:
-            apply(plane, definition)
-        with plane.client() as client:
-            for plural in (PLURAL, *PLURALS.values()):
-                gateway.wait_for(lambda plural=plural: client.get(f"/apis/megatronapp.io/v1alpha1/{plural}").is_success)
+        plane.define(*DEFINITIONS)
         yield plane
 
 
@@ -75,8 +69,3 @@ def run(config: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
         return code, *capsys.readouterr()
 
     return call
-
-
-def apply(plane: kube.ControlPlane, path: pathlib.Path) -> None:
-    done = plane.kubectl("apply", "--server-side", "-f", str(path))
-    assert done.returncode == 0, done.stderr

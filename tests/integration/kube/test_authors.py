@@ -1,7 +1,6 @@
 """Authors of a MegatronJob in each namespace: the chart's second policy, on the real API server with real Roles."""
 
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,9 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PROF
 
 Object = dict[str, Any]
 HOME, TEAM = "authors-home", "authors-team"
+POLICY = "authors.megatronapp.io"
 WRITER, AUTHOR = "writer", "author"
 """Both may write MegatronJobs; the author may create pods, too."""
-ACTIVE_S = 60
 MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
@@ -30,7 +29,7 @@ def rendered(*settings: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=120)
 
 
-def rights(user: str, namespace: str) -> Object:
+def rights(user: str, namespace: str) -> list[Object]:
     written = ["megatronjobs", "megatronjobs/status", "megatronprofiles"]
     jobs = {"apiGroups": ["megatronapp.io"], "resources": written, "verbs": ["*"]}
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
@@ -49,7 +48,20 @@ def rights(user: str, namespace: str) -> Object:
         "roleRef": {"apiGroup": group, "kind": "Role", "name": user},
         "subjects": [{"apiGroup": group, "kind": "User", "name": user}],
     }
-    return {"apiVersion": "v1", "kind": "List", "items": [role, binding]}
+    return [role, binding]
+
+
+def rights_everywhere(name: str, user: str, rule: Object) -> list[Object]:
+    api, group = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
+    role = {"apiVersion": api, "kind": "ClusterRole", "metadata": {"name": name}, "rules": [rule]}
+    binding = {
+        "apiVersion": api,
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": name},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": user}],
+    }
+    return [role, binding]
 
 
 def job(name: str) -> Object:
@@ -85,20 +97,14 @@ def authors(plane: kube.ControlPlane) -> Iterator[JobAuthors]:
     """Put the policy in force, and remove it afterwards."""
     for namespace in (HOME, TEAM):
         assert plane.kubectl("create", "namespace", namespace).returncode == 0
-        for user in (WRITER, AUTHOR):
-            assert plane.kubectl("apply", "-f", "-", stdin=rights(user, namespace)).returncode == 0
+    given = [right for namespace in (HOME, TEAM) for user in (WRITER, AUTHOR) for right in rights(user, namespace)]
     policy = plane.folder / "authors-policy.yaml"
     policy.write_text(rendered().stdout, encoding="utf-8")
-    with plane.client() as client:
+    with plane.client() as client, plane.given(given):
         authors = JobAuthors(client)
         assert authors.create(WRITER, TEAM, "early").is_success
-        done = plane.kubectl("apply", "-f", str(policy))
-        assert done.returncode == 0, done.stderr
-        deadline = time.monotonic() + ACTIVE_S
-        while authors.create(WRITER, TEAM, "probe", dryRun="All").is_success:
-            assert time.monotonic() < deadline, "the policy never came into force"
-        yield authors
-    assert plane.kubectl("delete", "-f", str(policy)).returncode == 0
+        with plane.in_force(policy, POLICY, lambda: authors.create(WRITER, TEAM, "probe", dryRun="All")):
+            yield authors
     assert plane.kubectl("delete", "mgj", "--all", "-n", TEAM).returncode == 0
 
 
@@ -146,22 +152,15 @@ def test_a_profile_is_written_by_those_who_may_create_the_pods_of_its_jobs(
     assert answer.status_code == 403, answer.text
     assert f"{WRITER} may not create pods in namespace {TEAM}" in answer.json()["message"]
 
-    rights = ("clusterrole", "profiles", "--verb=create", f"--resource={PROFILES[ProfileKind.CLUSTER].plural}.{GROUP}")
-    binding = ("clusterrolebinding", "profiles", "--clusterrole=profiles", f"--user={AUTHOR}")
-    assert plane.kubectl("create", *rights).returncode == 0
-    assert plane.kubectl("create", *binding).returncode == 0
-    try:
+    profiles = {"apiGroups": [GROUP], "resources": [PROFILES[ProfileKind.CLUSTER].plural], "verbs": ["create"]}
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
+    with plane.given(rights_everywhere("profiles", AUTHOR, profiles)):
         answer = authors.create_profile(ProfileKind.CLUSTER, AUTHOR)
         assert answer.status_code == 403, answer.text
         assert f"{AUTHOR} may not create pods in all namespaces" in answer.json()["message"]
-        pods = ("clusterrole", "profile-pods", "--verb=create", "--resource=pods")
-        assert plane.kubectl("create", *pods).returncode == 0
-        allowed = ("clusterrolebinding", "profile-pods", "--clusterrole=profile-pods", f"--user={AUTHOR}")
-        assert plane.kubectl("create", *allowed).returncode == 0
-        assert authors.create_profile(ProfileKind.CLUSTER, AUTHOR).is_success
-    finally:
-        names = ("profiles", "profile-pods", "--ignore-not-found")
-        assert plane.kubectl("delete", "clusterrole,clusterrolebinding", *names).returncode == 0
+        with plane.given(rights_everywhere("profile-pods", AUTHOR, pods)):
+            answer = authors.create_profile(ProfileKind.CLUSTER, AUTHOR)
+            assert answer.is_success, answer.text
 
 
 def test_the_namespace_with_the_key_takes_no_job(authors: JobAuthors) -> None:

@@ -73,8 +73,7 @@ class Chart:
 
 @pytest.fixture(scope="module")
 def chart(helm: pathlib.Path, plane: kube.ControlPlane) -> Chart:
-    monitoring = kube.ROOT / "tests" / "fixtures" / "kube" / "monitoring.yaml"
-    assert plane.kubectl("apply", "--server-side", "-f", str(monitoring)).returncode == 0
+    plane.define(kube.ROOT / "tests" / "fixtures" / "kube" / "monitoring.yaml")
     for namespace in (HOME, *TEAMS):
         labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
         metadata = {"name": namespace, "labels": labels}

@@ -77,11 +77,8 @@ def namespaces(plane: kube.ControlPlane) -> None:
 @pytest.fixture(scope="module", params=MODES)
 def mode(request: pytest.FixtureRequest, plane: kube.ControlPlane, namespaces: None) -> Iterator[str]:
     """The rights of a mode are given while its tests run."""
-    rights = {"apiVersion": "v1", "kind": "List", "items": rendered_rights(*settings_of(request.param))}
-    done = plane.kubectl("apply", "-f", "-", stdin=rights)
-    assert done.returncode == 0, done.stderr
-    yield request.param
-    assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
+    with plane.given(rendered_rights(*settings_of(request.param))):
+        yield request.param
 
 
 def settings_of(mode: str) -> list[str]:
@@ -267,9 +264,6 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
     """Check that they have no further rights: neither other Services, nor logs, nor commands in its pods."""
     settings = ("--set", "gateway.users[0].kind=Group", "--set", "gateway.users[0].name=researchers")
     found = [right for right in rendered_rights(*settings) if right["metadata"]["name"].endswith("-gateway-users")]
-    rights = {"apiVersion": "v1", "kind": "List", "items": found}
-    assert plane.kubectl("apply", "-f", "-", stdin=rights).returncode == 0
-
     client = plane.client()
 
     def may(verb: str, what: str, namespace: str = HOME) -> bool:
@@ -283,7 +277,7 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
         answer = client.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", json=review).raise_for_status()
         return answer.json()["status"]["allowed"] is True
 
-    try:
+    with client, plane.given(found):
         definition = "customresourcedefinitions.apiextensions.k8s.io/megatronjobs.megatronapp.io"
         for verb, resource in (
             ("get", definition),
@@ -306,9 +300,6 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
             assert not may(verb, resource), (verb, resource)
         assert not may("create", "pods:portforward", OTHER)
         assert not may("get", "pods:portforward", OTHER)
-    finally:
-        client.close()
-        assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
 
 
 def test_the_viewer_account_has_read_rights_only(plane: kube.ControlPlane) -> None:

@@ -48,13 +48,7 @@ KEY = "job"
 @pytest.fixture(scope="module")
 def groups_known(plane: kube.ControlPlane) -> kube.ControlPlane:
     """The control plane with the pod groups of coscheduling."""
-    path = kube.ROOT / "tests" / "fixtures" / "kube" / "coscheduling-podgroups.yaml"
-    for arguments in (
-        ("apply", "--server-side", "-f", str(path)),
-        ("wait", "--for=condition=Established", "crd", "--all"),
-    ):
-        done = plane.kubectl(*arguments)
-        assert done.returncode == 0, done.stderr
+    plane.define(kube.ROOT / "tests" / "fixtures" / "kube" / "coscheduling-podgroups.yaml")
     return plane
 
 

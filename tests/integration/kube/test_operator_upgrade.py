@@ -74,8 +74,7 @@ class UpgradedCluster:
         """An operator and the definition of a build (None: ours), while pods are placed and started."""
         self._starts += 1
         path = (build or kube.ROOT) / CRD
-        done = self.plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
-        assert done.returncode == 0, done.stderr
+        self.plane.define(path)
         sources = [] if build is None else [build / part for part in PARTS[:2]]
         name = f"operator-{self._starts}"
         with started(self.plane, self._folder, NAMESPACE, name, flags=FLAGS, sources=sources) as operator:
@@ -170,9 +169,7 @@ def own_plane(tmp_path: pathlib.Path) -> Iterator[kube.ControlPlane]:
     with kube.control_plane(folder) as plane:
         done = plane.kubectl("create", "namespace", NAMESPACE)
         assert done.returncode == 0, done.stderr
-        groups = kube.ROOT / "tests" / "fixtures" / "kube" / "volcano-podgroups.yaml"
-        done = plane.kubectl("apply", "--server-side", "-f", str(groups))
-        assert done.returncode == 0, done.stderr
+        plane.define(kube.ROOT / "tests" / "fixtures" / "kube" / "volcano-podgroups.yaml")
         yield plane
 
 

@@ -18,11 +18,7 @@ pytestmark = pytest.mark.asyncio
 def schedulers(plane: kube.ControlPlane) -> kube.ControlPlane:
     """The control plane with the pod groups of all schedulers."""
     for project in GROUPS:
-        path = kube.ROOT / "tests" / "fixtures" / "kube" / f"{project.lower()}-podgroups.yaml"
-        done = plane.kubectl("apply", "--server-side", "-f", str(path))
-        assert done.returncode == 0, done.stderr
-    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-    assert done.returncode == 0, done.stderr
+        plane.define(kube.ROOT / "tests" / "fixtures" / "kube" / f"{project.lower()}-podgroups.yaml")
     return plane
 
 

@@ -91,7 +91,8 @@ def test_a_hub_is_read_through_the_gateway(
             assert spans.start_ns.min() == steps.start_ns.iloc[-1]
             assert hub.steps(number, number).step.tolist() == [number]
             assert hub.series("loss").columns.tolist() == ["attempt", "step", "value"]
-            assert hub.verdicts() == []
+            causes = {verdict["cause"] for verdict in hub.verdicts()}
+            assert causes <= {"hang"}, "the ranks write nothing more, which is called a hang after some seconds"
             with pytest.raises(HubError, match="step 900000 is neither in memory nor stored"):
                 hub.timeline(900_000)
         with job.page() as page:

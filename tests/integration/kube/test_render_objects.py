@@ -24,15 +24,11 @@ RESTRICTED = sorted(set(rendered.VARIETY) - rendered.UNRESTRICTED)
 def server(plane: kube.ControlPlane) -> Iterator[httpx.Client]:
     """The API server with the pod groups of other projects, and a namespace for each level of pod security."""
     for project in POD_GROUPS:
-        path = kube.ROOT / "tests" / "fixtures" / "kube" / f"{project}-podgroups.yaml"
-        done = plane.kubectl("apply", "--server-side", "-f", str(path))
-        assert done.returncode == 0, done.stderr
+        plane.define(kube.ROOT / "tests" / "fixtures" / "kube" / f"{project}-podgroups.yaml")
     for level in LEVELS:
         labels = {"pod-security.kubernetes.io/enforce": level}
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": level, "labels": labels}}
         assert plane.kubectl("create", "-f", "-", stdin=namespace).returncode == 0
-    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-    assert done.returncode == 0, done.stderr
     with plane.client() as client:
         yield client
 

@@ -36,10 +36,7 @@ class ScheduledNodes(QueuedNodes):
 def scheduler(plane: kube.ControlPlane, folder: pathlib.Path) -> Iterator[None]:
     """Install the definitions and run the scheduler until the block ends."""
     programs = kube.programs("scheduler-plugins")
-    done = plane.kubectl("apply", "--server-side", "-f", str(programs / "crds"))
-    assert done.returncode == 0, done.stderr
-    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-    assert done.returncode == 0, done.stderr
+    plane.define(programs / "crds")
     config = folder / "scheduler.yaml"
     config.write_text(yaml.safe_dump(_configuration(plane)), encoding="utf-8")
     command = [str(programs / "kube-scheduler"), f"--config={config}", "--secure-port=0"]

@@ -39,11 +39,7 @@ _ADDRESSES = (str(ipaddress.ip_address("127.77.0.1") + number) for number in ite
 
 def create(plane: kube.ControlPlane, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST to the API server as its administrator; the answer."""
-    with plane.client() as client:
-        answer = client.post(path, json=body)
-    assert answer.is_success, answer.text
-    document: dict[str, Any] = answer.json()
-    return document
+    return plane.create(path, body)
 
 
 def account(plane: kube.ControlPlane, namespace: str, name: str, *, grants: Sequence[dict[str, Any]] = ()) -> str:

@@ -14,7 +14,7 @@ import secrets
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -27,7 +27,17 @@ ROOT = pathlib.Path(__file__).parents[3]
 START_S = 120
 STOP_S = 20
 POLL_S = 0.05
+EFFECT_S = 120
+"""Time for the API server to act by what it has stored: it judges by copies of roles, policies and definitions."""
+EFFECT_POLL_S = 0.01
 ADMIN = "admin"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+DISCOVERY = {
+    "Accept": "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,"
+    "application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
+}
+"""Header of a request for the resources of all groups."""
+Object = dict[str, Any]
 _NUMBERS = itertools.count()
 _DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 _COLLECT_RARELY = {"GOGC": "400"}
@@ -89,9 +99,63 @@ class ControlPlane:
     def new_namespace(self, prefix: str) -> str:
         """The name of a namespace made for a test."""
         name = f"{prefix}-{next(_NUMBERS)}"
-        with self.client() as client:
-            client.post("/api/v1/namespaces", json={"metadata": {"name": name}}).raise_for_status()
+        self.create("/api/v1/namespaces", {"metadata": {"name": name}})
         return name
+
+    def create(self, path: str, body: Object) -> Object:
+        """POST as the administrator; the answer. Rights that a binding gives are in effect then."""
+        with self.client() as client:
+            answer = client.post(path, json=body)
+            assert answer.is_success, answer.text
+            document: Object = answer.json()
+            _await_grants(client, _grants(client, [document]))
+        return document
+
+    @contextlib.contextmanager
+    def given(self, documents: Sequence[Object]) -> Iterator[None]:
+        """Apply roles, bindings and accounts, and delete them at the end; the API server acts by each at once."""
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
+        grants: list[Grant] = []
+        with self.client() as client:
+            try:
+                done = self.kubectl("apply", "-f", "-", stdin=listed)
+                assert done.returncode == 0, done.stderr
+                grants = _grants(client, documents)
+                _await_grants(client, grants)
+                yield
+            finally:
+                done = self.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=listed)
+                assert done.returncode == 0, done.stderr
+                wait_until(lambda: all(grant.has_ended(client) for grant in grants), f"the end of {grants}")
+
+    @contextlib.contextmanager
+    def in_force(self, policy: pathlib.Path, name: str, probe: Callable[[], httpx.Response]) -> Iterator[None]:
+        """Apply a file with an admission policy and its binding, and delete them at the end.
+
+        `probe` sends a dry run that this policy alone refuses. The API server renews its copy of the policies once per
+        second: a policy that has been deleted would still refuse what the next tests send.
+        """
+        wait_until(lambda: probe().is_success, f"an answer without {name}")
+        try:
+            done = self.kubectl("apply", "--server-side", "-f", str(policy))
+            assert done.returncode == 0, done.stderr
+            wait_until(lambda: name in (answer := probe()).text and answer.is_client_error, f"{name} to be in force")
+            yield
+        finally:
+            done = self.kubectl("delete", "--ignore-not-found", "-f", str(policy))
+            assert done.returncode == 0, done.stderr
+            wait_until(lambda: probe().is_success, f"the end of {name}")
+
+    def define(self, *paths: pathlib.Path) -> None:
+        """Apply files of CustomResourceDefinitions, and wait until clients find their kinds and list their objects."""
+        definitions: list[Object] = []
+        for path in paths:
+            done = self.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path), "-o", "json")
+            assert done.returncode == 0, done.stderr
+            made = json.loads(done.stdout)
+            definitions += made["items"] if made["kind"] == "List" else [made]
+        with self.client() as client:
+            wait_until(lambda: all(_is_served(client, each) for each in definitions), f"the kinds of {paths}")
 
     def kubectl(self, *arguments: str, stdin: Any = None, user: str = ADMIN) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `stdin` is an object that it reads as JSON from `-f -`."""
@@ -99,6 +163,92 @@ class ControlPlane:
         text = None if stdin is None else json.dumps(stdin)
         environment = {"HOME": str(self.folder), "PATH": "/usr/bin:/bin"}
         return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
+
+
+def wait_until(probe: Callable[[], bool], what: str) -> None:
+    """Ask the API server until `probe` is true."""
+    deadline = time.monotonic() + EFFECT_S
+    while not probe():
+        assert time.monotonic() < deadline, f"waited {EFFECT_S} s for {what} in vain"
+        time.sleep(EFFECT_POLL_S)
+
+
+def _await_grants(client: httpx.Client, grants: Sequence["Grant"]) -> None:
+    wait_until(lambda: all(grant.holds(client) for grant in grants), str(grants))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """Rules that a binding gives to a subject."""
+
+    subject: Mapping[str, str]
+    """Headers that make a request its own."""
+    namespace: str
+    rules: list[Object]
+
+    def holds(self, client: httpx.Client) -> bool:
+        """Return whether the API server permits all of it."""
+        found = self._effective(client)
+        return found is not None and all(rule in found for rule in self.rules)
+
+    def has_ended(self, client: httpx.Client) -> bool:
+        """Return whether the API server permits none of it."""
+        found = self._effective(client)
+        return found is not None and not any(rule in found for rule in self.rules)
+
+    def _effective(self, client: httpx.Client) -> list[Object] | None:
+        """The rules by which the API server judges the subject now; none if it is too busy to say."""
+        question = {"spec": {"namespace": self.namespace}}
+        path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+        answer = client.post(path, json=question, headers=self.subject)
+        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            return None
+        assert answer.is_success, answer.text
+        return [_plain(rule) for rule in answer.json()["status"]["resourceRules"]]
+
+
+def _plain(rule: Object) -> Object:
+    return {key: rule.get(key) or [] for key in ("apiGroups", "resources", "verbs", "resourceNames")}
+
+
+def _grants(client: httpx.Client, documents: Sequence[Object]) -> list[Grant]:
+    """Return the grants of the bindings among some objects, by the roles that are stored."""
+    return [
+        Grant(subject=_impersonation(subject), namespace=namespace, rules=_rules(client, binding))
+        for binding in documents
+        if binding["kind"] in {"RoleBinding", "ClusterRoleBinding"}
+        for namespace in [binding["metadata"].get("namespace", "default")]
+        for subject in binding["subjects"]
+    ]
+
+
+def _rules(client: httpx.Client, binding: Object) -> list[Object]:
+    role = binding["roleRef"]
+    place = f"namespaces/{binding['metadata']['namespace']}/roles" if role["kind"] == "Role" else "clusterroles"
+    answer = client.get(f"{RBAC}/{place}/{role['name']}")
+    assert answer.is_success, f"a role is created before its bindings: {answer.text}"
+    return [_plain(rule) for rule in answer.json()["rules"] or () if rule.get("resources")]
+
+
+def _impersonation(subject: Object) -> Mapping[str, str]:
+    if subject["kind"] == "ServiceAccount":
+        return {"Impersonate-User": f"system:serviceaccount:{subject['namespace']}:{subject['name']}"}
+    if subject["kind"] == "Group":
+        return {"Impersonate-User": "member", "Impersonate-Group": subject["name"]}
+    return {"Impersonate-User": subject["name"]}
+
+
+def _is_served(client: httpx.Client, definition: Object) -> bool:
+    group, plural = definition["spec"]["group"], definition["spec"]["names"]["plural"]
+    for version in [version["name"] for version in definition["spec"]["versions"] if version["served"]]:
+        found = client.get(f"/apis/{group}/{version}")
+        if not found.is_success or plural not in {each["name"] for each in found.json()["resources"]}:
+            return False
+        if f'"{plural}"' not in client.get("/apis", headers=DISCOVERY).text:  # kubectl asks for all groups at once
+            return False
+        if not client.get(f"/apis/{group}/{version}/{plural}").is_success:
+            return False
+    return True
 
 
 @contextlib.contextmanager
