@@ -1,4 +1,7 @@
-"""Checkpoints that are written in the background, by real ranks and their real writer processes."""
+"""Checkpoints that are written in the background, by real ranks and their real writer processes.
+
+Writers are forked (`forked_writers`), except those of failed writes, which are started as in a job.
+"""
 
 import contextlib
 import itertools
@@ -15,6 +18,7 @@ from unittest import mock
 
 import pytest
 import small_training
+from forked_writers import forked_writer
 from pytest_workers import FULL
 from recording_reporter import RecordingReporter
 
@@ -84,7 +88,8 @@ def save_both_ways(folder: str, flags: str) -> str:
     """Save step 3 at once and in the background, while training continues."""
     from megatronapp_trainer.training.evaluate import gathered_parameters
 
-    run, manager, trainer = prepare(f"{flags} --save {folder}/async --async-save")
+    with forked_writer():
+        run, manager, trainer = prepare(f"{flags} --save {folder}/async --async-save")
     _, at_once, _ = prepare(f"{flags} --save {folder}/sync")
     train_until(trainer, lambda: run.state.iteration == 3)
     with late_copies():
@@ -161,7 +166,8 @@ def wait_for_a_stopped_writer(saves: Any, trainer: Any, *, stops: bool) -> str:
 
 def train_and_be_killed(folder: str, flags: str, seed: int) -> None:
     """Resume, save once, and save at every step until a random moment at which all ranks are killed."""
-    run, manager, trainer = prepare(f"{flags} --save {folder}/save --async-save --save-interval 1 --keep-last 3")
+    with forked_writer():
+        run, manager, trainer = prepare(f"{flags} --save {folder}/save --async-save --save-interval 1 --keep-last 3")
     step, first = trainer.step, run.state.iteration
 
     def noted() -> Any:
