@@ -20,11 +20,9 @@ def reserved_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]
     with contextlib.ExitStack() as stack:
         while len(found) < count:
             port = BELOW_EPHEMERAL.start + secrets.randbelow(len(BELOW_EPHEMERAL))
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind((address, port))  # without SO_REUSEADDR: refused where another test holds it
-                probe.close()
-                sock = stack.enter_context(socket.socket())
+            sock = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind((address, port))  # still without SO_REUSEADDR: refused where another test holds it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.bind((address, port))
                 found.append(port)
         yield found

@@ -57,23 +57,23 @@ def reserved_port(address: str) -> Iterator[int]:
     """Reserve a TCP port that is free at every address of this node, for torch's store, which listens at each of them.
 
     The port is bound here, but nothing listens on it. Linux lets a second socket bind it and listen if both set
-    SO_REUSEADDR, as torch's store does; a process that searches for a free port finds it in use.
+    SO_REUSEADDR, as torch's store does; a process that searches for a free port finds it in use. The option is set
+    after binding, because a socket that has it before could also bind a port that another process has just reserved.
 
     Raises:
         RendezvousError: `address` is not one of this node's, or no port is free.
     """
     _require_own(address)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for port in random.sample(PORTS, k=TRIES):
             with contextlib.suppress(OSError):
-                _require_unused(port)
                 listener.bind(("", port))
                 break
         else:
             raise RendezvousError(
                 f"{TRIES} ports tried from {PORTS.start} to {PORTS.stop - 1} are all in use; stop what uses them"
             )
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield port
 
 
@@ -83,12 +83,6 @@ def _require_own(address: str) -> None:
             probe.bind((address, 0))
         except OSError as error:
             raise RendezvousError(f"{address} is not an address of this node: {error.strerror}") from error
-
-
-def _require_unused(port: int) -> None:
-    """Raise OSError if the port is in use at any address; without SO_REUSEADDR a bound port is refused, too."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", port))
 
 
 def listening_socket(endpoint: Endpoint, address: str) -> socket.socket:
