@@ -1,11 +1,17 @@
 """A server of uvicorn that ends at once. uvicorn's own polls, and needs a fifth of a second; tests start hundreds."""
 
 import asyncio
+import concurrent.futures
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 import uvicorn
 
 POLL_S = 0.005
+DEADLINE_S = 120.0
+
+T = TypeVar("T")
 
 
 class PromptServer(uvicorn.Server):
@@ -22,8 +28,25 @@ class PromptServer(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
 
-    async def main_loop(self) -> None:
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the loop of the server, from another thread; return its result."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        assert self._loop is not None, "the server has not started"
+        self._loop.call_soon_threadsafe(work)
+        return result.result(DEADLINE_S)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def main_loop(self) -> None:
         await self.on_tick(0)
         if not self.should_exit:
             await self._ending.wait()

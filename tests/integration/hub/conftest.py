@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scope_rank_zero
 import uvicorn
+import websocket_clients
 import websockets.asyncio.client
 from numpy.typing import NDArray
 from prompt_server import PromptServer
@@ -23,6 +24,7 @@ from scope_pages import recording
 from shared_tls import SHARED_TLS
 
 from megatronapp_analyzer.align.clocks import AlignedStep
+from megatronapp_analyzer.hub.archive import spooled_ingest
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
@@ -239,6 +241,7 @@ class RunningHub:
     secret: str
     state_dir: Path
     script: Script
+    server: PromptServer
 
     @property
     def url(self) -> str:
@@ -263,16 +266,14 @@ class RunningHub:
     async def agent(self, job: FakeJob, worker: int) -> AsyncIterator[FakeAgent]:
         headers = {"Authorization": f"Bearer {derive_token(self.secret, TokenRole.AGENT)}"}
         url = f"ws://127.0.0.1:{self.port}/api/v1/agent"
-        async with websockets.asyncio.client.connect(
-            url, additional_headers=headers, proxy=None, compression=None
-        ) as connection:
+        async with websocket_clients.connect(url, additional_headers=headers, compression=None) as connection:
             yield FakeAgent(job, worker, connection)
 
     @contextlib.asynccontextmanager
     async def page(self, **headers: str) -> AsyncIterator[websockets.asyncio.client.ClientConnection]:
         url = f"ws://127.0.0.1:{self.port}/api/v1/live"
-        async with websockets.asyncio.client.connect(
-            url, additional_headers=self.bearer | headers, proxy=None, compression=None, max_queue=None
+        async with websocket_clients.connect(
+            url, additional_headers=self.bearer | headers, compression=None, max_queue=None
         ) as connection:
             yield connection
 
@@ -311,20 +312,34 @@ def serve_hub(
         sock.listen()
         port = sock.getsockname()[1]
         hub = Hub(settings, LocalJudge(lambda layout: FakeDetector(script, layout)))
+        hub.scope.core.ingest.assembler.wait_s = DEADLINE_S  # frames that are late are tested elsewhere
         app = create_app(hub, secret=secret, frontend=frontend, named=named)
         config = uvicorn.Config(
-            app, ws="websockets-sansio", log_config=None, access_log=False, timeout_graceful_shutdown=1
+            app,
+            ws="websockets-sansio",
+            ws_ping_interval=None,  # answers to pings would be late on a busy computer
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         server = PromptServer(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
             wait_until_judging(hub, thread)
-            yield RunningHub(hub, app.state.live, port, secret, state_dir, script)
+            yield RunningHub(hub, app.state.live, port, secret, state_dir, script, server)
         finally:
             server.end()
             thread.join(DEADLINE_S)
             assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_spool() -> Iterator[None]:
+    """Let the end of a hub wait for a slow disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spooled_ingest, "CLOSE_S", DEADLINE_S)
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-import websockets.asyncio.client
+import websocket_clients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest_workers import examples
@@ -23,6 +23,7 @@ from megatronapp_common.web.static_pages import ELSEWHERE_MARK
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
+DEADLINE_S = 120.0
 PROTECTED = [
     "/api/v1/jobs",
     "/api/v1/job",
@@ -40,7 +41,7 @@ PROTECTED = [
 
 
 def plain(hub: Any, **settings: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=hub.url, verify=SHARED_TLS, **settings)
+    return httpx.AsyncClient(base_url=hub.url, verify=SHARED_TLS, timeout=DEADLINE_S, **settings)
 
 
 @pytest.mark.parametrize("path", PROTECTED)
@@ -141,7 +142,7 @@ async def test_browsers_of_two_jobs_on_two_ports_stay_logged_in(tmp_path: Path, 
     """One browser sends all its cookies to both, as it would at 127.0.0.1."""
     with contextlib.ExitStack() as stack:
         hubs = [stack.enter_context(serve(tmp_path / uid, uid=uid)) for uid in ("uid-one", "uid-two")]
-        async with httpx.AsyncClient() as browser:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as browser:
             for hub in hubs:
                 await browser.post(f"{hub.url}/login", data={"token": await new_code(hub)})
             for hub in hubs:
@@ -150,7 +151,7 @@ async def test_browsers_of_two_jobs_on_two_ports_stay_logged_in(tmp_path: Path, 
 
 
 async def connect(url: str, headers: dict[str, str]) -> None:
-    async with websockets.asyncio.client.connect(url, additional_headers=headers, proxy=None):
+    async with websocket_clients.connect(url, additional_headers=headers):
         pass
 
 
@@ -257,7 +258,8 @@ async def request_raw(hub: Any, target: bytes) -> int:
     writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: hub\r\nConnection: close\r\n\r\n")
     line = await reader.readline()
     writer.close()
-    await writer.wait_closed()
+    with contextlib.suppress(ConnectionError):  # the hub closes it, too
+        await writer.wait_closed()
     return int(line.split()[1])
 
 
@@ -287,7 +289,7 @@ async def test_no_path_is_too_odd(paged: Any, target: str) -> None:
 
 async def test_no_bytes_of_a_path_are_too_odd(paged: Any) -> None:
     def request_all() -> None:
-        with httpx.Client(base_url=paged.url, verify=SHARED_TLS) as client:
+        with httpx.Client(base_url=paged.url, verify=SHARED_TLS, timeout=DEADLINE_S) as client:
 
             @settings(max_examples=examples(60), deadline=None, database=None)
             @given(st.binary(max_size=60))

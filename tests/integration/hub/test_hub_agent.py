@@ -47,9 +47,12 @@ async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, unti
         mine.write_steps(range(5, 8))
         mine.close_rings(unlink=True)
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-    job = await hub.get("/api/v1/job")
-    assert [rank["state"] for rank in job["ranks"]] == ["ended", "ended"]
-    assert [rank["step"] for rank in job["ranks"]] == [7, 7]
+
+    async def ended() -> bool:
+        ranks = (await hub.get("/api/v1/job"))["ranks"]
+        return [(rank["state"], rank["step"]) for rank in ranks] == [("ended", 7)] * 2
+
+    await until(ended)
     progress.close()
 
 
@@ -196,7 +199,11 @@ async def test_sigterm_drains_once_more(hub: Any, worker: Any, until: Any) -> No
         mine.write_steps(range(2, 40))
         process.terminate()
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-    assert len(await hub.get("/api/v1/steps")) == 40
+
+    async def has_all() -> bool:
+        return len(await hub.get("/api/v1/steps")) == 40
+
+    await until(has_all)
     mine.close_rings(unlink=True)
 
 
@@ -311,4 +318,8 @@ async def test_records_of_a_killed_rank_are_sent_and_the_agent_ends(hub: Any, wo
         process.kill()
         await process.wait()
         assert await asyncio.wait_for(agent.wait(), DEADLINE_S) == 0
-    assert [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]] == ["ended"] * 2
+
+    async def ended() -> bool:
+        return [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]] == ["ended"] * 2
+
+    await until(ended)

@@ -345,10 +345,10 @@ async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: 
     async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other:
         await agent.hello()
         await other.hello()
-        await agent.status(openSpan={"kind": 3, "step": 4, "microbatch": 1, "startNs": 0})
         await other.status(heartbeatNs=0)
 
         async def judged() -> bool:
+            await agent.status(openSpan={"kind": 3, "step": 4, "microbatch": 1, "startNs": 0})  # a sign of life
             states = [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]]
             return states == ["training", "hung", "silent", "silent"]
 

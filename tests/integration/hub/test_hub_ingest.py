@@ -26,7 +26,8 @@ async def test_steps_of_two_workers_are_put_together(hub: Any, fake_job: Any, un
     await feed(hub, job, range(12))
 
     async def has_all() -> bool:
-        return len(await hub.get("/api/v1/steps")) == 12
+        progress = (await hub.get("/api/v1/summary"))["progress"]
+        return len(await hub.get("/api/v1/steps")) == 12 and progress is not None
 
     await until(has_all)
     steps = await hub.get("/api/v1/steps")

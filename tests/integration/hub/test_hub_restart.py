@@ -20,7 +20,7 @@ from megatronapp_common.names import Env
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 90.0
+DEADLINE_S = 120.0
 VERDICT = {
     "id": "v1",
     "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
@@ -78,7 +78,7 @@ class HubProcess:
                 await asyncio.sleep(0.05)
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers=self.headers, verify=SHARED_TLS)
+        return httpx.AsyncClient(base_url=self.url, headers=self.headers, verify=SHARED_TLS, timeout=DEADLINE_S)
 
     async def get(self, path: str) -> Any:
         async with self.client() as client:
@@ -175,12 +175,19 @@ async def test_the_detector_is_started_again_and_ends_with_the_hub(
         await until(has_restarted)
         await until(is_judged)
         await until(has_all)
+
+        async def has_another() -> bool:
+            return len(detectors_of(process)) == 1 and first not in detectors_of(process)
+
+        await until(has_another)
         (second,) = detectors_of(process)
-        assert second != first
         process.send_signal(signal.SIGTERM)
         await process.wait()
-        assert has_ended(first)
-        assert has_ended(second)
+
+        async def have_ended() -> bool:
+            return has_ended(first) and has_ended(second)
+
+        await until(have_ended)
     async with hub.running() as process:
 
         async def has_detector() -> bool:

@@ -10,12 +10,14 @@ import scope_session
 from scope_pages import RUN, agents, play, receive, recording, until_done, viewer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from megatronapp_analyzer.scope.delivery import page_socket
 from megatronapp_analyzer.scope.delivery.limits import too_many_pages
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import TensorCode, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
 from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
+from megatronapp_common.web.token_bucket import BucketSize
 from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
@@ -141,7 +143,8 @@ async def test_an_invalid_command_is_refused_and_ends_the_connection(hub: Any) -
             assert page.close_code == 1008
 
 
-async def test_a_page_that_floods_is_let_go(hub: Any) -> None:
+async def test_a_page_that_floods_is_let_go(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_socket, "MESSAGES", BucketSize(burst=200, per_s=0.001))
     async with viewer(hub) as page:
         await receive(page)
         with contextlib.suppress(ConnectionClosed):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import scope_session
-import websockets.asyncio.client
+import websocket_clients
 from websockets.typing import Subprotocol
 
 from megatronapp_common import frames
@@ -31,8 +31,8 @@ def recording() -> scope_session.Recording:
 @contextlib.asynccontextmanager
 async def page(hub: Any) -> AsyncIterator[Any]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
-    async with websockets.asyncio.client.connect(
-        url, additional_headers=hub.bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)]
+    async with websocket_clients.connect(
+        url, additional_headers=hub.bearer, subprotocols=[Subprotocol(SUBPROTOCOL)]
     ) as connection:
         yield connection
 
@@ -72,10 +72,15 @@ async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
             assert [frame.header["ids"] for frame in got if frame.type == FrameType.SCOPE_STEP] == [
                 [ids[0] for ids in recording().generated]
             ]
-        hub.hub.scope.core.__init__(hub.hub.scope.core.settings)
-        for link in list(hub.hub.links.values()):
-            link.replaced.set()
-            link.command({})
+
+        def forget() -> None:
+            core = hub.hub.scope.core
+            core.__init__(core.settings)
+            core.ingest.assembler.wait_s = DEADLINE_S
+            for link in hub.hub.links.values():
+                link.replace()
+
+        hub.server.call(forget)
 
         async def published_again() -> bool:
             return bool(hub.hub.scope.core.runs and hub.hub.scope.core.publishers.ranks)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import scope_chain
 import scope_session
-import websockets.asyncio.client
+import websocket_clients
 from numpy.typing import NDArray
 from pytest_workers import FULL
 from scope_model import TinyGptShape
@@ -127,8 +127,8 @@ async def opened(hub: Any) -> AsyncIterator[Page]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     async with (
         httpx.AsyncClient(base_url=hub.url, headers=bearer, timeout=DEADLINE_S, verify=SHARED_TLS) as client,
-        websockets.asyncio.client.connect(
-            url, additional_headers=bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)], compression=None
+        websocket_clients.connect(
+            url, additional_headers=bearer, subprotocols=[Subprotocol(SUBPROTOCOL)], compression=None
         ) as connection,
     ):
         yield Page(hub, client, connection)
@@ -167,8 +167,6 @@ async def chain(
                 address.read_text().strip(), derive_token(hub.secret, TokenRole.SERVE)
             )
             await wait_until_ready(ranks, lambda: len(hub.hub.scope.core.publishers.ranks) == world)
-            # what is late on a busy machine is tested elsewhere
-            hub.hub.scope.core.ingest.assembler.wait_s = DEADLINE_S
             try:
                 async with opened(hub) as page:
                     yield page

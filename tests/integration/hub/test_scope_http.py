@@ -38,6 +38,7 @@ from megatronapp_common.web.token_bucket import BucketSize
 from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
+DEADLINE_S = 120.0
 CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
 
 
@@ -204,14 +205,14 @@ async def test_exact_numbers_in_three_forms(
         assert (values["positions"], np.float32(values["values"][0]).tolist()) == ([3], expected[3].tolist())
         lines = (await client.get(f"{path}/residual?layer=2&format=csv")).text.splitlines()
         assert [np.float32(field) for field in lines[1].split(",")[1:]] == list(expected[0])
-        requests_before = len(rank_zero.requests)
         exact = np.load(io.BytesIO((await fetched(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
         np.testing.assert_array_equal(exact, recording().sites[0]["attention"][0, 1])
         logits = np.load(io.BytesIO((await fetched(client, f"{path}/logits?format=npy&sample=1")).content))
         np.testing.assert_array_equal(logits, recording().sites[1]["logits"])
         keys = np.load(io.BytesIO((await fetched(client, f"{path}/k?layer=3&head=1&format=npy")).content))
         np.testing.assert_array_equal(keys, recording().sites[0]["k"][:, 3, 1])
-        assert len(rank_zero.requests) == requests_before + 3
+        probed = [body["sites"][0]["site"] for _, path, body in rank_zero.requests if path == "probes"]
+        assert sorted(site for site in probed if site != "residual") == ["attention", "k", "logits"]
         for wrong, code in (
             ("residual", 422),
             ("residual?layer=9", 404),
@@ -334,11 +335,12 @@ async def test_long_bodies_are_refused_before_they_are_read(
 
 
 async def test_a_fast_caller_is_refused_with_a_retry_delay(hub: Any) -> None:
-    hub.hub.scope.requests = BucketSize(burst=2, per_s=0.5)
+    hub.hub.scope.requests = BucketSize(burst=2, per_s=0.001)
     async with hub.client() as client:
         answers = [await client.get(RUNS) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
-        assert (answers[2].json()["code"], answers[2].headers["retry-after"]) == ("too-many-requests", "2")
+        assert answers[2].json()["code"] == "too-many-requests"
+        assert 500 < int(answers[2].headers["retry-after"]) <= 1000, "seconds until there is one again"
 
 
 async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, until: Any) -> None:
@@ -399,6 +401,7 @@ async def test_a_run_is_listed_as_soon_as_it_is_requested(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = {"prompts": ["The sea "], "tokens": 4}
+    monkeypatch.setattr(probe_client, "KNOWN_S", DEADLINE_S)
     async with agents(hub, fake_job) as workers, hub.client() as client:
         client.headers.update(bearer(hub, TokenRole.CONTROLLER))
         started = asyncio.ensure_future(client.post(RUNS, json=request))
@@ -449,7 +452,7 @@ async def unread(hub: Any, who: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     lines = {"Host": "127.0.0.1", CALLER_HEADER: who, **bearer(hub, TokenRole.VIEWER)}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     writer.write(f"GET {RUNS}/{RUN}/session HTTP/1.1\r\n{head}\r\n".encode())
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), DEADLINE_S)
     return reader, writer
 
 
@@ -463,6 +466,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
     async with shown(hub, fake_job, until) as client:
         numbers = np.zeros((24, 1 << 18), "<f4")
         hub.hub.scope.core.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
+        monkeypatch.setattr(session_download, "PATIENCE_S", DEADLINE_S)
         downloads = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
         path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, TokenRole.VIEWER)}
         refused = await client.get(path, headers=jane)
@@ -472,7 +476,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
         late = await unread(hub, "jim")
         await until(functools.partial(has_none, hub, "jim"))
         assert hub.hub.scope.sessions.in_use("viewer jane") == 2, "these began with more patience"
-        got = await asyncio.wait_for(late[0].read(), 20)
+        got = await asyncio.wait_for(late[0].read(), DEADLINE_S)
         assert len(got) < numbers.nbytes, "the reader sees that it broke off"
         for _, writer in [*downloads, late]:
             writer.transport.abort()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scope_rank_zero
 import scope_session
-import websockets.asyncio.client
+import websocket_clients
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.probes import pca
@@ -54,8 +54,8 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
 @contextlib.asynccontextmanager
 async def page(hub: Any) -> AsyncIterator[Any]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
-    async with websockets.asyncio.client.connect(
-        url, additional_headers=hub.bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)], max_queue=None
+    async with websocket_clients.connect(
+        url, additional_headers=hub.bearer, subprotocols=[Subprotocol(SUBPROTOCOL)], max_queue=None
     ) as connection:
         yield connection
 
@@ -67,7 +67,8 @@ def bases(rank: scope_rank_zero.RankZero) -> list[tuple[int, dict[str, Any]]]:
 
 
 def journal_frames(hub: Any, run: str = RUN) -> list[Frame]:
-    return [frames.decode(entry.whole) for entry in hub.hub.scope.core.runs[run].journal.after(0) if entry.whole]
+    entries = hub.server.call(lambda: hub.hub.scope.core.runs[run].journal.after(0))
+    return [frames.decode(entry.whole) for entry in entries if entry.whole]
 
 
 def newest(hub: Any, run: str = RUN) -> Frame:
@@ -79,12 +80,13 @@ def states(rows: list[list[int]]) -> Any:
 
 
 async def given(hub: Any, rank: scope_rank_zero.RankZero, until: Any, count: int, rows: int) -> None:
-    """Wait until rank 0 has received this number of bases, and the newest picture has this number of rows."""
+    """Wait until rank 0 has received this number of bases, and the picture of the last has this number of rows."""
 
     async def basis_received() -> bool:
         if len(bases(rank)) < count or not any(frame.type == FrameType.SCOPE_PCA for frame in journal_frames(hub)):
             return False
-        return len(newest(hub).header["rows"]) == rows
+        picture = newest(hub).header
+        return (picture["version"], len(picture["rows"])) == (count, rows)
 
     await until(basis_received)
 
@@ -153,6 +155,6 @@ async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
             assert len(fits) == 1, "later runs need no fit of their own"
             got: list[Frame] = []
             while not (got and got[-1].header.get("pcaVersion")):
-                got.append(frames.decode(await asyncio.wait_for(seen.recv(), 20)))
+                got.append(frames.decode(await asyncio.wait_for(seen.recv(), websocket_clients.DEADLINE_S)))
             assert got[-1].header["run"] == LATER
             assert any(frame.type == FrameType.SCOPE_PCA and frame.header["run"] == LATER for frame in got[:-1])

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import scope_session
-import websockets.asyncio.client
+import websocket_clients
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.delivery import session_file
@@ -25,6 +25,7 @@ from megatronapp_common.scope.protocol import SUBPROTOCOL
 
 pytestmark = pytest.mark.asyncio
 RUN = scope_session.RUN
+DEADLINE_S = 120.0
 RUNS = "/api/v1/scope/runs"
 PROGRAM = pathlib.Path(sys.executable).parent / "megatronapp"
 
@@ -47,20 +48,22 @@ async def replayed(file: pathlib.Path, *arguments: str) -> AsyncIterator[tuple[h
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(DEADLINE_S):
             token = (await process.stdout.readline()).decode().split()[-1]
             url = (await process.stdout.readline()).decode().partition("/#code=")[0]
-        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120) as client:
+        async with httpx.AsyncClient(
+            base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=DEADLINE_S
+        ) as client:
             await listening(client)
             yield client, process
     finally:
         process.terminate()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(DEADLINE_S):
             await process.communicate()
 
 
 async def listening(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 if (await client.get("/readyz")).status_code == 200:
@@ -70,10 +73,9 @@ async def listening(client: httpx.AsyncClient) -> None:
 
 @contextlib.asynccontextmanager
 async def page(client: httpx.AsyncClient) -> AsyncIterator[Any]:
-    async with websockets.asyncio.client.connect(
+    async with websocket_clients.connect(
         f"ws://{client.base_url.netloc.decode()}/api/v1/scope",
         additional_headers={"Authorization": client.headers["Authorization"]},
-        proxy=None,
         subprotocols=[Subprotocol(SUBPROTOCOL)],
     ) as connection:
         assert connection.protocol.extensions == []
@@ -83,7 +85,7 @@ async def page(client: httpx.AsyncClient) -> AsyncIterator[Any]:
 async def until_done(connection: Any) -> list[Frame]:
     got: list[Frame] = []
     while not (got and got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == "done"):
-        got.append(frames.decode(await asyncio.wait_for(connection.recv(), 20)))
+        got.append(frames.decode(await asyncio.wait_for(connection.recv(), DEADLINE_S)))
     return got
 
 
@@ -119,9 +121,9 @@ async def test_each_line_of_input_advances_a_single_step(tmp_path: pathlib.Path)
         assert (await connection.recv())[5] == FrameType.SCOPE_HELLO
         for step in range(1, recording().steps):
             process.stdin.write(b"\n")
-            frame = frames.decode(await asyncio.wait_for(connection.recv(), 20))
+            frame = frames.decode(await asyncio.wait_for(connection.recv(), DEADLINE_S))
             while frame.type != FrameType.SCOPE_STEP:
-                frame = frames.decode(await asyncio.wait_for(connection.recv(), 20))
+                frame = frames.decode(await asyncio.wait_for(connection.recv(), DEADLINE_S))
             assert frame.header["step"] == step
 
 
@@ -138,7 +140,7 @@ async def test_the_intact_beginning_of_a_broken_file_is_shown(tmp_path: pathlib.
         assert [len(sample) for sample in detail["generated"]] == [recording().steps] * 2
         answer = await client.get(f"{RUNS}/{RUN}/values/mlp1?layer=2")
         assert (answer.status_code, answer.json()["code"]) == (404, "not-recorded")
-        message = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+        message = (await asyncio.wait_for(process.stderr.readline(), DEADLINE_S)).decode()
         assert f"of {length}: frame" in message and f"{len(bare) - 1} frames before it were read" in message
 
 
@@ -152,6 +154,6 @@ async def test_what_is_no_session_is_refused(tmp_path: pathlib.Path, data: bytes
     process = await asyncio.create_subprocess_exec(
         PROGRAM, "scope", "replay", file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    _, message = await asyncio.wait_for(process.communicate(), 60)
+    _, message = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 1
     assert message.decode().startswith("error: ") and "not a recorded session" in message.decode()

@@ -55,7 +55,7 @@ async def test_a_refusal_of_scores_is_returned_and_the_request_repeated(
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
         rank_zero.refuse = (503, {"code": "restarting", "message": "gone for a while", "hint": ""})
-        answer = await client.get(f"{RUNS}/{RUN}/scores")
+        answer = await fetched(client, f"{RUNS}/{RUN}/scores")
         assert (answer.status_code, answer.json()["message"]) == (503, "gone for a while")
         rank_zero.refuse = None
         assert (

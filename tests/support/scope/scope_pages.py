@@ -8,7 +8,7 @@ from typing import Any
 
 import scope_rank_zero
 import scope_session
-import websockets.asyncio.client
+import websocket_clients
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -33,12 +33,12 @@ async def viewer(hub: Any, role: TokenRole = TokenRole.VIEWER, **how: Any) -> As
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     headers = bearer(hub, role) | how.pop("headers", {})
     how = {"subprotocols": [SUBPROTOCOL], "compression": None} | how
-    async with websockets.asyncio.client.connect(url, additional_headers=headers, proxy=None, **how) as connection:
+    async with websocket_clients.connect(url, additional_headers=headers, **how) as connection:
         yield connection
 
 
 async def receive(connection: Any) -> Frame:
-    return frames.decode(await asyncio.wait_for(connection.recv(), 20))
+    return frames.decode(await asyncio.wait_for(connection.recv(), websocket_clients.DEADLINE_S))
 
 
 async def until_done(connection: Any) -> list[Frame]:
@@ -93,7 +93,7 @@ async def wait_for_pca_probes(hub: Any, rank: scope_rank_zero.RankZero, until: A
 
 async def fetched(client: Any, path: str, **how: Any) -> Any:
     """The answer once the probe has brought it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(websocket_clients.DEADLINE_S):
         while (answer := await client.get(path, **how)).status_code == 202:
             assert answer.json()["retryMs"] > 0
             await asyncio.sleep(0.02)

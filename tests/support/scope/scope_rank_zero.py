@@ -211,4 +211,4 @@ def serve(rank: RankZero) -> Iterator[RankZero]:
             yield rank
         finally:
             server.end()
-            thread.join(20)
+            thread.join(120)

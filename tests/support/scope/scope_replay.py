@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def replaying(file: pathlib.Path, log: pathlib.Path, *, speed: str = "all", port
         yield Replay(url=url, token=token, process=process)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(DEADLINE_S)
 
 
 def _address(log: pathlib.Path, process: subprocess.Popen[bytes]) -> tuple[str, str]:
