@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 

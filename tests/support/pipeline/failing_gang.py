@@ -17,6 +17,8 @@ MICROBATCHES, STEPS, SAVE_INTERVAL = 4, 6, 2
 STOP_LIMIT_MINUTES = 0.25
 """Deadline of transfers and collectives where a rank is stopped."""
 END_S = 240.0
+STOPPED_GRACE_S = 8.0
+"""Seconds after which a stopped rank is killed, which cannot end by itself."""
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
     f"--global-batch-size {MICROBATCHES} --train-iters {STEPS} --lr 2e-3 --lr-decay-style constant --mock-data "
@@ -45,6 +47,8 @@ class FailingGang:
 
     def run(self, attempt: int, flags: str = "", failure: Failure | None = None) -> int:
         """Run the launcher to its end, and return its exit code."""
+        is_stopped = failure is not None and failure.signal == signal.SIGSTOP
+        grace_s = STOPPED_GRACE_S if is_stopped else END_S
         saves = f"--save {self._checkpoints} --save-interval {SAVE_INTERVAL} --load {self._checkpoints}"
         self.gang.arguments = f"{self._flags} {saves} {flags}".split()
         environment = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -55,7 +59,7 @@ class FailingGang:
             environment["RANK_FAILURE"] = json.dumps(dataclasses.asdict(failure))
         self.gang.workers.clear()
         own = [{"INTERFACE": "lo"}] if self._apart else ()
-        self.gang.start({}, grace_s=8.0, base=environment, each=own, ATTEMPT=str(attempt))
+        self.gang.start({}, grace_s=grace_s, base=environment, each=own, ATTEMPT=str(attempt))
         return self.gang.workers[0].end(END_S)
 
     @property

@@ -1,5 +1,6 @@
 """Launchers as a backend starts them, with ranks that are a few lines of Python in place of a training run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +19,7 @@ from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret, read_secret
 from megatronapp_trainer.launch.config import address
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 RANK = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -125,9 +126,13 @@ class Gang:
         self.launcher = ["-m", "megatronapp_trainer.launch"]
         self.launcher_flags: list[str] = []
         self.arguments = ["--num-layers", "4"]
-        with address.reserved_port("127.0.0.2") as port:
-            self.coordinator = f"127.0.0.2:{port}"
+        self._ports = contextlib.ExitStack()
+        self.coordinator = f"127.0.0.2:{self.reserve('127.0.0.2')}"
         self.workers: list[LauncherWorker] = []
+
+    def reserve(self, host: str) -> int:
+        """Return a port for a launcher of the gang, held until `close`."""
+        return self._ports.enter_context(address.reserved_port(host))
 
     def environment(self, index: int, **changes: str) -> dict[str, str]:
         """Return the environment that a backend gives to a launcher."""
@@ -201,7 +206,7 @@ class Gang:
         request = urllib.request.Request(
             f"http://{where}/api/v1/launcher", headers={"Authorization": f"Bearer {token}"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             document: dict[str, Any] = json.load(answer)
         return document
 
@@ -221,6 +226,7 @@ class Gang:
             if worker.process.poll() is None:
                 os.killpg(worker.process.pid, signal.SIGKILL)
                 worker.process.wait()
+        self._ports.close()
 
     def running(self, ranks: dict[int, list[int]]) -> list[int]:
         """Wait for all ranks; their pids."""
@@ -229,4 +235,7 @@ class Gang:
 
 def alive(pid: int) -> bool:
     """Return whether this process runs (a zombie does not)."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

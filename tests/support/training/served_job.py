@@ -18,7 +18,7 @@ import served_model
 from megatronapp_common import cli
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 MEGATRONAPP = (sys.executable, "-m", "megatronapp_common.cli")
 
 

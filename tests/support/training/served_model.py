@@ -15,7 +15,7 @@ import httpx
 
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 VOCABULARY = 300
 POSITIONS = 2048
 TEMPLATE = (

@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _OUTPUT_CHARACTERS = 4000
@@ -106,7 +106,7 @@ class ForkServer:
         world: int,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
         environment: dict[str, str] | None = None,
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``world`` ranks; their results by rank.

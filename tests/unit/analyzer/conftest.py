@@ -5,12 +5,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.hub.archive import spooled_ingest
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Metric, RecordKind
 
 Rows = NDArray[np.void]
 RowBuilder = Callable[..., Rows]
 MS = 1_000_000
 BOOT_OFFSET_NS = 1_700_000_000_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def patient_spool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the end of a spool wait for a slow disk."""
+    monkeypatch.setattr(spooled_ingest, "CLOSE_S", 120.0)
 
 
 def build_rows(entries: Sequence[dict[str, int]]) -> Rows:

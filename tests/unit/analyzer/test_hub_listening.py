@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from fastapi import FastAPI
+from ports import reserved_ports
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.http import sockets
@@ -33,11 +34,9 @@ def test_both_loopback_addresses_of_a_named_hub_are_reserved(host: str) -> None:
 
 
 def test_a_port_in_use_at_the_other_address_gives_no_name() -> None:
-    with stranger("::1", 0) as other:
-        port = other.getsockname()[1]
-        with open_sockets("127.0.0.1", port) as found:
-            assert not found.named
-            assert [sock.getsockname()[:2] for sock in found.sockets] == [("127.0.0.1", port)]
+    with reserved_ports(1) as (port,), stranger("::1", port), open_sockets("127.0.0.1", port) as found:
+        assert not found.named
+        assert [sock.getsockname()[:2] for sock in found.sockets] == [("127.0.0.1", port)]
 
 
 def test_a_hub_without_a_configured_port_picks_a_port_free_at_both_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

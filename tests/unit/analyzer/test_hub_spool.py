@@ -262,7 +262,7 @@ def test_a_disk_that_hangs_costs_records_but_no_rings_and_no_time(
     try:
         for _ in range(5):
             thread.append_records(0, frame)
-        assert writer.hangs.wait(60)
+        assert writer.hangs.wait(120)
         for _ in range(5):
             thread.append_digest(0, frame)
             thread.append_ring(0, frame, 0)
@@ -271,7 +271,7 @@ def test_a_disk_that_hangs_costs_records_but_no_rings_and_no_time(
         assert "the disk is too slow: 10 frames of traces are not stored after 0.01 s" in caplog.text
     finally:
         writer.released.set()
-        thread.close()
+        thread.close(patience_s=120)
     reader = SpoolReader(tmp_path)
     assert [len(list(found)) for found in (reader.rings(0), reader.digests(0))] == [5, 2]
     assert sum(len(list(read_frames(path))) for path in reader.segments(0)) == 3
@@ -286,7 +286,7 @@ def test_an_error_of_the_writer_does_not_end_its_thread(tmp_path: Path, caplog: 
     thread = SpoolThread(Failing(tmp_path, SpoolLimits()))
     thread.append_curve(0, frame)
     thread.append_digest(0, frame)
-    thread.close()
+    thread.close(patience_s=120)
     assert thread.failed_writes == 1
     assert len(list(SpoolReader(tmp_path).digests(0))) == 1
     assert "is not stored" in caplog.text

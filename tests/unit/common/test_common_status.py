@@ -64,7 +64,7 @@ def test_an_empty_status_keeps_to_the_types() -> None:
     assert status_document(ADAPTER.validate_json(json.dumps(document))) == document
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrong", [{"rankTable": {1: 2}}, {"progress": {1: 2}, "rankTable": {(): []}}])
 def test_keys_that_are_no_text_are_absent(wrong: dict[str, Any]) -> None:
     assert read_status(wrong | {"restarts": 3}) == Status(restarts=3)

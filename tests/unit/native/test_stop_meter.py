@@ -11,6 +11,8 @@ import time
 from megatronapp_native import StopMeter, monotonic_ns, run_queue_ns
 
 STOP_S = 0.15
+TRIES = 5
+"""Measurements, of which one without a stop of this very process is enough."""
 METERED = """
 import sys
 from megatronapp_native import StopMeter, monotonic_ns
@@ -18,7 +20,7 @@ meter = StopMeter()
 print("ready", flush=True)
 stopped_ns = int(sys.stdin.readline())
 stops = []
-give_up_ns = monotonic_ns() + 10_000_000_000
+give_up_ns = monotonic_ns() + 120_000_000_000
 while not any(end > stopped_ns for start, end in stops) and monotonic_ns() < give_up_ns:
     stops += meter.take()
 print(stops, flush=True)
@@ -64,6 +66,18 @@ def test_a_stopped_process_knows_for_how_long() -> None:
     assert within >= 0.9 * (continued_ns - stopped_ns) - queued_ns
 
 
+def wait_for_a_processor() -> tuple[int, int]:
+    """Compute until this thread has waited; return for how many nanoseconds, and those of stops that were metered."""
+    meter = StopMeter()
+    queued_ns, begin_ns = run_queue_ns(), monotonic_ns()
+    while run_queue_ns() - queued_ns < 200_000_000 and monotonic_ns() - begin_ns < 20_000_000_000:
+        sum(range(1000))
+    queued_ns = run_queue_ns() - queued_ns
+    stopped_ns = sum(end - start for start, end in meter.take())
+    meter.close()
+    return queued_ns, stopped_ns
+
+
 def test_waiting_for_a_processor_is_no_stop() -> None:
     core = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
@@ -72,13 +86,10 @@ def test_waiting_for_a_processor_is_no_stop() -> None:
         for process in busy:
             os.sched_setaffinity(process.pid, {core})
         os.sched_setaffinity(0, {core})
-        meter = StopMeter()
-        queued_ns, begin_ns = run_queue_ns(), monotonic_ns()
-        while run_queue_ns() - queued_ns < 200_000_000 and monotonic_ns() - begin_ns < 20_000_000_000:
-            sum(range(1000))
-        queued_ns = run_queue_ns() - queued_ns
-        stopped_ns = sum(end - start for start, end in meter.take())
-        meter.close()
+        for _ in range(TRIES):
+            queued_ns, stopped_ns = wait_for_a_processor()
+            if stopped_ns < queued_ns / 4:
+                break
     finally:
         os.sched_setaffinity(0, before)
         for process in busy:

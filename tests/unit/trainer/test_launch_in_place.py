@@ -10,7 +10,6 @@ from launchers import Gang, alive, wait_until
 from megatronapp_common.attempt_order import lock_path
 from megatronapp_common.names import ExitCode
 from megatronapp_common.processes import is_locked
-from megatronapp_trainer.launch.config import address
 
 pytestmark = pytest.mark.process
 
@@ -34,13 +33,8 @@ def status_of(gang: Gang, port: int) -> dict[str, Any]:
     return gang.status(f"127.0.0.2:{port}")
 
 
-def free_port() -> int:
-    with address.reserved_port("127.0.0.2") as port:
-        return port
-
-
 def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
-    port = free_port()
+    port = gang.reserve("127.0.0.2")
     start(gang, {"1@0": "exit7", "0@1": "polite", "1@1": "polite"}, port)
     ranks = gang.running({0: [0], 1: [1]})
     gang.go()
@@ -69,7 +63,7 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
 
 def test_a_late_launcher_never_joins_a_later_attempt(gang: Gang) -> None:
     """Ranks that hang are killed after the time to end; a stale launcher is refused until it has the order itself."""
-    port = free_port()
+    port = gang.reserve("127.0.0.2")
     start(gang, {}, port)
     old = gang.running({0: [0], 1: [1]})  # these do not answer SIGTERM
     gang.order(1, grace_s=0.2, only=0)

@@ -1,5 +1,6 @@
 """Real launchers in the ways of a cluster: one stop for all, orders of ranks, status, echo, preflight, process 1."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -13,12 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from launchers import Gang, wait_until
+from launchers import DEADLINE_S, Gang, wait_until
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
-from megatronapp_trainer.launch.config import address
 
 pytestmark = pytest.mark.process
 BOTH = {0: [0, 1], 1: [2, 3]}
@@ -42,7 +42,7 @@ def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
 def test_a_stop_of_a_single_launcher_reaches_all(
     gang: Gang, stopped: int, actions: dict[int, str], checkpointed: list[int]
 ) -> None:
-    gang.start(actions, grace_s=5)
+    gang.start(actions, grace_s=DEADLINE_S)
     gang.running(BOTH)
     gang.go()
     gang.workers[stopped].process.terminate()
@@ -93,8 +93,7 @@ def request_status(port: int, token: str) -> tuple[int, Any]:
 
 
 def test_worker_0_serves_table_and_progress_of_the_gang(gang: Gang) -> None:
-    with address.reserved_port("127.0.0.2") as port:
-        pass
+    port = gang.reserve("127.0.0.2")
     token = derive_token(read_secret(gang.tmp / "secret"), TokenRole.VIEWER)
     gang.start(dict.fromkeys(range(4), "polite"), only=0, STATUS_PORT=str(port))
     wait_until(lambda: request_status(port, token)[0] == 200)
@@ -175,15 +174,24 @@ def first_process(gang: Gang) -> psutil.Process:
     return launcher
 
 
+def states_below(process: psutil.Process) -> list[str]:
+    """Return the states of all processes that a process has started."""
+    found: list[str] = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(child.status())
+    return found
+
+
 def test_the_launcher_as_process_1_reaps_orphans_and_passes_signals_on(tmp_path: pathlib.Path) -> None:
     gang = Gang(tmp_path, "2")
     try:
         gang.start({0: "abandon", 1: "polite"}, prefix=namespace())
         launcher = first_process(gang)
-        wait_until((tmp_path / "worker-0" / "state-1").exists)
+        gang.running({0: [0, 1]})
         gang.go()
         wait_until((tmp_path / "worker-0" / "abandoned").exists)
-        wait_until(lambda: psutil.STATUS_ZOMBIE not in [child.status() for child in launcher.children(recursive=True)])
+        wait_until(lambda: psutil.STATUS_ZOMBIE not in states_below(launcher))
         launcher.terminate()
         assert gang.workers[0].end() == ExitCode.PREEMPTED
     finally:

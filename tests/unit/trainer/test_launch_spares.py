@@ -16,7 +16,6 @@ from megatronapp_common.attempt_order import lock_path
 from megatronapp_common.names import CHECKPOINT_TRACKER, ExitCode
 from megatronapp_common.processes import is_locked
 from megatronapp_common.shared_documents import DocumentReader
-from megatronapp_trainer.launch.config import address
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
 SPARE = 2
@@ -73,8 +72,7 @@ def take_over(gang: Gang, lost: int, coordinator: str) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_spare_takes_the_place_of_a_lost_worker(gang: Gang, lost: int) -> None:
     spare_address = f"127.0.0.{2 + SPARE}"
-    with address.reserved_port(spare_address) as status_port:
-        pass
+    status_port = gang.reserve(spare_address)
     start_all(gang, {"0@1": "polite", "1@1": "polite"}, spare={"STATUS_PORT": str(status_port)})
     assert is_locked(lock_path(gang.shm, "u", SPARE))
     assert gang.status(f"{spare_address}:{status_port}")["attempt"] == 0, "until it follows an order for another"
@@ -82,8 +80,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker(gang: Gang, lost: int) -> None
     lose(gang, lost, [ranks[lost]])
     coordinator = gang.coordinator
     if lost == 0:  # the others gather at the spare
-        with address.reserved_port(spare_address) as port:
-            coordinator = f"{spare_address}:{port}"
+        coordinator = f"{spare_address}:{gang.reserve(spare_address)}"
     take_over(gang, lost, coordinator)
     assert gang.ran(lost, 1, worker=SPARE) == f"demo-w{SPARE}-a1-w{lost}.rank{lost}.ring"
     gang.ran(1 - lost, 1, worker=1 - lost)

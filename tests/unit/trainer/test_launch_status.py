@@ -90,15 +90,18 @@ def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -
 
 
 def test_silent_connections_block_no_request_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_server._StatusHandler, "timeout", 0.3)
-    silent = [socket.create_connection((HOST, port), timeout=120) for _ in range(status_server.MOST_CONNECTIONS - 1)]
+    monkeypatch.setattr(status_server._StatusHandler, "timeout", 120)
+    silent = [socket.create_connection((HOST, port), timeout=120) for _ in range(status_server.MOST_CONNECTIONS - 2)]
     assert request_status(port)[0] == 200
-    for connection in silent:
+    monkeypatch.setattr(status_server._StatusHandler, "timeout", 0.3)
+    with socket.create_connection((HOST, port), timeout=120) as connection:
         assert connection.recv(1) == b""
+    for connection in silent:
         connection.close()
 
 
-def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
+def test_too_many_at_once_are_closed_unanswered(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_server._StatusHandler, "timeout", 120)
     silent = [socket.create_connection((HOST, port), timeout=120) for _ in range(status_server.MOST_CONNECTIONS)]
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         request_status(port)

@@ -177,7 +177,7 @@ def device(library_path: str, ring_path: pathlib.Path) -> Iterator[SimulatedDevi
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)

@@ -42,7 +42,7 @@ def start_run_at_once(
             assert next_frame(stream).type == FrameType.SCOPE_PUBLISHER
             rank_published.set()
             url = (folder / ADDRESS_FILE).read_text().strip()
-            status = httpx.post(f"{url}/scope/v1/runs", json=RUN_REQUEST, trust_env=False).status_code
+            status = httpx.post(f"{url}/scope/v1/runs", json=RUN_REQUEST, trust_env=False, timeout=240).status_code
             found: set[int] = set()
             while status == 201 and not {FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS} <= found:
                 found.add(next_frame(stream).type)

@@ -51,7 +51,7 @@ def end(sample: int, reason: FinishReason, text: str = "", error: EngineLostErro
 async def followed(record: RunRecord, *batches: list[TokenEvent | FinishedEvent | QueueEvent]) -> None:
     for batch in batches:
         record.ticket.put(batch)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await record.follow()
 
 

@@ -22,7 +22,7 @@ PEER = """
 import sys
 import megatronapp_native as native
 endpoint = native.TransportEndpoint(
-    directory=sys.argv[1], job="job", attempt=1, rank=1, slot_bytes=4096, slots=2, deadline_s=60.0, threads=1)
+    directory=sys.argv[1], job="job", attempt=1, rank=1, slot_bytes=4096, slots=2, deadline_s=240.0, threads=1)
 endpoint.add_peer(0, True)
 endpoint.connect()
 print("connected", flush=True)
@@ -103,7 +103,7 @@ def test_a_killed_peer_is_an_error_with_the_exit_code_of_victims(tmp_path: pathl
     with native_peer(tmp_path) as (transport, process):
         process.send_signal(signal.SIGKILL)
         with pytest.raises(PeerLostError, match="rank 1 died") as caught:
-            transport.receive(1, 5, TensorSpec((2,), torch.float32), 60.0)
+            transport.receive(1, 5, TensorSpec((2,), torch.float32), 240.0)
         with pytest.raises(PeerLostError, match="rank 1 died"):
             transport.send(1, 5, torch.ones(2))
     assert caught.value.exit_code == ExitCode.PEER_LOST
@@ -145,7 +145,7 @@ def test_a_signal_interrupts_a_wait(tmp_path: pathlib.Path) -> None:
     try:
         with native_peer(tmp_path) as (transport, _), pytest.raises(SignalledError):
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-            transport.receive(1, 5, TensorSpec((2,), torch.float32), 60.0)
+            transport.receive(1, 5, TensorSpec((2,), torch.float32), 240.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -182,14 +182,14 @@ def test_memory_is_released_with_the_last_tensor_on_it(transports: list[Any]) ->
 
     spec = TensorSpec((4,), torch.float32)
     transports[0].send(1, 7, torch.arange(4.0))
-    row = transports[1].receive(0, 7, spec, 60.0).tensor[1:]
+    row = transports[1].receive(0, 7, spec, 240.0).tensor[1:]
     with pytest.raises(TransferError, match="key 0x7 was sent to rank 1 before"):
         transports[0].send(1, 7, torch.zeros(4))
     assert row.tolist() == [1.0, 2.0, 3.0]
     del row
     gc.collect()
     transports[0].send(1, 7, torch.zeros(4))
-    assert transports[1].receive(0, 7, spec, 60.0).tensor.tolist() == [0.0] * 4
+    assert transports[1].receive(0, 7, spec, 240.0).tensor.tolist() == [0.0] * 4
 
 
 def test_sent_memory_lives_until_it_is_copied(transports: list[Any]) -> None:
@@ -204,7 +204,7 @@ def test_sent_memory_lives_until_it_is_copied(transports: list[Any]) -> None:
     all_queued_ns = native.monotonic_ns()
     starts_ns = []
     for key in range(20):
-        received = transports[1].receive(0, key, spec, 60.0)
+        received = transports[1].receive(0, key, spec, 240.0)
         assert float(received.tensor.sum()) == 1024.0 * key
         assert received.queued_ns <= all_queued_ns
         starts_ns.append(received.copied_ns[0])
@@ -230,7 +230,7 @@ def test_all_arrived_tensors_are_taken_together(transports: list[Any]) -> None:
     assert transports[1].poll(0, 3, spec) is None
     transports[0].close()
     with pytest.raises(PeerLostError, match="rank 0 closed"):
-        transports[1].receive(0, 1, spec, 60.0)
+        transports[1].receive(0, 1, spec, 240.0)
     with pytest.raises(PeerLostError, match="rank 0 closed"):
         transports[1].take_arrived([0], spec)
     assert transports[1].take_arrived([], spec) == []
@@ -243,7 +243,7 @@ def test_transfers_have_their_true_times(transports: list[Any]) -> None:
 
     before = native.monotonic_ns()
     transports[0].send(1, 3, torch.ones(8))
-    transports[1].receive(0, 3, TensorSpec((8,), torch.float32), 60.0).release()
+    transports[1].receive(0, 3, TensorSpec((8,), torch.float32), 240.0).release()
     for transport, sent in ((transports[0], True), (transports[1], False)):
         ((key, size, start_ns, end_ns, was_sent),) = transport.statistics(1 if sent else 0)["last"]
         assert (key, size, was_sent) == (3, 32, sent)
@@ -277,7 +277,7 @@ def test_refusals_name_the_remedy(transports: list[Any]) -> None:
         transports[0].poll(9, 1, TensorSpec((), torch.float32))
     transports[0].send(1, 1, torch.ones(2))
     with pytest.raises(TransferError, match=r"key 0x1 from rank 0 has 8 bytes, and \(3,\) of torch.float32 are 12"):
-        transports[1].receive(0, 1, TensorSpec((3,), torch.float32), 60.0)
+        transports[1].receive(0, 1, TensorSpec((3,), torch.float32), 240.0)
     transports[0].close()
     with pytest.raises(TransferError, match="this endpoint is closed"):
         transports[0].send(1, 1, torch.ones(2))

@@ -25,7 +25,7 @@ FLAGS = (
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 100000 --lr 2e-3 --mock-data --vocab-size 100 "
     "--log-interval 1 --eval-iters 0"
 )
-LIMIT_S = 120
+LIMIT_S = 600
 
 Start = Callable[..., list["subprocess.Popen[str]"]]
 

@@ -321,8 +321,8 @@ def test_the_archiver_ends_with_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
     archiver.start()
     archiver.add(0, tmp_path / "records-000000.frames")
     try:
-        assert hangs.wait(60)
+        assert hangs.wait(120)
         archiver.close(0.01)
     finally:
         released.set()
-    archiver.close(60)
+    archiver.close(120)

@@ -107,7 +107,7 @@ def seen(scope: ScopeService, until: str) -> ScopeRun:
 
 async def wait_until(condition: Callable[[], bool]) -> None:
     """Let the loop run until then."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0)
 

@@ -133,7 +133,7 @@ async def test_a_comparison_that_rank_0_computes_all_the_same_is_found_again(mon
 
 async def until_state(store: BranchStore, name: str, state: str) -> None:
     """Wait until the hub knows that a comparison has this state."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (await store.get(name)).header["state"] != state:
             await asyncio.sleep(0)
 

@@ -114,7 +114,7 @@ async def test_a_returning_rank_zero_is_queried_for_unfinished_runs(
 
     scope = ScopeService(ScopeSettings(job="tiny"))
     scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
-    async with scope.running(), asyncio.timeout(20):
+    async with scope.running(), asyncio.timeout(120):
         for frame in published():
             scope.core.ingest.take_frame(0, 0, frame)
             if frame.header.get("state") == "decoding":

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from megatronapp_common.web.server import listen, server_config
 
-LONGER_S = 20.0
+LONGER_S = 120.0
 """Than any connection may wait here."""
 
 

@@ -167,6 +167,7 @@ def test_a_credit_too_many_and_too_many_slots_are_refused_by_name(run_ranks: Run
 
 def exchanged(fault: str) -> str:
     """Send four shipments from rank 1 to rank 0, with a fault; returns the error of rank 0."""
+    import dataclasses
     import os
 
     import torch
@@ -191,12 +192,14 @@ def exchanged(fault: str) -> str:
         control_bytes=64,
         shipment_bytes=64,
         shipments=8,
-        deadline_s=30.0 if rank == 1 else 2.0,
+        deadline_s=240.0,
         device=None,
         threads=1,
     )
     exchange = StartExchange(store, rank, 2)
     channel = Channel(plan, agree(plan, exchange), exchange)
+    if fault == "missing":
+        channel._bulk.options = dataclasses.replace(channel._bulk.options, deadline_s=2.0)
     keys = [MessageKey(MessageKind.SAVED, 2, item) for item in range(4)]
     text = ""
     if rank == 1:

@@ -22,7 +22,7 @@ MODEL = (
     "--eval-iters 0"
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
-PREFLIGHT = '{"enabled":true,"timeoutSeconds":80}'
+PREFLIGHT = '{"enabled":true,"timeoutSeconds":600}'
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def retained(flags: str) -> tuple[list[int], int]:
 
 def await_freed(references: list[Any]) -> None:
     """Wait until all storages are freed: after a gather has ended, gloo's thread has its tensors a moment longer."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not all(reference.expired() for reference in references):
         assert time.monotonic() < end, "W has run, and an operand is still alive"
         time.sleep(0.001)
