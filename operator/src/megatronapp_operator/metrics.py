@@ -355,6 +355,12 @@ def _spent(read: Callable[[TimeSpent], float]) -> Callable[[Status], float | Non
     return lambda s: None if s.time_spent is None or s.time_spent.spares_since is None else read(s.time_spent)
 
 
+def _evictions_refused(status: Status) -> float | None:
+    """Return whether evictions are refused; None: the job has never had a budget."""
+    condition = status.condition(ConditionType.EVICTIONS_REFUSED)
+    return None if condition is None else float(condition.status)
+
+
 def _stalled(status: Status) -> bool:
     """Return True if ranks of a job that has not ended are known to make no progress (not if progress is unknown)."""
     condition = status.condition(ConditionType.STALLED)
@@ -393,6 +399,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "spare_gpu_seconds",
         "Time for which spares have held GPUs, over all of them.",
         _spent(lambda spent: spent.spare_gpu_seconds),
+    ),
+    (
+        "evictions_refused",
+        "1 while a budget refuses evictions of the gang; absent if the job never had a budget.",
+        _evictions_refused,
     ),
     ("start_timestamp_seconds", "When the first gang was created.", lambda s: s.start_time),
     ("completion_timestamp_seconds", "When the job ended.", lambda s: s.completion_time),

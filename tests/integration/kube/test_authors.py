@@ -16,8 +16,9 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PROF
 Object = dict[str, Any]
 HOME, TEAM = "authors-home", "authors-team"
 POLICY = "authors.megatronapp.io"
-WRITER, AUTHOR = "writer", "author"
-"""Both may write MegatronJobs; the author may create pods, too."""
+WRITER, AUTHOR, GUARDIAN = "writer", "author", "guardian"
+"""All may write MegatronJobs; author and guardian may create pods, too, and the guardian PodDisruptionBudgets."""
+PROTECT: Object = {"runPolicy": {"disruption": "Protect"}}
 MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
@@ -33,13 +34,14 @@ def rights(user: str, namespace: str) -> list[Object]:
     written = ["megatronjobs", "megatronjobs/status", "megatronprofiles"]
     jobs = {"apiGroups": ["megatronapp.io"], "resources": written, "verbs": ["*"]}
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
+    budgets = {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": ["create"]}
     api, group = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
     metadata = {"name": user, "namespace": namespace}
     role = {
         "apiVersion": api,
         "kind": "Role",
         "metadata": metadata,
-        "rules": [jobs, pods] if user == AUTHOR else [jobs],
+        "rules": {WRITER: [jobs], AUTHOR: [jobs, pods], GUARDIAN: [jobs, pods, budgets]}[user],
     }
     binding = {
         "apiVersion": api,
@@ -64,9 +66,9 @@ def rights_everywhere(name: str, user: str, rule: Object) -> list[Object]:
     return [role, binding]
 
 
-def job(name: str) -> Object:
-    metadata = {"name": name}
-    return {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": metadata, "spec": BASE["spec"]}
+def job(name: str, changes: Object) -> Object:
+    metadata, spec = {"name": name}, BASE["spec"] | changes
+    return {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": metadata, "spec": spec}
 
 
 class JobAuthors:
@@ -75,15 +77,17 @@ class JobAuthors:
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
 
-    def create(self, user: str, namespace: str, name: str, **parameters: str) -> httpx.Response:
-        headers = {"Impersonate-User": user}
-        return self._client.post(JOBS.path(namespace), json=job(name), headers=headers, params=parameters)
+    def create(
+        self, user: str, namespace: str, name: str, changes: Object | None = None, **parameters: str
+    ) -> httpx.Response:
+        headers, document = {"Impersonate-User": user}, job(name, changes or {})
+        return self._client.post(JOBS.path(namespace), json=document, headers=headers, params=parameters)
 
-    def create_profile(self, kind: ProfileKind, user: str) -> httpx.Response:
+    def create_profile(self, kind: ProfileKind, user: str, **template: Any) -> httpx.Response:
         """Send a profile that the API server judges and does not store."""
         place = None if kind is ProfileKind.CLUSTER else TEAM
         document = {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "metadata": {"name": "team"}}
-        spec = {"template": {"image": "registry.example/trainer:1"}}
+        spec = {"template": {"image": "registry.example/trainer:1"} | template}
         headers, path = {"Impersonate-User": user}, PROFILES[kind].path(place)
         return self._client.post(path, json=document | {"spec": spec}, headers=headers, params={"dryRun": "All"})
 
@@ -97,7 +101,8 @@ def authors(plane: kube.ControlPlane) -> Iterator[JobAuthors]:
     """Put the policy in force, and remove it afterwards."""
     for namespace in (HOME, TEAM):
         assert plane.kubectl("create", "namespace", namespace).returncode == 0
-    given = [right for namespace in (HOME, TEAM) for user in (WRITER, AUTHOR) for right in rights(user, namespace)]
+    users = (WRITER, AUTHOR, GUARDIAN)
+    given = [right for namespace in (HOME, TEAM) for user in users for right in rights(user, namespace)]
     policy = plane.folder / "authors-policy.yaml"
     policy.write_text(rendered().stdout, encoding="utf-8")
     with plane.client() as client, plane.given(given):
@@ -161,6 +166,24 @@ def test_a_profile_is_written_by_those_who_may_create_the_pods_of_its_jobs(
         with plane.given(rights_everywhere("profile-pods", AUTHOR, pods)):
             answer = authors.create_profile(ProfileKind.CLUSTER, AUTHOR)
             assert answer.is_success, answer.text
+
+
+def test_a_job_is_protected_from_evictions_by_those_who_may_create_budgets(authors: JobAuthors) -> None:
+    """Check that no author keeps nodes from being drained by the operator's rights instead of their own."""
+    text = "runPolicy.disruption: you may not create PodDisruptionBudgets there"
+    answer = authors.create(AUTHOR, TEAM, "guarded", PROTECT)
+    assert answer.status_code == 403 and text in answer.json()["message"], answer.text
+    assert authors.create(AUTHOR, TEAM, "open", {"runPolicy": {"disruption": "Allow"}}).is_success
+    answer = authors.patch(AUTHOR, "open", {"spec": PROTECT})
+    assert answer.status_code == 403 and text in answer.json()["message"], answer.text
+    answer = authors.create_profile(ProfileKind.NAMESPACE, AUTHOR, **PROTECT)
+    assert answer.status_code == 403 and text in answer.json()["message"], answer.text
+    for answer in (
+        authors.create(GUARDIAN, TEAM, "guarded", PROTECT),
+        authors.patch(GUARDIAN, "open", {"spec": PROTECT}),
+        authors.create_profile(ProfileKind.NAMESPACE, GUARDIAN, **PROTECT),
+    ):
+        assert answer.is_success, answer.text
 
 
 def test_the_namespace_with_the_key_takes_no_job(authors: JobAuthors) -> None:

@@ -39,6 +39,7 @@ OPERATOR: Rights = {
     ("", "services"): {"list", "create", "patch", "delete"},
     ("", "configmaps"): {"create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
+    ("policy", "poddisruptionbudgets"): {"list", "create", "patch", "delete"},
     ("", "secrets"): {"create"},
     ("", "persistentvolumeclaims"): {"get"},
     ("events.k8s.io", "events"): {"create"},

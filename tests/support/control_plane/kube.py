@@ -269,6 +269,22 @@ def control_plane(
         yield plane
 
 
+@contextlib.contextmanager
+def controller(plane: ControlPlane, name: str) -> Iterator[None]:
+    """Run a controller of Kubernetes, as "disruption-controller", alone until the block ends."""
+    command = [
+        str(programs("cluster") / "kube-controller-manager"),
+        f"--kubeconfig={plane.kubeconfig()}",
+        f"--controllers={name}",
+        "--leader-elect=false",
+        "--secure-port=0",
+    ]
+    with _program(plane.folder, command) as process:
+        yield
+        if process.poll() is not None:
+            raise KubeError(f"{name} ended with code {process.returncode}:\n{_log(plane.folder, process)}")
+
+
 def _write_keys(folder: pathlib.Path, tokens: Mapping[str, str]) -> None:
     key = folder / "service-accounts.key"
     subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)

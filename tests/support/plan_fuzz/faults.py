@@ -6,7 +6,7 @@ from collections.abc import Callable
 from worker_groups import worker_groups
 
 from megatronapp_common.job import read_status, status_document
-from megatronapp_operator.plan import Deletion, HubPhase, Phase, SlowRank, WorkerPhase
+from megatronapp_operator.plan import Deletion, Disruption, HubPhase, Phase, SlowRank, WorkerPhase
 from megatronapp_operator.plan.spec import NodeExclusion
 from plan_fuzz.cluster import delete, set_down, set_up
 from plan_fuzz.pods import Node, Pod, whole
@@ -180,7 +180,8 @@ def init_changes(world: World) -> None:
 def operator_restarts(world: World) -> None:
     """Start a new operator, which remembers the status alone, as the last one wrote it."""
     world.since = world.now
-    world.refusal = world.last_contact = None
+    world.refusal = world.last_contact = world.budget_known = None
+    world.budget_refusal = ""
     world.job = dataclasses.replace(world.job, status=read_status(status_document(world.job.status)))
     world.note("operator restarts")
 
@@ -209,6 +210,22 @@ def agent_stays(world: World) -> None:
         pod.occupies = world.random.random() < 0.5
 
 
+def budget_vanishes(world: World) -> None:
+    """Delete the budget as another client may; the operator compares what exists at intervals."""
+    if world.budget:
+        world.budget, world.budget_known = False, None
+
+
+def right_to_set_budgets_changes(world: World) -> None:
+    world.budget_forbidden = not world.budget_forbidden
+    world.budget_refusal = ""
+
+
+def disruption_is_edited(world: World) -> None:
+    if not world.job_removed:
+        edit(world, policy=dataclasses.replace(world.spec.policy, disruption=world.random.choice(list(Disruption))))
+
+
 def resize(world: World) -> None:
     if world.spec.suspend and world.job.status.phase is Phase.SUSPENDED:
         edit(world, worker_groups=worker_groups(world.random.choice([1, 2, 3, 4])))
@@ -222,4 +239,5 @@ FAULTS: tuple[Callable[[World], None], ...] = (
     template_is_edited, profile_changes, profile_is_edited,
     node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
     gathering_changes, launcher_sticks, pod_waits, pod_prepares, agent_stays, resize,
+    budget_vanishes, right_to_set_budgets_changes, disruption_is_edited,
 )  # fmt: skip

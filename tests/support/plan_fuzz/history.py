@@ -8,6 +8,7 @@ from worker_groups import worker_groups
 from megatronapp_operator.plan import (
     Backoff,
     CleanPodPolicy,
+    Disruption,
     FailureAction,
     FailureMatch,
     FailureRule,
@@ -149,6 +150,7 @@ def make_policy(draw: random.Random) -> RunPolicy:
         progress_deadline_s=draw.choice([None, 90, 1800]),
         in_place=draw.random() < 0.5,
         spares=draw.choice([0, 0, 1, 2]),
+        disruption=draw.choice(list(Disruption)),
         grace_s=draw.choice([30, 600]),
         failed_grace_s=30,
         lost_worker_s=draw.choice([60, 300]),

@@ -57,6 +57,7 @@ def calm(world: World) -> None:
     world.crashes_with, world.refuses, world.refusal = None, "", None
     world.hung_ranks, world.slow_ranks, world.missing = None, (), ()
     world.polled = world.admits = world.removes_groups = True
+    world.budget_forbidden, world.budget_refusal = False, ""
     world.image_fails = False
     world.profile = None if world.profile is None else "applied"
     for pod in world.pods.values():

@@ -8,11 +8,14 @@ from megatronapp_operator.plan import (
     ConditionType,
     CreateInit,
     CreateWorker,
+    Disruption,
+    EnsureDisruptionBudget,
     EnsureHub,
     Observed,
     Phase,
     Plan,
     RecordEvent,
+    RemoveDisruptionBudget,
     RestartWorker,
     Status,
     SuccessPolicy,
@@ -53,6 +56,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     check_exclusion(world, after)
     check_place_in_queue(world, seen, before, after)
     check_time(world, after)
+    check_budget(world, seen, made)
 
 
 def check_creation(world: World, seen: Observed, made: Plan) -> None:
@@ -232,6 +236,31 @@ def check_time(world: World, after: Status) -> None:
     seconds = spent.seconds()
     if min(seconds.values()) < 0 or abs(sum(seconds.values()) - (spent.since - world.counted_from)) > 1e-3:
         broken("the time of the job is not accounted for", seconds, spent.since - world.counted_from)
+
+
+def check_budget(world: World, seen: Observed, made: Plan) -> None:
+    """A budget is set only for a gang that is to be protected, and is never removed from it."""
+    budgets = (EnsureDisruptionBudget, RemoveDisruptionBudget)
+    actions = [action for action in made.actions if isinstance(action, budgets)]
+    if len(actions) > 1:
+        broken("a budget is set and removed, or set twice", actions)
+    protected = is_protected(world, made.status)
+    if EnsureDisruptionBudget() in actions and not protected:
+        broken("a budget is set for no gang")
+    if RemoveDisruptionBudget() in actions and protected:
+        broken("a protected gang loses its budget")
+    if made.status.is_true(ConditionType.EVICTIONS_REFUSED) and not (protected or world.job.deletion_requested):
+        broken("evictions are said to be refused that are not")
+    settled = not actions and not seen.budget_refusal and not world.job.deletion_requested
+    if settled and seen.disruption_budget == world.budget_known and world.budget != protected:
+        broken("a budget is missing, or is left", protected)
+
+
+def is_protected(world: World, status: Status) -> bool:
+    """Return whether no worker may be evicted, by the rules that users read."""
+    gang = status.attempt_time is not None and status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
+    fails = status.is_true(ConditionType.FAILURE_TARGET)
+    return world.spec.policy.disruption is Disruption.PROTECT and gang and not fails
 
 
 def _only_waits(worker: Worker) -> bool:

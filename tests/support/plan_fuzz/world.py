@@ -15,6 +15,7 @@ from megatronapp_operator.plan import (
     DeleteWorker,
     Deletion,
     EndAtCheckpoint,
+    EnsureDisruptionBudget,
     EnsureHub,
     HubPhase,
     HubState,
@@ -27,6 +28,7 @@ from megatronapp_operator.plan import (
     ProfileState,
     Progress,
     RecordEvent,
+    RemoveDisruptionBudget,
     RemoveGroup,
     RestartWorker,
     SlowRank,
@@ -78,6 +80,13 @@ class World:
     """Attempts whose ranks hang."""
     groups: set[int] = dataclasses.field(default_factory=set)
     """Attempts whose pod group exists."""
+    budget: bool = False
+    """True while a budget refuses evictions."""
+    budget_known: bool | None = None
+    """True if the operator remembers to have set it, False to have removed it; None: neither."""
+    budget_forbidden: bool = False
+    """True while the operator may not set budgets."""
+    budget_refusal: str = ""
     hub: HubState | None = None
     hub_starts: int = 0
     init: InitPod | None = None
@@ -130,6 +139,8 @@ class World:
             groups_refused=frozenset(
                 attempt for attempt, at in self.refused_groups.items() if self.now < at + GROUP_RETRY_S
             ),
+            disruption_budget=self.budget_known,
+            budget_refusal=self.budget_refusal,
             refusal=self.refusal,
             since=self.since,
             last_contact=self.last_contact if self.polled else 0.0,
@@ -228,8 +239,8 @@ class World:
                 self._ensure_hub()
             case CreateInit() if self.init is None and not self._refused():
                 self.init = InitPod(phase=WorkerPhase.PENDING, created_at=self.now)
-            case RemoveGroup():
-                self._remove_group(action.attempt)
+            case RemoveGroup() | EnsureDisruptionBudget() | RemoveDisruptionBudget():
+                change_objects(self, action)
             case DeleteHub() if self.hub is not None:
                 going = Deletion(since=self.now, grace_s=HUB_GRACE_S)
                 self.hub = dataclasses.replace(self.hub, deleting=True, deletion=going)
@@ -283,7 +294,7 @@ class World:
         elif pod is not None and pod.attempt < action.attempt:
             pod.attempt, pod.ordered, pod.checkpoint = action.attempt, self.now, False
 
-    def _remove_group(self, attempt: int) -> None:
+    def remove_group(self, attempt: int) -> None:
         """Remove a workload with its finalizers and its pods."""
         if not self.removes_groups and self.spec.group is PodGroupKey.WORKLOAD:
             self.refused_groups[attempt] = self.now
@@ -313,6 +324,17 @@ class World:
         if self.hub is None or self.hub.phase is HubPhase.ENDED or self.hub.deletion is not None:
             self.hub_starts += 1
             self.hub = HubState(phase=HubPhase.STARTING, starts=self.hub_starts)
+
+
+def change_objects(world: World, action: RemoveGroup | EnsureDisruptionBudget | RemoveDisruptionBudget) -> None:
+    """Change the objects around the pods."""
+    if isinstance(action, RemoveGroup):
+        world.remove_group(action.attempt)
+        return
+    exists = isinstance(action, EnsureDisruptionBudget)
+    world.budget_refusal = "forbidden" if exists and world.budget_forbidden else ""
+    if not world.budget_refusal:
+        world.budget = world.budget_known = exists
 
 
 def take_place(world: World, action: RestartWorker) -> None:

@@ -124,6 +124,12 @@ class JobEvents(JobHistory):
         elif init.live:
             self.job.change_init(phase=phase)
 
+    @rule(vanishes=st.booleans())
+    def budget_is_forgotten(self, vanishes: bool) -> None:
+        """Start another operator, or delete the budget as another client may, which a comparison finds."""
+        self.job.budget &= not vanishes
+        self.job.observe(disruption_budget=None)
+
     @rule(age=st.none() | st.floats(0, 200))
     def last_contact_changes(self, age: float | None) -> None:
         self.job.observe(last_contact=None if age is None else self.job.now - age)

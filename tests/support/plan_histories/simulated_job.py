@@ -13,6 +13,7 @@ from megatronapp_operator.plan import (
     DeleteJob,
     DeleteWorker,
     Deletion,
+    EnsureDisruptionBudget,
     EnsureHub,
     EnsureSecret,
     HubPhase,
@@ -22,6 +23,7 @@ from megatronapp_operator.plan import (
     Observed,
     Plan,
     PodGroupKey,
+    RemoveDisruptionBudget,
     RemoveGroup,
     Worker,
     WorkerPhase,
@@ -40,6 +42,8 @@ class SimulatedJob:
     """True while a node is free for each new worker."""
     judged: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Attempt and index of workers that a plan has seen after their end."""
+    budget: bool = False
+    """True while a budget refuses evictions."""
     groups: set[int] = dataclasses.field(default_factory=set)
     """Attempts of which a scheduler keeps a group."""
 
@@ -89,8 +93,8 @@ class SimulatedJob:
                 self._create(action)
             case DeleteWorker():
                 self._delete(action)
-            case RemoveGroup():
-                self._remove_group(action)
+            case RemoveGroup() | EnsureDisruptionBudget() | RemoveDisruptionBudget():
+                self._change_objects(action)
 
     def _create(self, action: CreateWorker) -> None:
         assert self.state.status.phase not in TERMINAL_PHASES
@@ -119,6 +123,14 @@ class SimulatedJob:
         has_finalizer = queued and action.attempt in self.groups and target.live
         if grace_s == 0 and not has_finalizer:
             self.observe(workers=tuple(worker for worker in self.observed.workers if worker.index != action.index))
+
+    def _change_objects(self, action: RemoveGroup | EnsureDisruptionBudget | RemoveDisruptionBudget) -> None:
+        if isinstance(action, RemoveGroup):
+            self._remove_group(action)
+            return
+        self.budget = isinstance(action, EnsureDisruptionBudget)
+        assert not self.budget or self.state.status.phase not in TERMINAL_PHASES
+        self.observe(disruption_budget=self.budget)
 
     def _remove_group(self, action: RemoveGroup) -> None:
         members = [worker for worker in self.observed.workers if worker.attempt == action.attempt]

@@ -9,9 +9,11 @@ from megatronapp_common.errors import JobError
 from megatronapp_common.job import PinnedSettings
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.backends.kubernetes.execution.budgets import DisruptionBudgets
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
+from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
@@ -98,12 +100,15 @@ class EventList(EventWriter):
 
 
 class EventExecutor(Executor):
-    """An executor that only keeps the events it is given."""
+    """An executor that only keeps the events it is given, and remembers to have set two budgets."""
 
     events: EventList
 
     def __init__(self) -> None:
         self.events = EventList()
+        api = NoObjects()
+        self.budgets = DisruptionBudgets(api, ObjectApplier(api, KeyRing(["0" * 64]), self.events))
+        self.budgets._known |= {"1": True, "2": True}
 
 
 @pytest.mark.asyncio

@@ -233,3 +233,12 @@ def test_the_cost_of_spares_is_exported_for_jobs_that_have_had_some(scrape: Scra
     names = ("megatron_job_spares", "megatron_job_spare_seconds", "megatron_job_spare_gpu_seconds")
     assert [scrape.value(name, **JOB) for name in names] == [1, 60, 480]
     assert [scrape.value(name, **JOB | {"name": "without"}) for name in names] == [None] * 3
+
+
+def test_refused_evictions_are_exported_for_jobs_that_have_had_a_budget(scrape: Scrape) -> None:
+    for refused in (True, False):
+        condition = Condition(type=ConditionType.EVICTIONS_REFUSED, status=refused, reason="Protected")
+        scrape.see(Status(conditions=(condition,)))
+        assert scrape.value("megatron_job_evictions_refused", **JOB) == refused
+    scrape.see(Status(), "without")
+    assert scrape.value("megatron_job_evictions_refused", **JOB | {"name": "without"}) is None

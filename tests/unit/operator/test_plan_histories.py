@@ -25,6 +25,7 @@ from megatronapp_operator.plan import (
     DeleteInit,
     DeleteJob,
     DeleteWorker,
+    Disruption,
     EnsureHub,
     FailureAction,
     FailureMatch,
@@ -85,6 +86,7 @@ class History(WorkerEvents, JobEvents, JobInvariants):
                 "rules": st.sampled_from(RULES),
                 "clean": st.sampled_from(CleanPodPolicy),
                 "ttl_s": st.none() | st.floats(0, 100),
+                "disruption": st.sampled_from(Disruption),
             }
         ),
     )
@@ -185,6 +187,7 @@ class History(WorkerEvents, JobEvents, JobInvariants):
             raise AssertionError(f"a silent job goes on for ever: {job.state.status}")
         assert job.state.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}
         assert not any(worker.live for worker in job.observed.workers)
+        assert not job.budget, "a job that has ended keeps its budget"
         assert job.state.spec.group is not PodGroupKey.POD_GROUP or not job.groups
 
     def place_all(self) -> None:

@@ -25,6 +25,9 @@ Secrets: those of jobs are derived from the chart's key. */}}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [list, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets] # runPolicy.disruption
+  verbs: [list, create, patch, delete]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]

@@ -75,6 +75,16 @@ class RemoveGroup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EnsureDisruptionBudget:
+    """Let the cluster refuse every eviction of the gang's workers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoveDisruptionBudget:
+    """Let the cluster evict the gang's workers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DeleteHub:
     """Stop the hub of the job."""
 
@@ -110,6 +120,8 @@ Action = (
     | EndAtCheckpoint
     | DeleteWorker
     | RemoveGroup
+    | EnsureDisruptionBudget
+    | RemoveDisruptionBudget
     | DeleteHub
     | DeleteJob
     | RecordEvent

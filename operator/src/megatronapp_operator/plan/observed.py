@@ -223,6 +223,10 @@ class Observed:
     """Attempts whose pod groups are known to be removed, or must not be removed."""
     groups_refused: AbstractSet[int] = frozenset()
     """Attempts whose groups the operator lacks the right to remove; it tries again after some minutes."""
+    disruption_budget: bool | None = None
+    """True if the budget that refuses evictions exists, False if not; None: this process has not set or removed it."""
+    budget_refusal: str = ""
+    """Why the operator could not set the budget during the last minutes; empty: it was not refused."""
     profile: ProfileState | None = None
     """None: no profile concerns the job."""
     volumes: str | None = None

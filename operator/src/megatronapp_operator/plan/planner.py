@@ -13,6 +13,7 @@ from megatronapp_operator.plan.observed import Observed, ProfileState
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import (
     deadlines,
+    disruption,
     exclusion,
     gang,
     group_removal,
@@ -111,5 +112,6 @@ def _single_pass(job: JobState, observed: Observed, now: float, status: Status) 
         if policy(draft):
             break
     group_removal.remove(draft)
+    disruption.guard(draft)
     time_use.account(draft)
     return draft

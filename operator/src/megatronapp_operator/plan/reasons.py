@@ -79,6 +79,10 @@ NO_SPARE = "NoSpare"
 SPARES_WAIT = "SparesWait"
 SPARES_START = "SparesStart"
 
+PROTECTED = "Protected"
+BUDGET_REFUSED = "BudgetRefused"
+EVICTIONS_ALLOWED = "EvictionsAllowed"
+
 ALL_WORKERS_SUCCEEDED = "AllWorkersSucceeded"
 RANK0_SUCCEEDED = "Rank0Succeeded"
 SUSPENDED = "Suspended"

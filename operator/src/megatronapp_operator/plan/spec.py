@@ -76,6 +76,14 @@ class SlowNodePolicy:
     """Seconds for which the verdict must last."""
 
 
+class Disruption(enum.StrEnum):
+    """Evictions of a gang that drains and autoscalers may make."""
+
+    ALLOW = "Allow"
+    PROTECT = "Protect"
+    """None while the gang exists."""
+
+
 class SuccessPolicy(enum.StrEnum):
     """Workers whose success completes the job."""
 
@@ -102,6 +110,8 @@ class RunPolicy:
     """Restart workers in their pods where nothing is wrong with these."""
     spares: int = 0
     """Workers beyond the gang that wait to take the places of workers whose pods are at fault."""
+    disruption: Disruption = Disruption.ALLOW
+    """Evictions that the cluster may make."""
     rejoin_s: float = 60.0
     """Seconds that a launcher has to join the next attempt after the time for its ranks to end."""
     backoff: Backoff = dataclasses.field(default_factory=Backoff)

@@ -76,8 +76,7 @@ class PodTemplate(ManifestModel):
     """Changes to the worker pods that no field of this spec makes. They are applied last."""
 
     metadata: PodMetadata = PodMetadata()
-    """Labels and annotations. Workers have no PodDisruptionBudget; against an autoscaler write
-    cluster-autoscaler.kubernetes.io/safe-to-evict: "false" or karpenter.sh/do-not-disrupt: "true"."""
+    """Labels and annotations; they replace those of runPolicy.disruption."""
     spec: dict[str, Any] = Field(default={})
     """Part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (`trainer` and the
     analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or their command."""

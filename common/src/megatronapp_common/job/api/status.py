@@ -89,6 +89,8 @@ class ConditionType(enum.StrEnum):
     SLOW_NODE_DETECTED = "SlowNodeDetected"
     SPARES_READY = "SparesReady"
     """False: fewer spares wait than runPolicy.spares asks for."""
+    EVICTIONS_REFUSED = "EvictionsRefused"
+    """True: a PodDisruptionBudget refuses evictions of the gang (runPolicy.disruption)."""
     FAILURE_TARGET = "FailureTarget"
     """True: the job is going to fail and its workers are being stopped. Failed follows when none is left."""
     COMPLETE = "Complete"
@@ -103,8 +105,8 @@ class Condition(StatusType):
 
     type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
     """Created, ProfileApplied, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting,
-    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, SparesReady, FailureTarget,
-    Complete, Failed."""
+    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, SparesReady,
+    EvictionsRefused, FailureTarget, Complete, Failed."""
     status: Annotated[
         bool,
         PlainValidator(lambda text: text == "True"),

@@ -23,7 +23,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
 )
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
-from megatronapp_operator.backends.kubernetes.execution.job_context import ContextBuilder
+from megatronapp_operator.backends.kubernetes.execution.job_context import ContextBuilder, JobContext
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.observe import observe
@@ -101,16 +101,19 @@ class Reconciler:
         return self._memories.get(key)
 
     async def compare_owned_objects(self, namespaces: Sequence[str]) -> list[Key]:
-        """List Services and policies of all jobs; return jobs that miss one or have a changed one. Raises ApiError."""
-        began = self._clock()
+        """List Services, policies and budgets of all jobs; return jobs that miss one or have a changed one.
+
+        Raises ApiError.
+        """
+        began, differing = self._clock(), await self._compare_budgets(namespaces)
         try:
             found = await OwnedObjects.listed(self._api, namespaces)
         except ForbiddenError as error:
             if self._maintenance.lists is not False:  # once
                 log.warning("deleted Services and policies are restored only within an hour: %s", error)
             self._maintenance.lists = False
-            return []
-        self._maintenance.lists, differing = True, list[Key]()
+            return differing
+        self._maintenance.lists = True
         for key in self._store.keys:
             document, memory = self._store.job(key), self._memories.get(key)
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
@@ -119,7 +122,20 @@ class Reconciler:
                 if self._maintenance.compare(memory, self._contexts.build(memory, document), found):
                     differing.append(key)
             await asyncio.sleep(0)  # yields to other tasks between two jobs
-        return differing
+        return list(dict.fromkeys(differing))
+
+    async def _compare_budgets(self, namespaces: Sequence[str]) -> list[Key]:
+        """Return the jobs whose disruption budget was deleted or changed. Raises ApiError."""
+        having = dict[Key, JobContext]()
+        for key, memory in self._memories.items():
+            document = self._store.job(key)
+            if document is not None and self._executor.budgets.exists(memory.uid):
+                having[key] = self._contexts.build(memory, document)
+        try:
+            return await self._executor.budgets.compare(namespaces, having)
+        except ForbiddenError as error:
+            log.warning("deleted disruption budgets are not restored: %s", error)
+            return []
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile a job once; return when to do so again at the latest.
@@ -253,6 +269,8 @@ class Reconciler:
             since=memory.since,
             groups_removed=self._executor.groups.removed_attempts(memory.uid),
             groups_refused=self._executor.groups.refused(memory.uid),
+            disruption_budget=self._executor.budgets.exists(memory.uid),
+            budget_refusal=self._executor.budgets.refusal(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
             attempt_template=attempt_template(memory.pinned),
             rank_zero=rank_zero(self._status.table(memory), memory.status.attempt),

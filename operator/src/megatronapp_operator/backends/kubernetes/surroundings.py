@@ -1,6 +1,6 @@
 """Services and NetworkPolicies of all jobs, listed at intervals: a job without deleted objects costs no request."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB_UID
@@ -16,25 +16,28 @@ Place = tuple[Resource, str, str]
 class OwnedObjects:
     """Listed objects, by kind, namespace and name."""
 
-    def __init__(self, found: Mapping[Place, Object]) -> None:
+    def __init__(self, found: Mapping[Place, Object], kinds: Collection[Resource] = LISTED) -> None:
         self._found = found
+        self._kinds = kinds
 
     @staticmethod
-    async def listed(api: KubernetesApi, namespaces: Sequence[str]) -> "OwnedObjects":
-        """List the objects in these namespaces, or in all. Raises ForbiddenError, ApiError."""
+    async def listed(
+        api: KubernetesApi, namespaces: Sequence[str], kinds: Collection[Resource] = LISTED
+    ) -> "OwnedObjects":
+        """List the objects of these kinds in these namespaces, or in all. Raises ForbiddenError, ApiError."""
         found = dict[Place, Object]()
-        for resource in LISTED:
+        for resource in kinds:
             for namespace in namespaces or (None,):
                 for obj in (await api.list_objects(resource, namespace, labels=LABEL_JOB_UID)).items:
                     found[resource, obj["metadata"]["namespace"], obj["metadata"]["name"]] = obj
-        return OwnedObjects(found)
+        return OwnedObjects(found, kinds)
 
     def find_differences(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
         """Return names of rendered objects that are missing or changed. Additions by other clients are ignored."""
         return [
             f"{resource.plural} {obj['metadata']['name']}"
             for resource, obj in rendered
-            if resource in LISTED and not _holds(obj, self._found.get(_place(resource, obj)))
+            if resource in self._kinds and not _holds(obj, self._found.get(_place(resource, obj)))
         ]
 
 

@@ -11,6 +11,7 @@ from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, NameTakenError
 from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
+from megatronapp_operator.backends.kubernetes.execution.budgets import DisruptionBudgets
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, run_all
 from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
@@ -30,10 +31,12 @@ from megatronapp_operator.plan import (
     DeleteJob,
     DeleteWorker,
     EndAtCheckpoint,
+    EnsureDisruptionBudget,
     EnsureHub,
     EventType,
     PodRejection,
     RecordEvent,
+    RemoveDisruptionBudget,
     RemoveGroup,
     RestartWorker,
 )
@@ -51,6 +54,7 @@ class Executor:
         self.groups = PodGroupRemover(api)
         self.events = EventWriter(api, identity)
         self.objects = ObjectApplier(api, keys, self.events)
+        self.budgets = DisruptionBudgets(api, self.objects)
         self.pods = PodWriter(api, store)
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a rejected hub is not tried again, by the job's uid."""
@@ -58,7 +62,7 @@ class Executor:
     async def run(self, work: JobContext, actions: Sequence[Action]) -> PodRejection | None:
         """Carry out the actions; return the rejection of a pod, if any. Raises ApiError, NameTakenError."""
         await run_all([self.events.record(work.owner, action) for action in actions if isinstance(action, RecordEvent)])
-        await run_all([self._remove(work, action) for action in actions])
+        await run_all([self._change(work, action) for action in actions])
         if any(isinstance(action, EnsureHub) for action in actions):
             await self._try_hub(work)
         await self._order(work, [action for action in actions if isinstance(action, RestartWorker | EndAtCheckpoint)])
@@ -142,7 +146,8 @@ class Executor:
                 owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error))
             )
 
-    async def _remove(self, work: JobContext, action: Action) -> None:
+    async def _change(self, work: JobContext, action: Action) -> None:
+        """Remove pods, groups and the job, and set or remove the disruption budget."""
         match action:
             case DeleteHub():
                 await self.pods.delete_all(self.pods.of_type(work, ReplicaType.HUB))
@@ -159,6 +164,10 @@ class Executor:
                 await self.pods.delete_all(found, action.grace_s)
             case RemoveGroup():
                 await self._remove_group(work, action.attempt)
+            case EnsureDisruptionBudget():
+                await self.budgets.ensure(work)
+            case RemoveDisruptionBudget():
+                await self.budgets.remove(work)
             case DeleteJob():
                 await self._api.delete(JOBS, work.document)
 

@@ -1,5 +1,6 @@
 """Rendering of a MegatronJob to the objects that run it. Pure: equal job, attempt and settings give equal objects."""
 
+from megatronapp_operator.backends.kubernetes.render.disruption import disruption_budget
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import (
     ANNOTATION_STARTS,
@@ -23,6 +24,7 @@ __all__ = [
     "RenderSettings",
     "Rendered",
     "coordinator",
+    "disruption_budget",
     "gang_objects",
     "hub_hash",
     "hub_objects",

@@ -32,7 +32,7 @@ class ObjectNames:
 
     @property
     def workers(self) -> str:
-        """Headless Service and NetworkPolicy of the workers."""
+        """Headless Service, NetworkPolicy and PodDisruptionBudget of the workers."""
         return f"{self.job}-workers"
 
     @property

@@ -14,6 +14,7 @@ from megatronapp_common.names import (
 )
 from megatronapp_common.topology import RankRole
 from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.backends.kubernetes.render.disruption import protection
 from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, IdentityKey, facts_of
 from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
@@ -98,7 +99,7 @@ def render_worker(draft: WorkerDraft) -> Object:
         **({LABEL_SPARE: "true"} if draft.spare else {}),
         **pod_labels(draft.owner, ReplicaType.WORKER, index=draft.index, attempt=draft.attempt.number),
     }
-    annotations = {**extra.annotations, **network.network_annotations(draft), **notes}
+    annotations = {**protection(draft.job), **extra.annotations, **network.network_annotations(draft), **notes}
     meta = metadata(draft.owner, draft.pod_name, labels) | {"annotations": annotations}
     return make("v1", "Pod", meta, spec=with_placement(spec, draft))
 
