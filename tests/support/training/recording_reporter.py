@@ -53,7 +53,11 @@ class RecordingServices:
         self.validations.append((iteration, loss, split))
 
     background: Any = None
-    report = None
+    memory: Any = None
+
+    @property
+    def report(self) -> Any:
+        return None if self.background is None else self.background.report
 
     def checkpoints(self, report: Any) -> None:
         if report is not None:

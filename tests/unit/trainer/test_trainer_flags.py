@@ -112,7 +112,7 @@ def test_flags_of_megatronapps_pages_are_answered(flag: str, answer: str) -> Non
     assert answer in message
 
 
-@pytest.mark.parametrize("flag", ["--fp8-margin=1", "--moe-permute-fusion", "--non-persistent-ckpt-type"])
+@pytest.mark.parametrize("flag", ["--fp8-margin=1", "--moe-permute-fusion", "--non-persistent-global-ckpt-dir"])
 def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
     message = refusal(flag)
     assert message.startswith(flag.partition("=")[0])
@@ -293,14 +293,14 @@ def test_impossible_stage_divisions_are_refused(flags: str, message: str) -> Non
 
 
 def test_all_wrong_flags_are_reported_together() -> None:
-    flags = "--hiden-size 3 --train-iters many --fp8-margin 1 --lr fast --non-persistent-save-interval 1 2"
+    flags = "--hiden-size 3 --train-iters many --fp8-margin 1 --lr fast --non-persistent-global-ckpt-dir 1 2"
     problems = refusal(flags).splitlines()
     assert [problem.split("(")[0][:44].strip() for problem in problems] == [
         "argument --train-iters: invalid int value: '",
         "argument --lr: invalid float value: 'fast'",
         "unknown flag --hiden-size; did you mean --hi",
         "--fp8-margin is a flag of Megatron-LM that t",
-        "--non-persistent-save-interval is a flag of",
+        "--non-persistent-global-ckpt-dir is a flag o",
     ]
 
 
@@ -332,7 +332,7 @@ MISTAKES = {
     "--zzzz 1 2 3": "unknown flag --zzzz; python -m",
     "--fp16 --bf16": "--bf16 and --fp16 exclude each other",
     "--async-save": "--async-save needs --save DIRECTORY",
-    "--non-persistent-save-interval 5": "--non-persistent-save-interval is a flag of Megatron-LM that this trainer "
+    "--non-persistent-global-ckpt-dir 5": "--non-persistent-global-ckpt-dir is a flag of Megatron-LM that this trainer "
     "does not support yet",
     "--loss-scale-window=7": "--loss-scale-window is about the loss scale of --fp16",
     "--fp16 --loss-scale 8 --hysteresis 3": "--hysteresis is for a scale that adapts, and --loss-scale 8.0 fixes it",

@@ -36,7 +36,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loadi
     if parts.optimizer:
         (prepare_to_load if loading else prepare_to_save)(state.optimizer)
     metadata = _metadata()
-    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(state).items()}
+    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in models_of(state).items()}
     content: dict[str, Any] = dict(models)
     if parts.optimizer:
         weights = models["model"] if len(models) == 1 else models
@@ -54,7 +54,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loadi
 
 def restore(state: TrainState, loaded: dict[str, Any], parts: StateParts) -> None:
     """Copy loaded content to the state of training."""
-    for name, model in _models(state).items():
+    for name, model in models_of(state).items():
         model.load_state_dict(loaded[name])
     if parts.optimizer:
         add_missing_steps(loaded["optimizer"])
@@ -77,7 +77,7 @@ def _metadata() -> dict[str, Any]:
     return {**_OPTIMIZER_FORMAT, "dp_cp_group": group}
 
 
-def _models(state: TrainState) -> dict[str, Any]:
+def models_of(state: TrainState) -> dict[str, Any]:
     """Return the chunks by their names in a checkpoint, without their wrappers."""
     bare = [_unwrapped(chunk) for chunk in state.chunks]
     return {"model": bare[0]} if len(bare) == 1 else {f"model{index}": model for index, model in enumerate(bare)}

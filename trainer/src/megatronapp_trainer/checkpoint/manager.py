@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.checkpoint import arguments, foreign, resume_rates
@@ -30,7 +31,7 @@ from megatronapp_trainer.checkpoint.saving.plans import SharedPlan
 from megatronapp_trainer.checkpoint.saving.rank_content import RankContent
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.checkpoint.storage import read, read_common, verify
-from megatronapp_trainer.checkpoint.train_state import PerturbedSteps, TrainState
+from megatronapp_trainer.checkpoint.train_state import NO_STEP, PerturbedSteps, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
@@ -44,6 +45,9 @@ from megatronapp_trainer.parallel.agreement import (
     rank,
 )
 from megatronapp_trainer.parallel.layout import Layout, environment_integer
+
+if TYPE_CHECKING:  # imported only where the state is saved in memory
+    from megatronapp_trainer.checkpoint.memory.checkpoints import MemoryCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,8 @@ class CheckpointManager:
             else None
         )
         """Writes checkpoints while training continues, with `--async-save`."""
+        self.memory = memory_checkpoints(config)
+        """Checkpoints in the memory of the workers, with `--non-persistent-save-interval`."""
         self._text_tokens: bytes | None = None
         """Text tokens of the loaded checkpoint: those that a converted model expects stay the same when it learns."""
 
@@ -87,7 +93,9 @@ class CheckpointManager:
         """Return True if `load` will fill the weights or fail: there is a checkpoint, whole or not. Collective."""
         flags = self._config.checkpoint
         folders = [pathlib.Path(folder) for folder in (flags.save, flags.load) if folder is not None]
-        return broadcast_from_zero(lambda: any(CheckpointDirectory(folder).checkpoints() for folder in folders))
+        if broadcast_from_zero(lambda: any(CheckpointDirectory(folder).checkpoints() for folder in folders)):
+            return True
+        return self.memory is not None and self.memory.newest(NO_STEP) is not None
 
     def load(self, state: TrainState) -> bool:
         """Resume `state` in place; returns False if there was no checkpoint. Collective.
@@ -97,11 +105,14 @@ class CheckpointManager:
                 `--exit-on-missing-checkpoint` is given.
             SupersededError: a newer attempt owns `--save`.
         """
+        is_resumed = False
         if self._directory is not None:
             self._claimed(self._directory)
-            if self._load_newest(self._directory, state, finetune=False):
-                return True
-        return self._load_other(state)
+            is_resumed = self._load_newest(self._directory, state, finetune=False, memory=self.memory)
+        is_resumed = is_resumed or self._load_other(state)
+        if self.memory is not None:
+            self._text_tokens = self.memory.begin(state, self._text_tokens)
+        return is_resumed
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of `state`. Collective; does nothing without `--save`.
@@ -143,12 +154,15 @@ class CheckpointManager:
     @property
     def report(self) -> CheckpointReport:
         """Return the figures of the checkpoints so far."""
-        return self._report if self.background is None else self.background.report
+        report = self._report if self.background is None else self.background.report
+        return report if self.memory is None else dataclasses.replace(report, memory=self.memory.saves.report)
 
     def close(self) -> None:
-        """End the process that writes in the background, if there is one."""
+        """End the process that writes in the background, and close files in memory, if there are any."""
         if self.background is not None:
             self.background.close()
+        if self.memory is not None:
+            self.memory.saves.close()
 
     def _prepare(self, state: TrainState) -> RankContent:
         content = on_all_ranks(lambda: sharded_state(state, self._layout, self._saved_parts(), loading=False))
@@ -225,19 +239,31 @@ class CheckpointManager:
             _note(f"--load {flags.load} holds no checkpoint; training starts from the beginning")
         return found
 
-    def _load_newest(self, directory: CheckpointDirectory, state: TrainState, *, finetune: bool) -> bool:
+    def _load_newest(
+        self,
+        directory: CheckpointDirectory,
+        state: TrainState,
+        *,
+        finetune: bool,
+        memory: "MemoryCheckpoints | None" = None,
+    ) -> bool:
         candidates = broadcast_from_zero(lambda: [_inspect(path) for path in directory.checkpoints()])
         if all(candidate.manifest is None for candidate in candidates):
             other = broadcast_from_zero(lambda: foreign.answer(directory.path) or "")
             if other:
                 raise CheckpointError(other)
         for candidate in candidates:
+            manifest = candidate.manifest
+            if memory is not None and manifest is not None and memory.resume(manifest.iteration, state):
+                return True
             try:
                 self._load(candidate, state, finetune=finetune)
             except BrokenCheckpointError as error:
                 _note(f"checkpoint {candidate.path} is skipped: {error}")
             else:
                 return True
+        if memory is not None and memory.resume(NO_STEP, state):
+            return True
         if candidates:
             raise CheckpointError(
                 f"none of the {len(candidates)} checkpoints in {directory.path} is whole; bring one of them back, or "
@@ -322,6 +348,15 @@ class CheckpointManager:
         )
         if (note := arguments.notes(manifest.arguments, self._config)) is not None:
             _note(note)
+
+
+def memory_checkpoints(config: TrainerConfig) -> "MemoryCheckpoints | None":
+    """Open the checkpoints in memory; None, and nothing imported, without `--non-persistent-save-interval`."""
+    if config.checkpoint.non_persistent_save_interval is None:
+        return None
+    from megatronapp_trainer.checkpoint.memory.checkpoints import MemoryCheckpoints
+
+    return MemoryCheckpoints(config)
 
 
 def _inspect(path: pathlib.Path) -> _CheckpointCandidate:

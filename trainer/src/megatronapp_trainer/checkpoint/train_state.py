@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+NO_STEP = -1
+"""Takes the place of the newest step where there is no checkpoint."""
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PerturbedSteps:

@@ -24,3 +24,21 @@ class CheckpointConfig:
     finetune: bool = option(False, "weights only: start at step 0 with a fresh optimizer")
     exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
     ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",), aliases=("--dist-ckpt-format",))
+    non_persistent_save_interval: int | None = option(
+        None, "steps between checkpoints in the memory of the workers, which outlives their ranks", bounds="[1, inf)"
+    )
+    non_persistent_ckpt_type: str = option("local", "kind of these checkpoints", choices=("local",))
+    non_persistent_local_ckpt_dir: str | None = option(
+        None, "directory in memory for them; default: the job's shared memory, such as /dev/shm"
+    )
+    non_persistent_local_ckpt_algo: str = option(
+        "atomic", "how they are divided: each rank stores its own state", choices=("atomic",)
+    )
+    replication: bool = option(False, "store copies of each rank's state in the memory of other workers, too")
+    replication_jump: int | None = option(
+        None,
+        "distance in ranks between the places of a rank's state; default: the ranks of a worker, so that the next "
+        "worker has the copy",
+        bounds="[1, inf)",
+    )
+    replication_factor: int = option(2, "places of each rank's state, its own worker included", bounds="[2, inf)")

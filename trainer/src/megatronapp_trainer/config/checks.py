@@ -9,6 +9,7 @@ from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.rules.bert import bert_problems
+from megatronapp_trainer.config.rules.checkpoint import memory_problems
 from megatronapp_trainer.config.rules.context import context_problems
 from megatronapp_trainer.config.rules.control import control_problems
 from megatronapp_trainer.config.rules.data import DATA_RULES
@@ -459,6 +460,7 @@ _RULES: tuple[Rule, ...] = (
     graph_problems,
     context_problems,
     _intervals,
+    memory_problems,
     watch_problems,
     control_problems,
 )

@@ -34,6 +34,7 @@ from megatronapp_trainer.training.watch.equal_weights import check_equal_weights
 from megatronapp_trainer.training.watch.profiling import profile_window
 
 if TYPE_CHECKING:  # imported only where checkpoints are written
+    from megatronapp_trainer.checkpoint.memory.checkpoints import MemoryCheckpoints
     from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class CheckpointSaver(Protocol):
     """Methods that the loop uses of the checkpoint manager."""
 
     background: "BackgroundSaves | None"
+    memory: "MemoryCheckpoints | None"
 
     @property
     def report(self) -> CheckpointReport:
@@ -89,6 +91,7 @@ class Trainer:
         self._config = run.config
         self._state = run.state
         self._checkpoints = checkpoints
+        self._memory = None if checkpoints is None else checkpoints.memory
         self._control = control
         self._saved_iteration = run.state.iteration
         self._save_is_due = False
@@ -102,6 +105,7 @@ class Trainer:
             monitor=self._monitor,
             stop_request=stop_request,
             saves=None if checkpoints is None else checkpoints.background,
+            memory=None if self._memory is None else self._memory.saves,
         )
         self._context = context
         self._probes = probes
@@ -123,6 +127,8 @@ class Trainer:
         with _garbage_collected_by_loop(self._config), recorded, self._profiled():
             self._monitor.publish_state("training")
             self._monitor.explain_missing_mfu()
+            if self._memory is not None and self._memory.resumed is not None:  # lost copies are replaced at once
+                self._save_in_memory()
             if not self._evaluator.finish_interrupted():
                 return self._stop()
             while self._state.iteration < self._config.training.train_iters:
@@ -172,8 +178,7 @@ class Trainer:
         """Obey orders before a step, as a pause; an exit code ends the training."""
         if self._control is None:
             return None
-        if self._context.saves is not None:
-            self._context.saves.before_change()  # an order may change weights
+        self._context.wait_for_copies()  # an order may change weights
         match self._control.at_boundary(self._state.iteration):
             case BoundaryDecision.CONTINUE:
                 return None
@@ -188,6 +193,8 @@ class Trainer:
         """Do the work that is due between two steps; an exit code ends the training."""
         iteration, config = self._state.iteration, self._config
         self._continue_saving(outcome)
+        if self._context.memory is not None and self._context.memory.poll():
+            self._report_checkpoints()
         if config.training.manual_gc and is_due(iteration, config.training.manual_gc_interval or None):
             self._monitor.collect_garbage()
         if is_due(iteration, config.watch.check_weight_hash_across_dp_replicas_interval):
@@ -200,6 +207,7 @@ class Trainer:
         self._save_is_due = self._save_is_due or is_due(iteration, config.checkpoint.save_interval)
         if self._save_is_due:
             self._save_unless_writing()
+        self._save_in_memory_if_due()
         if stopped and iteration < config.training.train_iters:
             return self._stop()
         if outcome.loss.time_is_up or is_due(iteration, config.training.exit_interval):
@@ -225,7 +233,7 @@ class Trainer:
         if saves is None or saves.pending is None or outcome.loss.is_saving:
             return
         saves.advance()
-        self._monitor.checkpoints(saves.report)
+        self._report_checkpoints()
 
     def _save_unless_writing(self) -> None:
         """Save; later, if the former checkpoint is still being written."""
@@ -243,6 +251,23 @@ class Trainer:
         self._save()
         self._save_is_due = False
 
+    def _save_in_memory_if_due(self) -> None:
+        """Save this step in memory, unless it is on the disk already."""
+        is_on_disk = self._context.saves is None and self._saved_iteration == self._state.iteration
+        if self._memory is not None and not is_on_disk and is_due(self._state.iteration, self._memory.interval):
+            self._save_in_memory()
+
+    def _save_in_memory(self) -> None:
+        assert self._memory is not None, "the callers look"
+        self._state.stream_state = None if self._stream_state is None else self._stream_state()
+        with self._monitor.span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
+            self._memory.save(self._state)
+        self._report_checkpoints()
+
+    def _report_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            self._monitor.checkpoints(self._checkpoints.report)
+
     def _save_and_finish(self) -> None:
         """Write a checkpoint of this step, and wait until it is on the disk."""
         saves = self._context.saves
@@ -251,6 +276,8 @@ class Trainer:
             self._finish_saving(raises=False)
         self._save()
         self._finish_saving()
+        if self._context.memory is not None:
+            self._context.memory.discard()  # nothing in memory is newer now
 
     def _finish_saving(self, *, raises: bool = True) -> None:
         """Wait until a pending checkpoint is on the disk; `raises` as of `BackgroundSaves.finish`."""
@@ -259,7 +286,7 @@ class Trainer:
             return
         self._monitor.publish_state("saving")
         saves.finish(raises=raises)
-        self._monitor.checkpoints(saves.report)
+        self._report_checkpoints()
         self._monitor.publish_state("training")
 
     def _save(self) -> None:
@@ -271,7 +298,7 @@ class Trainer:
         with self._monitor.span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
             self._checkpoints.save(self._state)
         self._saved_iteration = self._state.iteration
-        self._monitor.checkpoints(self._checkpoints.report)
+        self._report_checkpoints()
         self._monitor.publish_state("training")
 
 

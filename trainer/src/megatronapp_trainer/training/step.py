@@ -94,7 +94,7 @@ class TrainingStep:
     def _update(self, microbatches: int) -> tuple[bool, Any]:
         """Update the weights; returns whether they changed, and the norm of the gradients."""
         optimizer = self._state.optimizer
-        self._wait_for_copies()
+        self._context.wait_for_copies()
         succeeded = False
         try:
             succeeded, norm, _ = optimizer.step()  # computes the norm even where nothing is clipped
@@ -156,15 +156,10 @@ class TrainingStep:
 
     def _begin_perturbed(self, perturbation: TrainingPerturbation) -> None:
         """Perturb the passes of the step; the span lets detectors and tuners leave a perturbed step out."""
-        self._wait_for_copies()  # it may change weights
+        self._context.wait_for_copies()  # it may change weights
         span = self._monitor.span(RecordKind.PERTURB) if self._perturbed_by else contextlib.nullcontext()
         with span:
             perturbation.step_begin(self._state.iteration, self._state.consumed_samples)
-
-    def _wait_for_copies(self) -> None:
-        """Let a checkpoint be copied before the weights change."""
-        if self._context.saves is not None:
-            self._context.saves.before_change()
 
     def _refusing_not_finite(self, gradient_norm: Callable[[], float]) -> Callable[[], float]:
         """Return the norm, which the optimizer requests before it changes a weight; refuses a step that is not finite.

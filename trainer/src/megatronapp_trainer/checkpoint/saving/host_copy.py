@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -52,7 +53,7 @@ class HostCopies:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint")
         self._memory: torch.Tensor | None = None
-        self._copy: _ThreadCopy | _StreamCopy | None = None
+        self._copy: TensorCopy | None = None
 
     def reserve(self, size_bytes: int) -> None:
         """Provide memory for a checkpoint.
@@ -65,15 +66,14 @@ class HostCopies:
         os.posix_fallocate(self.descriptor, 0, size_bytes)  # an error here, not a signal at the first access
         self._memory = mapped(self.descriptor, size_bytes)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            _pin(self._memory)
+            pin(self._memory)
 
     def begin(self, tensors: Sequence[torch.Tensor], places: Sequence[CopyPlace]) -> None:
         """Begin to copy; the former copies must be done with."""
         pairs = []
         if self._memory is not None:
             pairs = [(tensor, tensor_at(self._memory, place)) for tensor, place in zip(tensors, places, strict=True)]
-        on_device = any(tensor.is_cuda for tensor in tensors)
-        self._copy = _StreamCopy(pairs) if on_device else _ThreadCopy(pairs)
+        self._copy = begin_copy(pairs)
 
     def done(self) -> bool:
         """Return True once everything is copied. Raises any error of the copy."""
@@ -96,6 +96,24 @@ class HostCopies:
 
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with its place in the memory."""
+
+
+class TensorCopy(Protocol):
+    """A copy of tensors that has begun."""
+
+    def done(self) -> bool:
+        """Return True once everything is copied. Raises any error of the copy."""
+
+    def before_change(self) -> None:
+        """Let changes of the tensors from here on wait for the copy; on a GPU without blocking the host."""
+
+    def wait(self) -> None:
+        """Block until everything is copied. Raises any error of the copy."""
+
+
+def begin_copy(pairs: _Pairs) -> TensorCopy:
+    """Begin to copy tensors to their places."""
+    return _StreamCopy(pairs) if any(tensor.is_cuda for tensor, _ in pairs) else _ThreadCopy(pairs)
 
 
 class _ThreadCopy:
@@ -148,7 +166,7 @@ class _StreamCopy:
         self._event.synchronize()
 
 
-def _pin(memory: torch.Tensor) -> None:
+def pin(memory: torch.Tensor) -> None:
     """Let the GPU write to the memory by itself."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)

@@ -1,0 +1,222 @@
+"""Checkpoints in the memory of the workers, by real ranks: each rank here is a worker, whose memory is a directory."""
+
+import itertools
+import json
+import logging
+import os
+import pathlib
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_training
+from pytest_workers import FULL
+from recording_reporter import RecordingReporter
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(3600 if FULL else 900)]
+
+RunRanks = Callable[..., list[Any]]
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --swiglu "
+    "--global-batch-size 8 --lr 2e-3 --mock-data --train-iters 100000 --vocab-size 60 --eval-iters 0 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --log-interval 1000"
+)
+DISTRIBUTED = "--use-distributed-optimizer"
+COPIES = "--replication --replication-jump 1"
+KILLS = 30 if FULL else 2
+LIMIT_S = 400
+
+
+def prepare(folder: str, flags: str) -> tuple[Any, Any, Any]:
+    """A run that saves every second step in memory, its checkpoint manager, and its trainer."""
+    from megatronapp_common.names import Env
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+
+    os.environ |= {Env.WORKER_INDEX: os.environ["RANK"], Env.SHM_DIR: f"{folder}/memory", Env.JOB_UID: "uid"}
+    pathlib.Path(folder, "memory").mkdir(exist_ok=True)
+    run = small_training.prepare(f"{MODEL} --save {folder}/save --non-persistent-save-interval 2 {flags}")
+    manager = CheckpointManager(run.config, run.layout)
+    manager.load(run.state)
+    return run, manager, small_training.trainer_of(run, checkpoints=manager, reporter=RecordingReporter())
+
+
+def train(run: Any, manager: Any, trainer: Any, last: int) -> list[float]:
+    """Train to a step as the loop does; return the losses. What was saved in memory is complete afterwards."""
+    found = []
+    if manager.memory.resumed is not None and run.state.iteration == manager.memory.resumed.step:
+        trainer._save_in_memory()
+    while run.state.iteration < last:
+        outcome = trainer.step()
+        found.append(outcome.loss.mean)
+        manager.memory.saves.finish()  # so that none is left out because the former is late
+        trainer._at_boundary(outcome)
+    manager.memory.saves.finish()
+    return found
+
+
+def files_of(folder: str, pattern: str) -> list[pathlib.Path]:
+    return sorted(pathlib.Path(folder, "memory").glob(pattern))
+
+
+def losses(folder: str, flags: str, last: int) -> tuple[int, list[float]]:
+    """Train to a step; return where it began, and the losses."""
+    run, manager, trainer = prepare(folder, flags)
+    began = run.state.iteration
+    return began, train(run, manager, trainer, last)
+
+
+def lose_and_resume(folder: str, flags: str) -> list[tuple[int, list[float], list[str]]]:
+    """Train to step 7, with a checkpoint of step 2 on the disk, and resume after losses of memory.
+
+    Returns where each run began, its losses to step 7, and what the log of rank 0 says.
+    """
+    import torch.distributed as dist
+
+    found = []
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatronapp_trainer.checkpoint.memory").addHandler(handler)
+
+    def again(action: Callable[[], None]) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            action()
+        dist.barrier()
+        messages.clear()
+        run, manager, trainer = prepare(folder, flags)
+        began = run.state.iteration
+        found.append((began, train(run, manager, trainer, 7), list(messages)))
+
+    def lose(*workers: int) -> None:
+        """Lose all of step 6, and the memory of workers, as with their nodes."""
+        for path in files_of(folder, "*-step6-*"):
+            path.unlink()
+        for worker in workers:
+            for path in files_of(folder, f"*-memory-w{worker}.*"):
+                path.unlink()
+
+    def damage() -> None:
+        """Change a byte of one part, and cut the end off another."""
+        lose()
+        (path,) = files_of(folder, "*-w0.rank0-step4-*")
+        content = bytearray(path.read_bytes())
+        content[1000] ^= 1
+        path.write_bytes(content)
+        (path,) = files_of(folder, "*-w1.rank1-step4-*")
+        os.truncate(path, path.stat().st_size - 1)
+
+    run, manager, trainer = prepare(folder, flags)
+    first = train(run, manager, trainer, 2)
+    trainer._save()
+    found.append((0, [*first, *train(run, manager, trainer, 7)], list(messages)))
+    again(lambda: lose(1))
+    again(damage)
+    again(lambda: lose(0, 1))
+    return found
+
+
+def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """A worker, single files, or two neighbours are lost. Three workers: copies are on the next."""
+    flags = f"{DISTRIBUTED} {COPIES} --global-batch-size 6"
+    everyone = run_ranks(3, lose_and_resume, str(tmp_path), flags, timeout_s=LIMIT_S)
+    (_, expected, _), *lives = everyone[0]
+    assert [began for began, _, _ in lives] == [4, 4, 2]
+    for began, found, _ in lives:
+        assert found == expected[began:]
+    (_, _, neighbour_lost), (_, _, damaged), (_, _, pair_lost) = lives
+    assert not any("cannot be used" in text or "damaged" in text for text in neighbour_lost)
+    assert any("rank 0 in the memory of" in text and "damaged: its checksum" in text for text in damaged)
+    assert any("it is shorter or longer than it was written" in text for text in damaged)
+    assert [text for text in pair_lost if "cannot be used" in text] == [
+        "the state of step 4 in memory cannot be used: that of rank 0 is there in no worker's memory"
+    ]
+
+
+def train_and_be_killed(folder: str, flags: str, seed: int) -> None:
+    """Resume, and save every step in memory, until a random moment at which all ranks are killed."""
+    run, manager, trainer = prepare(folder, f"{flags} --non-persistent-save-interval 1")
+    first = run.state.iteration
+    if run.layout.rank == 0:
+        with pathlib.Path(folder, "begins").open("a") as file:
+            file.write(f"{first}\n")
+    found = {first + 1 + index: loss for index, loss in enumerate(train(run, manager, trainer, first + 2))}
+    draft = pathlib.Path(folder, f"draft.{seed}.{run.layout.rank}")
+    draft.write_text(json.dumps(found))
+    draft.rename(draft.with_name(f"losses.{seed}.{run.layout.rank}"))  # the other rank may end this one while it writes
+    delay_s = random.Random(seed).uniform(0, 0.3)
+    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        trainer._at_boundary(trainer.step())
+
+
+def test_killed_at_any_moment_a_step_is_whole(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """Also where the memory of a worker is lost each time."""
+    flags = f"{DISTRIBUTED} {COPIES}"
+    for seed in range(KILLS):
+        with pytest.raises(Exception, match="died with wait status 9"):
+            run_ranks(2, train_and_be_killed, str(tmp_path), flags, seed, timeout_s=LIMIT_S)
+        for path in files_of(str(tmp_path), f"*-memory-w{seed % 2}.*"):
+            path.unlink()
+    ((reached, further), _) = run_ranks(2, losses_after, str(tmp_path), flags, timeout_s=LIMIT_S)
+    begins = [*map(int, (tmp_path / "begins").read_text().split()), reached]
+    assert len(begins) == KILLS + 1
+    assert begins[0] == 0
+    for former, later in itertools.pairwise(begins):
+        assert later >= former + 1, "the newest complete save, or the one before, is that of the second step of a life"
+    expected = run_ranks(2, losses_without, DISTRIBUTED, reached + 1, timeout_s=LIMIT_S)[0]
+    found = {reached + 1: further[0]}
+    for path in tmp_path.glob("losses.*.0"):
+        found |= {int(step): loss for step, loss in json.loads(path.read_text()).items()}
+    assert found == {step: expected[step - 1] for step in found}
+
+
+def losses_without(flags: str, last: int) -> list[float]:
+    """Train to a step without checkpoints; return the losses."""
+    run = small_training.prepare(f"{MODEL} {flags}")
+    trainer = small_training.trainer_of(run)
+    return [trainer.step().loss.mean for _ in range(last)]
+
+
+def losses_after(folder: str, flags: str) -> tuple[int, list[float]]:
+    """Resume, and train a step more."""
+    run, manager, trainer = prepare(folder, f"{flags} --non-persistent-save-interval 1")
+    began = run.state.iteration
+    return began, train(run, manager, trainer, began + 1)
+
+
+@pytest.mark.full("layouts differ in what ranks hold")
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        pytest.param(2, DISTRIBUTED, id="DP2-distributed"),
+        pytest.param(2, f"{DISTRIBUTED} --bf16 --overlap-param-gather --overlap-grad-reduce", id="DP2-overlap-bf16"),
+        pytest.param(2, "--bf16", id="DP2-bf16"),
+        pytest.param(2, "--fp16 --initial-loss-scale 1024 --tensor-model-parallel-size 2", id="TP2-fp16"),
+        pytest.param(4, f"{DISTRIBUTED} --pipeline-model-parallel-size 2 --bf16", id="PP2-DP2-bf16"),
+        pytest.param(
+            2,
+            "--use-dpp --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+            id="MegaDPP",
+        ),
+        pytest.param(
+            4,
+            f"{DISTRIBUTED} --num-experts 2 --disable-bias-linear --expert-model-parallel-size 2 "
+            "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+            id="experts",
+        ),
+    ],
+)
+def test_every_layout_resumes_bit_for_bit(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
+    """The memory of worker 1 is lost after step 4."""
+    flags = f"{flags} {COPIES}"
+    found = run_ranks(world, losses, str(tmp_path), flags, 7, timeout_s=LIMIT_S)
+    for path in [*files_of(str(tmp_path), "*-step6-*"), *files_of(str(tmp_path), "*-memory-w1.*")]:
+        path.unlink(missing_ok=True)
+    assert len(files_of(str(tmp_path), "*-step4-*")) == 2 * world - 2
+    again = run_ranks(world, losses, str(tmp_path), flags, 7, timeout_s=LIMIT_S)
+    assert again == [(4, expected[4:]) for _, expected in found]
