@@ -16,8 +16,8 @@ from megatronapp_operator.backends.process.state.files import read_json
 from megatronapp_operator.plan import Deletion, Worker, WorkerOutcome, WorkerPhase
 from megatronapp_operator.plan.outcome import NOT_STARTED
 
-AGENT_FLUSH_S = 3.0
-"""Seconds for an agent to send what it has, after its worker has ended."""
+AGENT_FLUSH_S = 15.0
+"""Most seconds for an agent to send what it has, after its worker has ended; on a busy machine it takes some."""
 AGENT_PAUSE_MAX_S = 60.0
 """Longest pause in seconds between starts of an agent that ends again and again."""
 LAST_BYTES = 2000
