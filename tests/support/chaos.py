@@ -23,9 +23,9 @@ STEPS = 3
 """Iterations after which a gang is regarded as running."""
 
 START_LIMIT_S = 300.0
-NAMED_LIMIT_S = 90.0
-SHOWN_LIMIT_S = 60.0
-CLEANUP_LIMIT_S = 60.0
+NAMED_LIMIT_S = 240.0
+SHOWN_LIMIT_S = 240.0
+CLEANUP_LIMIT_S = 240.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ class Prometheus:
     """Queries of a running server."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=30, trust_env=False)
+        self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=120, trust_env=False)
 
     def close(self) -> None:
         """End the open connections."""

@@ -50,6 +50,7 @@ async def stage_of(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[Op
     """An operator and machines; no pod stays, which would take room of the next test."""
     async with simulated_operator(plane, namespace) as stage:
         stage.nodes = ScheduledNodes(stage.nodes.api, namespace, stage.nodes.client)
+        stage.clock = time.time  # the scheduler's
         await stage.begin()
         try:
             yield stage

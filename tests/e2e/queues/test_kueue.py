@@ -33,6 +33,7 @@ async def stage_of(plane: kube.ControlPlane, namespace: str, *, cpus: int) -> As
     kueue.queue(plane, namespace, QUEUE, cpus=cpus)
     async with simulated_operator(plane, namespace) as stage:
         stage.nodes = QueuedNodes(stage.nodes.api, namespace, stage.nodes.client)
+        stage.clock = time.time  # Kueue's
         await stage.begin()
         yield stage
 

@@ -102,7 +102,7 @@ async def test_a_dry_run_reports_what_would_happen(plane: kube.ControlPlane, nam
 
 
 async def test_pod_security_and_quotas_are_refusals_with_their_reason(plane: kube.ControlPlane, namespace: str) -> None:
-    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    plane.restrict(namespace)
     async with opened(plane) as api:
         with pytest.raises(errors.ForbiddenError, match='violates PodSecurity "restricted'):
             await api.create(PODS, pod(namespace), dry_run=True)

@@ -1,19 +1,23 @@
 """The chart, rendered by helm and judged by the real API server: all kinds of values, installs, upgrades, rights."""
 
 import base64
+import contextlib
 import copy
 import json
 import pathlib
 import re
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import kube
 import pytest
 import yaml
+from rule_example import BASE, changed
 
 from megatronapp_common.job import load_job
-from megatronapp_operator.backends.kubernetes.client.resources import SERVICES
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, SERVICES
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 from megatronapp_operator.controller import settings as controller
@@ -347,6 +351,26 @@ def test_helm_test_reaches_a_gateway_that_lets_few_in(chart: Chart) -> None:
     assert peers[1:] == [{"app": "ingress"}] and peers[0].items() <= labels.items()
 
 
+@contextlib.contextmanager
+def released(chart: Chart, plane: kube.ControlPlane) -> Iterator[None]:
+    """Install the chart, and uninstall it. Its policies are in force meanwhile, and for no job of another test."""
+    named_host = changed({"spec.podTemplate.spec": {"hostname": "a"}})
+    refused = {"pod-templates.megatronapp.io": (TEAMS[0], named_host), "authors.megatronapp.io": (HOME, BASE)}
+    with plane.client() as client:
+
+        def answers() -> dict[str, httpx.Response]:
+            dry = {"dryRun": "All"}
+            return {name: client.post(JOBS.path(place), json=job, params=dry) for name, (place, job) in refused.items()}
+
+        try:
+            chart.on_cluster("install", "megatronapp", str(CHART), "--take-ownership")
+            kube.wait_until(lambda: all(name in found.text for name, found in answers().items()), "both policies")
+            yield
+        finally:
+            chart.on_cluster("uninstall", "megatronapp", "--ignore-not-found")
+            kube.wait_until(lambda: all(found.is_success for found in answers().values()), "the end of both policies")
+
+
 def key_of(plane: kube.ControlPlane) -> str:
     done = plane.kubectl("get", "secret", "megatronapp-key", "-n", HOME, "-o", "jsonpath={.data.key}")
     assert done.returncode == 0, done.stderr
@@ -356,12 +380,11 @@ def key_of(plane: kube.ControlPlane) -> str:
 def test_the_key_is_made_once_and_outlives_the_release(chart: Chart, plane: kube.ControlPlane) -> None:
     first_text, second_text = (chart.template(None, "--set", "crds.enabled=false").stdout for _ in range(2))
     assert first_text != second_text
-    chart.on_cluster("install", "megatronapp", str(CHART), "--take-ownership")
-    first = key_of(plane)
-    assert re.fullmatch("[0-9a-f]{64}", first)
-    chart.on_cluster("upgrade", "megatronapp", str(CHART), "--set", "operator.replicaCount=2")
-    assert key_of(plane) == first
-    chart.on_cluster("uninstall", "megatronapp")
+    with released(chart, plane):
+        first = key_of(plane)
+        assert re.fullmatch("[0-9a-f]{64}", first)
+        chart.on_cluster("upgrade", "megatronapp", str(CHART), "--set", "operator.replicaCount=2")
+        assert key_of(plane) == first
     assert plane.kubectl("get", "crd", "megatronjobs.megatronapp.io").returncode == 0
     assert plane.kubectl("get", "deployment,role,networkpolicy", "-n", HOME, "-o", "name").stdout == ""
     flags = (

@@ -383,7 +383,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
         wait(lambda: not {name for name in names(client, "pods") if "worker" in name})
         found = re.search(r"probes at port (\d+)", log.read_text(encoding="utf-8"))
         assert found is not None
-        page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False).raise_for_status().text
+        page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False, timeout=120).raise_for_status().text
         assert 'verb="create"' in page or 'verb="POST"' in page
         refused = {re.sub('.*resource="([a-z]+)".*', r"\1", line) for line in page.splitlines() if 'code="403"' in line}
         assert refused == ({"clustermegatronprofiles"} if mode == "namespaces" else set())

@@ -101,8 +101,10 @@ def test_every_block_of_a_cluster_is_stored_with_the_same_defaults(plane: kube.C
     assert stored["spec"] == load_job(job).model_dump(mode="json", by_alias=True, exclude_none=True)["spec"]
     listed = plane.kubectl("get", "mgj", "-n", namespace, "-o", "wide").stdout.splitlines()[0].split()
     assert listed[-4:] == ["AGE", "ATTEMPT", "WORLD", "QUEUE"]
-    explanation = plane.kubectl("explain", "mgj.spec.network.rdma.resourceName").stdout
-    assert "Resource that the device plugin offers" in explanation
+    explain = ("explain", "mgj.spec.network.rdma.resourceName")
+    kube.wait_until(  # its document of the definition is some seconds younger than the definition
+        lambda: "Resource that the device plugin offers" in plane.kubectl(*explain).stdout, " ".join(explain)
+    )
 
 
 def test_a_quantity_is_a_number_or_a_text(plane: kube.ControlPlane, namespace: str) -> None:
@@ -169,6 +171,6 @@ def test_kubectl_shows_the_columns_and_explains_every_field(plane: kube.ControlP
     header, row = plane.kubectl("get", "mgj", "-n", namespace).stdout.splitlines()
     assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "SLOW", "PAUSED", "AGE"]
     assert row.startswith("demo ")
-    explanation = plane.kubectl("explain", "megatronjob.spec", "--recursive").stdout
-    assert "virtualPipeline\t<integer>" in explanation
+    explain = ("explain", "megatronjob.spec", "--recursive")
+    kube.wait_until(lambda: "virtualPipeline\t<integer>" in plane.kubectl(*explain).stdout, " ".join(explain))
     assert "Model chunks of each rank" in plane.kubectl("explain", "mgj.spec.parallelism.virtualPipeline").stdout

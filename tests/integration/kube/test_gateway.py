@@ -24,7 +24,8 @@ FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 
 @contextlib.contextmanager
 def live(at: gateway.Gateway, job: gateway.GatewayJob, **headers: str) -> Iterator[ClientConnection]:
     url = f"{at.url.replace('http', 'ws', 1)}{job.path}/live"
-    with connect(url, additional_headers=headers, proxy=None, compression=None, max_size=None) as connection:
+    how = {"proxy": None, "compression": None, "max_size": None, "open_timeout": gateway.DEADLINE_S}
+    with connect(url, additional_headers=headers, **how) as connection:  # type: ignore[arg-type]
         yield connection
 
 
@@ -44,7 +45,8 @@ def test_a_user_sees_the_namespaces_that_rbac_gives_them(
         slowRanks=[{"sentence": "Rank 1 is slow."}],
     )
     with reviewing.client(token) as client:
-        gateway.wait_for(lambda: client.get("/api/v1/jobs").json())  # the list is two seconds old at most
+        # the list is two seconds old at most
+        gateway.wait_for(lambda: '"restarts":2' in client.get("/api/v1/jobs").text)
         listed = client.get("/api/v1/jobs")
         answer = client.get(mine.path)
         refused = client.get(theirs.path)
@@ -292,7 +294,7 @@ def test_metrics_have_a_separate_port_and_name_no_users(
 
     def metrics() -> str:
         at = f"http://127.0.0.1:{reviewing.metrics_port}"
-        with httpx.Client(base_url=at, trust_env=False) as client:
+        with httpx.Client(base_url=at, trust_env=False, timeout=gateway.DEADLINE_S) as client:
             assert client.get("/healthz").status_code == 200
             answer = client.get("/metrics")
             assert answer.status_code == 200  # some scrapers follow nothing
@@ -330,7 +332,7 @@ def test_a_hub_is_that_of_this_life_of_the_job(
     token = gateway.account(plane, namespace, "alice", grants=[VIEWER])
     job = gateway.make_job(plane, namespace, "demo", hub=False)
     gateway.make_pod(plane, job, "demo-hub", address=job.address, owner="00000000-0000-0000-0000-000000000000")
-    with httpx.Client(base_url=reviewing.url, headers={"Authorization": f"Bearer {token}"}) as client:
+    with reviewing.client(token) as client:
         answer = client.get(f"{job.path}/job")
     assert (answer.status_code, answer.json()["code"]) == (503, "no-hub")
 

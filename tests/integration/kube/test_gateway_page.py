@@ -34,7 +34,8 @@ LIVE = """(path) => new Promise((done) => {
   socket.onopen = () => done("open"); socket.onerror = () => done("refused");
 })"""
 
-pw.expect.set_options(timeout=30_000)
+TIMEOUT_MS = 120_000
+pw.expect.set_options(timeout=TIMEOUT_MS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ def page(chromium: pw.Browser) -> Iterator[pw.Page]:
         problems.append(str(error))
 
     with chromium.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce") as context:
+        context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()
         page.on("pageerror", keep)
         yield page
@@ -170,6 +172,7 @@ def test_a_viewer_sees_why_generating_is_disabled_and_an_editor_generates(
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("You may view, but not generate")
     pw.expect(generate).to_be_disabled()
     context = chromium.new_context()
+    context.set_default_timeout(TIMEOUT_MS)
     jane = context.new_page()
     jane.goto(cluster.entry(cluster.controller, cluster.serving))
     pw.expect(jane.get_by_test_id("why-not")).to_have_count(0)

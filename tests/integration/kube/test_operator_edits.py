@@ -73,10 +73,7 @@ async def test_pods_that_lack_a_priority_class_wait_for_it(plane: kube.ControlPl
         scheduled = next(condition for condition in job["status"]["conditions"] if condition["type"] == "PodsScheduled")
         assert (job["status"]["phase"], scheduled["reason"]) == ("Pending", "PodDenied")
         assert f"no PriorityClass with name {name} was found" in scheduled["message"]
-        late = {
-            "apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": 7
-        }  # fmt: skip
-        assert plane.kubectl("create", "-f", "-", stdin=late).returncode == 0
+        plane.create_priority_class(name, 7, namespace)
         await stage.pass_time(60)
         assert len(await stage.nodes.pods()) == 2
         assert "deniedTime" not in (await stage.job())["status"]

@@ -152,7 +152,7 @@ def test_every_history_ends_and_leaves_nothing(groups_known: kube.ControlPlane, 
 
 async def played(plane: kube.ControlPlane, namespace: str, story: Story) -> None:
     async with simulated_operator(plane, namespace) as stage:
-        stage.nodes = GangNodes(stage.nodes.api, namespace, stage.nodes.client)
+        stage.nodes = GangNodes(stage.nodes.api, namespace, stage.nodes.client, stage.now)
         others = await make_others(stage)
         await stage.nodes.api.create(JOBS, job_of(story, namespace))
         stage.api.kill_at = FaultInjector(story.seed, story.rate)

@@ -133,8 +133,7 @@ async def test_suspend_removes_the_pods_and_resume_brings_new_ones(plane: kube.C
 async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    enforce = "pod-security.kubernetes.io/enforce=restricted"
-    assert plane.kubectl("label", "namespace", namespace, enforce).returncode == 0
+    plane.restrict(namespace)
     async with simulated_operator(plane, namespace) as stage:
         network = {"mode": "HostNetwork", "policy": "None"}
         await stage.api.create(JOBS, manifest(namespace, network=network))
@@ -148,15 +147,7 @@ async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
 
 
 async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube.ControlPlane, namespace: str) -> None:
-    hard = {"hard": {"pods": "1"}}
-    meta = {"name": "few", "namespace": namespace}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": meta, "spec": hard}
-    assert plane.kubectl("create", "-f", "-", stdin=quota).returncode == 0
-    used = {"status": {**hard, "used": {"pods": "0"}}}
-    with plane.client() as client:  # what the quota controller does
-        path = f"/api/v1/namespaces/{namespace}/resourcequotas/few/status"
-        headers = {"Content-Type": "application/merge-patch+json"}
-        assert client.patch(path, json=used, headers=headers).is_success
+    plane.set_quota(namespace, {"pods": "1"})
     async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace))
         await stage.begin()
@@ -167,7 +158,7 @@ async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube
         assert job["status"]["phase"] in {"Pending", "Queued"} and job["status"]["restarts"] == 0
         scheduled = next(condition for condition in job["status"]["conditions"] if condition["type"] == "PodsScheduled")
         assert scheduled["reason"] == "QuotaExceeded" and scheduled["status"] == "False"
-        assert plane.kubectl("delete", "resourcequota", "few", "-n", namespace).returncode == 0
+        plane.remove_quota(namespace)
         await stage.pass_time(3600)
         pods = await names(stage, PODS)
     assert pods == {"job-worker-0", "job-worker-1"}

@@ -1,6 +1,5 @@
 """Lost machines, pods that the cluster removes and hubs that cannot start, as a real API server shows them."""
 
-import datetime
 from typing import Any
 
 import kube
@@ -20,9 +19,8 @@ async def begun(stage: OperatorSimulation, **spec: Any) -> None:
     await stage.rest()
 
 
-def condition(kind: str, status: bool, **others: str) -> Object:
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    return {"type": kind, "status": str(status), "lastTransitionTime": now, **others}
+def condition(stage: OperatorSimulation, kind: str, status: bool, **others: str) -> Object:
+    return {"type": kind, "status": str(status), "lastTransitionTime": stage.nodes.timestamp(), **others}
 
 
 async def change(stage: OperatorSimulation, pod: str, **status: Any) -> None:
@@ -43,7 +41,11 @@ async def test_a_worker_on_a_silent_node_is_given_up_after_its_timeout(
 ) -> None:
     async with simulated_operator(plane, namespace) as stage:
         await begun(stage, runPolicy={"maxRestarts": 0, "lostNodeTimeoutSeconds": 300})
-        await change(stage, "job-worker-1", conditions=[condition("Ready", False), condition("ContainersReady", True)])
+        await change(
+            stage,
+            "job-worker-1",
+            conditions=[condition(stage, "Ready", False), condition(stage, "ContainersReady", True)],
+        )
         await stage.pass_time(200)
         assert (await stage.job())["status"]["attempt"] == 0
         await stage.pass_time(101)
@@ -60,7 +62,7 @@ async def test_a_hub_that_does_not_start_is_a_condition_until_it_runs(plane: kub
         await begun(stage, analyzer={"enabled": True}, trace={"enabled": True})
         pull = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
         hub = {"name": "hub", "image": "none", "imageID": "", "ready": False, "restartCount": 0, "state": pull}
-        unready = condition("Ready", False, reason="ContainersNotReady")
+        unready = condition(stage, "Ready", False, reason="ContainersNotReady")
         await change(stage, "job-hub", phase="Pending", conditions=[unready], containerStatuses=[hub])
         await stage.rest(with_nodes=False)
         job = await stage.job()

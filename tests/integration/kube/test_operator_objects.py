@@ -26,7 +26,6 @@ from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 
 pytestmark = pytest.mark.asyncio
 HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
-QUOTAS = Resource("v1", "resourcequotas")
 
 
 async def train(stage: OperatorSimulation, **spec: Any) -> dict[str, str]:
@@ -231,13 +230,7 @@ async def test_a_table_that_cannot_be_written_keeps_no_failure_from_being_judged
 
 async def test_a_refused_hub_is_retried_after_its_pause(plane: kube.ControlPlane, namespace: str) -> None:
     async with simulated_operator(plane, namespace) as stage:
-        hard = {"count/services": "1"}
-        quota = {"metadata": {"name": "one-service", "namespace": namespace}, "spec": {"hard": hard}}
-        await stage.nodes.api.create(QUOTAS, {"apiVersion": "v1", "kind": "ResourceQuota"} | quota)
-        stored = await stage.nodes.api.get(QUOTAS, namespace, "one-service")
-        assert stored is not None
-        status = {"hard": hard, "used": {"count/services": "0"}}
-        await stage.nodes.api.replace(QUOTAS, stored | {"status": status}, subresource="status")
+        plane.set_quota(namespace, {"count/services": "1"})
         pods = await train(stage, **HUB)
         assert set(pods) == {"job-worker-0", "job-worker-1"} and "HubRefused" in await reasons(stage)
         assert stage.due[namespace, "job"] > stage.now() + 2 * RECONCILE_RETRY_S

@@ -244,14 +244,22 @@ async def test_an_upgrade_and_the_way_back_leave_jobs_alone(
                 await cluster.rest(operator)
                 assert await cluster.picture() == before
                 assert await cluster.warnings() == warned
-                assert await cluster.groups() == {"again-a1", "queued-a0"}, "that of the first attempt is removed"
+
+                async def removed() -> bool:
+                    return await cluster.groups() == {"again-a1", "queued-a0"}
+
+                await cluster.until(removed, "the group of the first attempt is removed")
             async with cluster.operated(former) as operator:
                 await cluster.rest(operator)
                 assert await cluster.picture() == before
                 assert await cluster.warnings() == warned
             async with cluster.operated(None):
                 await finish(cluster, 0, 1)
-                assert await cluster.groups() == set()
+
+                async def none_left() -> bool:
+                    return await cluster.groups() == set()
+
+                await cluster.until(none_left, "all groups are removed")
             assert {
                 name: job_launcher.refused for name, job_launcher in nodes.launchers.items() if job_launcher.refused
             } == {}

@@ -35,10 +35,16 @@ async def until_running(stage: OperatorSimulation, attempt: int) -> None:
             await asyncio.sleep(0.1)
 
 
+async def reasons(stage: OperatorSimulation) -> list[str]:
+    return [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, stage.namespace)).items]
+
+
 async def until_over(stage: OperatorSimulation) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while await stage.nodes.pods():
+        while await stage.nodes.pods() or "Completed" not in await reasons(stage):
             await stage.nodes.settle()
+            await asyncio.sleep(0.1)
+        while (await stage.job())["status"]["phase"] != "Succeeded":
             await asyncio.sleep(0.1)
 
 
@@ -62,7 +68,7 @@ async def test_interrupted_watches_do_not_change_the_end(
             await until_over(stage)
             text = operator.text()
         status = (await stage.job())["status"]
-        events = [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, namespace)).items]
+        events = await reasons(stage)
     assert (status["phase"], status["attempt"], status["restarts"]) == ("Succeeded", FAILURES, FAILURES)
     assert events.count("GangCreated") == FAILURES + 1 and events.count("Completed") == 1
     assert "Traceback" not in text

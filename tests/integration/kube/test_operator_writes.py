@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -62,7 +60,6 @@ class Watched:
 async def watched(plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     async with simulated_operator(plane, namespace) as stage:
         made, replace = Watched(stage), stage.api.replace
-        stage.clock = functools.partial(float, time.time())  # a slow computer would count as a job that waits
 
         async def noted(resource: Any, obj: Object, **options: Any) -> Object:
             made.written.append(obj["status"])

@@ -79,7 +79,7 @@ async def test_a_restarted_gang_is_admitted_by_a_queue_of_its_own_size(
     schedulers: kube.ControlPlane, namespace: str
 ) -> None:
     async with simulated_operator(schedulers, namespace) as stage:
-        stage.nodes = VolcanoNodes(stage.nodes.api, namespace, stage.nodes.client, cpus=2)
+        stage.nodes = VolcanoNodes(stage.nodes.api, namespace, stage.nodes.client, stage.now, cpus=2)
         await begun(stage, gang(namespace, "Volcano"))
         for attempt in (1, 2, 3):
             await stage.nodes.end("job-worker-0", 42)

@@ -99,13 +99,11 @@ def test_workers_are_placed_on_nodes_with_the_requested_devices(client: httpx.Cl
         assert answer.is_success, answer.text
 
     def settled() -> bool:
+        """Each of two pods takes both devices of a node, of which the scheduler finds none for the third."""
         found = pods(client).values()
-        return all(pod["spec"].get("nodeName") or unscheduled(pod) for pod in found)
+        placed = sorted(pod["spec"]["nodeName"] for pod in found if pod["spec"].get("nodeName"))
+        left = [unscheduled(pod) for pod in found if not pod["spec"].get("nodeName")]
+        return placed == ["ib-0", "ib-1"] and [f"4 Insufficient {RESOURCE}" in why for why in left] == [True]
 
     gateway.wait_for(settled)
-    found = pods(client)
-    placed = sorted(pod["spec"]["nodeName"] for pod in found.values() if pod["spec"].get("nodeName"))
-    assert placed == ["ib-0", "ib-1"], "each takes both devices of a node"
-    (left,) = (pod for pod in found.values() if not pod["spec"].get("nodeName"))
-    assert f"4 Insufficient {RESOURCE}" in unscheduled(left)
     gateway.wait_for(lambda: sum(pod["status"]["phase"] == "Running" for pod in pods(client).values()) == 2)

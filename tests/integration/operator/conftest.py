@@ -21,7 +21,8 @@ from forked_scripts import ForkedScript, ScriptServer
 
 from megatronapp_operator.backends.process import job_processes
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
+WORKERS = 2
 
 MANIFEST = """
 apiVersion: megatronapp.io/v1alpha1
@@ -122,6 +123,7 @@ DRIVER = """
     from megatronapp_operator.backends.process import backend
     from megatronapp_operator.cli import run, ui
     backend.TICK_S = 0.1
+    backend.FINAL_STATUS_RETRY_S = 3600.0  # a test ends that wait
     commands = ProcessCommands(
         launcher=(sys.executable, {launcher!r}),
         agent=(sys.executable, "-S", "-c", {sleeper!r}),
@@ -247,11 +249,18 @@ class ProcessBackendHarness:
             time.sleep(0.02)
 
     def until_phase(self, phase: str, *, attempt: int = 0, name: str = "job") -> None:
+        """Wait for a phase; for Running also until each launcher has written all that it writes at its start."""
+
         def reached() -> bool:
             status = self.status(name)
             return (status["phase"], status["attempt"]) == (phase, attempt)
 
         self.until(reached, f"phase {phase} of attempt {attempt}")
+        if phase == "Running":
+            runs = [self.job(name) / f"attempt-{attempt}" / f"worker-{worker}" for worker in range(WORKERS)]
+            self.until(
+                lambda: all((run / "rank-table.json").exists() for run in runs), f"launchers of attempt {attempt}"
+            )
 
     def end(self, code: int = 0, which: str = "") -> None:
         """Let the launchers end with this code: all of them, '-WORKER' or '-WORKER-ATTEMPT'."""
@@ -269,6 +278,10 @@ class ProcessBackendHarness:
 
     def shared_memory(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "shm").iterdir())
+
+    def until_processes(self, uid: str, count: int, argument: str = "") -> None:
+        """Wait for this number of processes of a job with a word in their command; a new one has that of its parent."""
+        self.until(lambda: len(self.processes(uid, argument=argument)) == count, f"{count} processes {argument}")
 
     def guardians(self, uid: str) -> list[int]:
         pids = (int(path.name) for path in pathlib.Path("/proc").iterdir() if path.name.isdigit())

@@ -92,11 +92,11 @@ def test_the_pages_have_an_address_with_a_code_and_the_hub_takes_the_commands_to
 
 
 def test_wait_ends_when_the_condition_is_met_and_when_it_cannot_be(shown: Any) -> None:
-    assert "condition met" in output_of(shown, "wait", "job", "--for=condition=Running", "--timeout=60s")
+    assert "condition met" in output_of(shown, "wait", "job", "--for=condition=Running", "--timeout=200s")
     late = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=0s")
     assert (late.returncode, "timed out waiting" in late.stderr) == (1, True)
     shown.end(64)
-    hopeless = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=80s")
+    hopeless = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=200s")
     assert hopeless.returncode == 1
     assert "has ended as Failed" in hopeless.stderr
 

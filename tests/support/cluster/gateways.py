@@ -55,7 +55,18 @@ def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> st
     cluster.kubectl("create", "serviceaccount", name, "-n", namespace)
     account = f"--serviceaccount={namespace}:{name}"
     cluster.kubectl("create", "rolebinding", name, "-n", namespace, f"--clusterrole={role}", account)
+    cluster.wait(lambda: _sees_jobs(cluster, namespace, name), f"the rights of {name}")
     return cluster.kubectl("create", "token", name, "-n", namespace).strip()
+
+
+def _sees_jobs(cluster: Cluster, namespace: str, name: str) -> bool:
+    """Return whether an account may list jobs: the API server acts by a binding a moment after its creation."""
+    account = f"system:serviceaccount:{namespace}:{name}"
+    try:
+        cluster.kubectl("auth", "can-i", "list", "megatronjobs.megatronapp.io", "-n", namespace, "--as", account)
+    except ClusterError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import http.server
 import json
-import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -12,6 +11,7 @@ import httpx
 import kube
 from fake_nodes import FakeNodes
 from operator_simulation import KEY
+from ports import own_addresses
 
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
@@ -19,7 +19,7 @@ from megatronapp_operator.backends.kubernetes.client.api import connect
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 
-ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for last in range(1, 255))
+ADDRESSES = own_addresses()
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,6 +94,6 @@ async def nodes_with_launchers(plane: kube.ControlPlane, namespace: str) -> Asyn
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
-        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
+        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context(), timeout=180) as client,
     ):
         yield NodesWithLaunchers(api, namespace, client)

@@ -3,13 +3,16 @@
 import dataclasses
 import datetime
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 
-NOT_OURS = 404, 409
+CONFLICT = 409
+NOT_OURS = 404, CONFLICT
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,6 +23,10 @@ class FakeNodes:
     namespace: str
     client: Any
     """An httpx.AsyncClient of the same server, for what the operator's client cannot do: binding, status."""
+    clock: Callable[[], float] = time.time
+    """Seconds since the epoch, as kubelets write them into what they report."""
+    address: str = "127.0.0.1"
+    """Address of all pods."""
 
     async def pods(self) -> dict[str, Object]:
         """All pods of jobs, by name."""
@@ -43,9 +50,9 @@ class FakeNodes:
         name = pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
             await self.bind(name)
-        state = {"running": {"startedAt": _now()}}
+        state = {"running": {"startedAt": self.timestamp()}}
         ready = {"type": "Ready", "status": "True"}
-        status = {"phase": "Running", "podIP": "127.0.0.1", "conditions": [ready], **_statuses(pod, state, ready=True)}
+        status = {"phase": "Running", "podIP": self.address, "conditions": [ready], **_statuses(pod, state, ready=True)}
         await self._send("PATCH", f"{name}/status", {"status": status})
 
     async def bind(self, name: str) -> None:
@@ -58,16 +65,25 @@ class FakeNodes:
         """End a pod's containers with this code; `record` is what its launcher says of it."""
         pod = (await self.pods())[name]
         message = json.dumps({"code": code, "reason": "RankFailed" if code else "Completed", **record})
-        ended = {"exitCode": code, "startedAt": _now(), "finishedAt": _now(), "message": message}
+        now = self.timestamp()
+        ended = {"exitCode": code, "startedAt": now, "finishedAt": now, "message": message}
         phase = "Failed" if code else "Succeeded"
         reason = {"reason": "Error" if code else "Completed"}
         status = {"phase": phase, **_statuses(pod, {"terminated": ended | reason}, ready=False)}
         await self._send("PATCH", f"{name}/status", {"status": status})
 
+    def timestamp(self) -> str:
+        """The present time, as Kubernetes writes it."""
+        now = datetime.datetime.fromtimestamp(self.clock(), datetime.UTC)
+        return now.isoformat(timespec="seconds").replace("+00:00", "Z")
+
     async def _send(self, method: str, path: str, body: Object) -> None:
         headers = {"Content-Type": "application/json" if method == "POST" else "application/merge-patch+json"}
         url = f"{PODS.path(self.namespace)}/{path}"
-        answer = await self.client.request(method, url, content=json.dumps(body), headers=headers)
+        while True:
+            answer = await self.client.request(method, url, content=json.dumps(body), headers=headers)
+            if method == "POST" or answer.status_code != CONFLICT:  # else another write was between
+                break
         assert answer.is_success or answer.status_code in NOT_OURS, answer.text
 
 
@@ -85,7 +101,3 @@ def _statuses(pod: Object, state: Object, *, ready: bool) -> Object:
             for container in pod["spec"]["containers"]
         ]
     }
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -27,6 +27,8 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
 DEADLINE_S = 120.0
 POLL_S = 0.05
+STEPS = 8
+"""Steps of the ranks whose hub `hub` runs."""
 GROUP = "megatronapp.io"
 JOBS = f"/apis/{GROUP}/v1alpha1/namespaces"
 GATEWAY_RULES = (
@@ -306,7 +308,7 @@ def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str, transfers
         process([*command, "megatronapp_analyzer.agent"], log, **named),
     ):
         headers = {"Authorization": f"Bearer {viewer(key, job)}"}
-        with httpx.Client(trust_env=False, headers=headers, verify=SHARED_TLS) as client:
+        with httpx.Client(trust_env=False, headers=headers, verify=SHARED_TLS, timeout=DEADLINE_S) as client:
             wait_for(lambda: _has_steps(client, url), log)
         yield
 
@@ -320,7 +322,7 @@ def _has_steps(client: httpx.Client, url: str) -> bool:
     try:
         answer = client.get(f"{url}/api/v1/steps")
         judges = client.get(f"{url}/api/v1/summary").is_success  # 503 until its detector has started
-        return judges and answer.is_success and len(answer.json()) > 0
+        return judges and answer.is_success and [step["complete"] for step in answer.json()] == [True] * STEPS
     except httpx.TransportError:
         return False
 
@@ -330,7 +332,7 @@ def rings(folder: pathlib.Path, *, transfers: bool = False) -> Iterator[None]:
     """Two ranks that have run a few steps of 10 ms and still live; with `transfers` rank 1 gets 1 MiB in each."""
     writers = [_ring(folder, rank) for rank in range(2)]
     start_ns = megatronapp_native.monotonic_ns()
-    for step in range(8):
+    for step in range(STEPS):
         for writer in writers:
             begin = start_ns + step * 10_000_000
             nothing = (0, 0, NO_COMM)

@@ -96,7 +96,7 @@ class HostileHub:
         """Answer by the `do` of the query."""
         self.requests.append(ReceivedRequest(str(request.rel_url), dict(request.headers)))
         if request.path.endswith(("/live", "/scope")) and "Upgrade" in request.headers:
-            return await self._live(request)
+            return await self._live(request, len(self.requests))
         return await self._http(request)
 
     async def _http(self, request: web.Request) -> web.StreamResponse:
@@ -138,7 +138,7 @@ class HostileHub:
         request.transport.close()
         return response
 
-    async def _live(self, request: web.Request) -> web.StreamResponse:
+    async def _live(self, request: web.Request, number: int) -> web.StreamResponse:
         if self.live == "redirect":
             return web.Response(status=302, headers={"Location": self.elsewhere})
         if self.live == "html":
@@ -148,7 +148,7 @@ class HostileHub:
         if self.live == "text":
             await socket.send_str(HTML)
         elif self.live == "flood":
-            await self._flood(socket, request, len(self.requests))
+            await self._flood(socket, request, number)
         else:
             await socket.send_bytes(FRAMES.get(self.live, bytes(5 << 20)))
         async for message in socket:
@@ -173,11 +173,11 @@ def hostile_hub(address: str, port: int, *, victim: HostileHub | None = None) ->
     stop: list[Any] = []
     thread = threading.Thread(target=lambda: (loop.run_until_complete(serve()), loop.run_forever()), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     try:
         yield hub
     finally:
-        asyncio.run_coroutine_threadsafe(stop[0].cleanup(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(stop[0].cleanup(), loop).result(120)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(120)
         loop.close()

@@ -146,6 +146,48 @@ class ControlPlane:
             assert done.returncode == 0, done.stderr
             wait_until(lambda: probe().is_success, f"the end of {name}")
 
+    def restrict(self, namespace: str) -> None:
+        """Have the API server refuse pods in a namespace that break the restricted standard."""
+        done = self.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+        assert done.returncode == 0, done.stderr
+        self._until_pod(namespace, {}, httpx.codes.FORBIDDEN)
+
+    def create_priority_class(self, name: str, value: int, namespace: str) -> None:
+        """Create a PriorityClass, which pods of the namespace may name then."""
+        self.create("/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": name}, "value": value})
+        self._until_pod(namespace, {"priorityClassName": name}, httpx.codes.CREATED)
+
+    def _until_pod(self, namespace: str, spec: Object, status: int) -> None:
+        """Wait until the API server answers a dry run of a pod so."""
+        pod = {"metadata": {"name": "probe"}, "spec": {"containers": [{"name": "main", "image": "none"}], **spec}}
+        with self.client() as client:
+            self._until_dry_run(client, f"/api/v1/namespaces/{namespace}/pods", pod, status)
+
+    def _until_dry_run(self, client: httpx.Client, path: str, body: Object, status: int) -> None:
+        wait_until(
+            lambda: client.post(path, params={"dryRun": "All"}, json=body).status_code == status,
+            f"{status} for {path} {body}",
+        )
+
+    def set_quota(self, namespace: str, hard: Mapping[str, str]) -> None:
+        """Limit a namespace as the quota controller does, of which nothing is counted yet; it is in force then.
+
+        The same quota permits no Lease: a dry run of such shows that the API server's copy of the quota has its status.
+        """
+        hard = {**hard, "count/leases.coordination.k8s.io": "0"}
+        quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
+        quota = self.create(quotas, {"metadata": {"name": "quota"}, "spec": {"hard": hard}})
+        status = {"hard": hard, "used": dict.fromkeys(hard, "0")}
+        with self.client() as client:
+            client.put(f"{quotas}/quota/status", json=quota | {"status": status}).raise_for_status()
+            self._until_dry_run(client, *_lease(namespace), httpx.codes.FORBIDDEN)
+
+    def remove_quota(self, namespace: str) -> None:
+        """Remove what `set_quota` has made; it is no longer in force then."""
+        with self.client() as client:
+            client.delete(f"/api/v1/namespaces/{namespace}/resourcequotas/quota").raise_for_status()
+            self._until_dry_run(client, *_lease(namespace), httpx.codes.CREATED)
+
     def define(self, *paths: pathlib.Path) -> None:
         """Apply files of CustomResourceDefinitions, and wait until clients find their kinds and list their objects."""
         definitions: list[Object] = []
@@ -236,6 +278,11 @@ def _impersonation(subject: Object) -> Mapping[str, str]:
     if subject["kind"] == "Group":
         return {"Impersonate-User": "member", "Impersonate-Group": subject["name"]}
     return {"Impersonate-User": subject["name"]}
+
+
+def _lease(namespace: str) -> tuple[str, Object]:
+    """Path and body of a Lease that nothing uses."""
+    return f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases", {"metadata": {"name": "probe"}}
 
 
 def _is_served(client: httpx.Client, definition: Object) -> bool:

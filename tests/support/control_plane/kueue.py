@@ -67,7 +67,7 @@ def _installed(made: Kueue) -> Iterator[None]:
     _apply(
         plane, [_reachable(document, made) for document in documents if document["kind"] == "CustomResourceDefinition"]
     )
-    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=240s")
     assert done.returncode == 0, done.stderr
     command = [programs / "kueue", f"--config={folder / 'config.yaml'}", f"--kubeconfig={plane.kubeconfig()}"]
     with made.log.open("wb") as log, _running(command, log) as process:

@@ -76,7 +76,7 @@ class OperatorProcess:
 
     def metrics(self) -> str:
         """The page of its metrics."""
-        return httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
+        return httpx.get(f"{self.url}/metrics", trust_env=False, timeout=DEADLINE_S).raise_for_status().text
 
     def wait(self, what: Callable[[], bool]) -> None:
         """Wait until the condition holds."""

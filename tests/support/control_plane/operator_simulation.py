@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -97,7 +98,8 @@ def manifest(namespace: str, name: str = "job", **spec: Any) -> Object:
 
 @dataclasses.dataclass(slots=True)
 class OperatorSimulation:
-    """Sequence of operators, and the nodes under them. Time passes by `pass_time`, and by itself as `clock` says."""
+    """Sequence of operators, and the nodes under them. Time passes by `pass_time` alone, however slow the machine is,
+    unless `clock` is a real one."""
 
     api: KillableApi
     nodes: FakeNodes
@@ -105,7 +107,8 @@ class OperatorSimulation:
     settings: RenderSettings = SETTINGS
     installation: str = "megatronapp/megatronapp-operator"
     keys: KeyRing = dataclasses.field(default_factory=lambda: KeyRing([KEY]))
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = dataclasses.field(default_factory=lambda: functools.partial(float, int(time.time())))
+    """At a whole second, which is the same after it was written into a status and read."""
     skipped_s: float = 0.0
     store: ObjectStore = dataclasses.field(init=False)
     reconciler: Reconciler = dataclasses.field(init=False)
@@ -201,10 +204,12 @@ async def simulated_operator(
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
-        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
+        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context(), timeout=180) as client,
     ):
         killable = KillableApi(api._client)
         nodes = FakeNodes(api, namespace, client)
-        yield OperatorSimulation(
+        stage = OperatorSimulation(
             api=killable, nodes=nodes, namespace=namespace, settings=dataclasses.replace(SETTINGS, **settings)
         )
+        nodes.clock = stage.now
+        yield stage

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from megatronapp_operator.controller import probes
 from megatronapp_operator.errors import SettingsError
 
-HANGS_S = 30
+HANGS_S = 120
 
 
 @pytest.mark.asyncio

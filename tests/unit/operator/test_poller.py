@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_clock import FakeClock
+from ports import own_addresses
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
@@ -24,7 +25,10 @@ from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
 
 pytestmark = pytest.mark.asyncio
 KEY = "cd" * 32
-HUB, LAUNCHER = "127.8.0.1", "127.8.0.2"
+ADDRESSES = own_addresses()
+HUB, LAUNCHER = next(ADDRESSES), next(ADDRESSES)
+PATIENCE_S = 120.0
+"""For answers of a server in this process, which may be stopped at any moment."""
 TOKEN = derive_token(job_secret(KEY, "uid"), TokenRole.VIEWER)
 SUMMARY = {"attempt": 1, "progress": {"attempt": 1, "iteration": 7}, "slowRanks": [], "hungRanks": []}
 TABLE = {"attempt": 1, "digest": "d", "masterAddr": "10.0.0.1", "masterPort": 29500, "workers": []}
@@ -78,7 +82,7 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
 
 async def polled(before: PollResult | None = None, pods: list[PodRecord] = PODS) -> PollResult:
     async with httpx.AsyncClient(trust_env=False) as client:
-        return await HubPoller(client, keys=KeyRing([KEY])).poll(
+        return await HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY])).poll(
             "uid", pods, before or PollResult(), attempt=1, workers=2, key_id=""
         )
 
@@ -100,16 +104,18 @@ async def test_a_refused_token_is_remembered_until_the_next_answer() -> None:
     other = KeyRing(["ef" * 32])
     async with httpx.AsyncClient(trust_env=False) as client:
         async with answering(HUB, HUB_PORT, b"{}"), answering(LAUNCHER, STATUS_PORT, b"{}"):
-            result = await HubPoller(client, keys=other).poll(
+            result = await HubPoller(client, timeout_s=PATIENCE_S, keys=other).poll(
                 "uid", PODS, PollResult(), attempt=1, workers=2, key_id=""
             )
         assert result.refused == ("hub", "launcher") and (result.summary, result.received_at) == (None, 0.0)
-        silence = await HubPoller(client, keys=other).poll("uid", PODS, result, attempt=1, workers=2, key_id="")
+        silence = await HubPoller(client, timeout_s=PATIENCE_S, keys=other).poll(
+            "uid", PODS, result, attempt=1, workers=2, key_id=""
+        )
         assert silence.refused == ("hub", "launcher")
         observed = observe(PODS, silence, attempt=1, refusal=None)
         assert (observed.token_refused, observed.last_contact) == (("hub", "launcher"), 0.0)
         async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()), answering(LAUNCHER, STATUS_PORT, b"{}"):
-            both = HubPoller(client, keys=KeyRing([*other.values, KEY]))
+            both = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([*other.values, KEY]))
             result = await both.poll("uid", PODS, silence, attempt=1, workers=2, key_id=key_id(KEY))
     assert result.refused == () and result.summary is not None
 
@@ -122,11 +128,15 @@ async def test_without_the_key_of_the_job_no_request_is_sent() -> None:
         answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
     ):
         known = await polled()
-        lost = await HubPoller(client, keys=ring).poll("uid", PODS, known, attempt=1, workers=2, key_id="01234567")
+        lost = await HubPoller(client, timeout_s=PATIENCE_S, keys=ring).poll(
+            "uid", PODS, known, attempt=1, workers=2, key_id="01234567"
+        )
         assert (len(hub), len(launcher)) == (1, 1)
         observed = observe(PODS, lost, attempt=1, refusal=None)
         assert (observed.unknown_key, observed.token_refused, lost.rank_table) == ("01234567", (), TABLE)
-        again = await HubPoller(client, keys=ring).poll("uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY))
+        again = await HubPoller(client, timeout_s=PATIENCE_S, keys=ring).poll(
+            "uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY)
+        )
     assert again.unknown_key is None and again.summary is not None
 
 
@@ -233,7 +243,7 @@ async def poll_hub(poller: HubPoller, before: PollResult, body: bytes, port: int
 async def test_the_time_of_the_last_contact_alone_is_no_change() -> None:
     clock = FakeClock(1000.0)
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         assert (await poll_hub(poller, PollResult(), summary(1000.0, attempt=0))).received_at == 0.0
         first = await poll_hub(poller, PollResult(), summary(1000.0))
         clock.now += 5
@@ -262,7 +272,7 @@ async def test_a_launcher_reports_the_workers_it_waits_for(phase: str, attempt: 
 async def test_a_hub_whose_agent_has_died_reports_no_contact() -> None:
     clock = FakeClock(1000.0)
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         first = await poll_hub(poller, PollResult(), summary(1000.0))
         clock.now += RECENT_S + 1
         stale = await poll_hub(poller, first, summary(1000.0, agents=1))
@@ -280,7 +290,7 @@ async def test_a_hub_with_all_agents_knows_that_a_gang_hangs() -> None:
     clock = FakeClock(1000.0)
     clock.now += 3600
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         assert (await poll_hub(poller, PollResult(), summary(1000.0, agents=1))).received_at == 0.0
         assert (await poll_hub(poller, PollResult(), summary(1000.0, agents=2))).received_at == clock.now
         assert (await poll_hub(poller, PollResult(), summary(1000.0, attempt=0, agents=2))).received_at == 0.0
