@@ -24,7 +24,7 @@ from ports import reserved_ports
 from megatronapp_common.processes import terminate
 
 ROOT = pathlib.Path(__file__).parents[3]
-START_S = 120
+START_S = 240
 STOP_S = 20
 POLL_S = 0.05
 EFFECT_S = 120
