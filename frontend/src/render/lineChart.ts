@@ -112,6 +112,11 @@ export class LineChart {
     this.plot.setSize(size);
   }
 
+  /** What is drawn is old until the next change: see `data-drawn` in useCanvas.ts. */
+  expire(): void {
+    delete this.plot.ctx.canvas.dataset["drawn"];
+  }
+
   destroy(): void {
     this.plot.destroy();
   }
@@ -135,7 +140,7 @@ export class LineChart {
       },
       axes: this.axes(),
       series: [{}, ...lines.map((line, index) => this.series(line, index))],
-      hooks: { draw: [(plot) => this.drawRules(plot)] },
+      hooks: { draw: [(plot) => this.drawRules(plot), (plot) => this.named(plot)] },
     };
   }
 
@@ -186,6 +191,12 @@ export class LineChart {
         filter: (plot, line, show) => (show ? null : isolated(plot, line)),
       },
     };
+  }
+
+  /** Name what is drawn, once there is room for it. */
+  private named({ ctx, bbox }: uPlot): void {
+    const { from, to } = this.data.view;
+    if (bbox.width > 0) ctx.canvas.dataset["drawn"] = `${from} to ${to}`;
   }
 
   private drawRules({ ctx, bbox, valToPos }: uPlot): void {

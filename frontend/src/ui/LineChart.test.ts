@@ -20,6 +20,7 @@ vi.mock("uplot", () => ({
     redraw(): void {
       calls.push("redraw");
     }
+    readonly ctx = { canvas: document.createElement("canvas") };
     destroy(): void {
       calls.length = 0;
     }
