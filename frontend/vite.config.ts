@@ -20,6 +20,10 @@ export default defineConfig({
   test: {
     restoreMocks: true,
     unstubGlobals: true,
+    // A busy machine is no failure: modules may take long to be compiled and loaded.
+    testTimeout: 120_000,
+    hookTimeout: 120_000,
+    teardownTimeout: 120_000,
     // A document and the modules for each file took four fifths of the processor time; a file leaves nothing behind.
     isolate: false,
     projects: [

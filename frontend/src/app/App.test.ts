@@ -41,7 +41,7 @@ async function openPage(url: string, server: "gateway" | "hub") {
 }
 
 /** Compiling the components takes its time; no test waits for it. */
-beforeAll(() => import("./App.vue"), 120_000);
+beforeAll(() => import("./App.vue"));
 
 beforeEach(() => {
   asked.length = SilentSocket.opened.length = 0;

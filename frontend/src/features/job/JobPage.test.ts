@@ -117,7 +117,7 @@ describe("the page of a job that trains nothing", () => {
       "api/v1/scope": HELLO,
     };
     const page = pageOf(answers, { scope: "live", serves: true });
-    await vi.waitFor(() => expect(page.find("[data-testid=latencies]").exists()).toBe(true));
+    await vi.waitFor(() => page.get("[data-testid=latencies]"), 100_000);
     const fact = (name: string): string => page.get(`[data-fact="${name}"]`).text();
     expect(["Address", "In the queue", "Generating", "Ended", "Restarts"].map(fact)).toEqual([
       "http://127.0.0.2:8000/v1",

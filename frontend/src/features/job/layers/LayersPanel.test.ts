@@ -115,7 +115,7 @@ describe("the panel of layers over steps", () => {
 
     await panel.findAll("select")[0]?.setValue("gradient");
     await flushPromises();
-    await vi.waitFor(() => expect(asked.at(-1)).toContain("site=gradient"), 4000);
+    await vi.waitFor(() => expect(asked.at(-1)).toContain("site=gradient"), 100_000);
     panel.unmount();
   });
 
