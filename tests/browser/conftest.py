@@ -13,14 +13,15 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import types
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import playwright.sync_api as pw
 import pytest
+from canvases import PATIENCE_S, wait_for
+from ports import reserved_ports
 
 import megatronapp_native
 from megatronapp_analyzer.model import JobLayout
@@ -41,10 +42,12 @@ ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-DEADLINE_S = 90.0
+DEADLINE_S = 120.0
 REST_S = 0.5
 """Pause of a feed after each step: hub and page take processor time for each, and hardly a test needs many."""
-PATIENCE_MS = 30_000
+VERDICT_REST_S = 1.0
+PATIENCE_MS = int(PATIENCE_S * 1000)
+"""Deadline of each expectation and action: a busy machine is no failure."""
 WINDOW: pw.ViewportSize = {"width": 1440, "height": 900}
 FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
 JOB = """\
@@ -57,18 +60,14 @@ spec: {nodes: 2, procPerNode: 2, trace: {enabled: true}}
 
 pw.expect.set_options(timeout=PATIENCE_MS)
 
-T = TypeVar("T")
+TEST_S = 1200
+"""Deadline of a test with its fixtures, in which several expectations may take long."""
 
 
-def wait_for(what: str, probe: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
-    """The first answer of `probe` that is true. Fails with what was waited for."""
-    end = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while time.monotonic() < end:
-        if found := probe():
-            return found
-        pause.wait(0.05)
-    pytest.fail(f"waited {deadline_s:g} s for {what}")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("browser") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_S))
 
 
 def load_simulator() -> types.ModuleType:
@@ -199,10 +198,14 @@ class Stack:
     @property
     def entry(self) -> str:
         """Address that a person opens, once."""
+        return f"{self.url}/#code={self.call('codes', 'POST')['code']}"
+
+    def call(self, path: str, method: str = "GET") -> Any:
+        """Return what the hub answers to a viewer."""
         headers = {"Authorization": f"Bearer {self.token}"}
-        request = urllib.request.Request(f"{self.url}/api/v1/codes", method="POST", headers=headers)
+        request = urllib.request.Request(f"{self.url}/api/v1/{path}", method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return f"{self.url}/#code={json.load(answer)['code']}"
+            return json.load(answer)
 
     def kill_hub(self) -> None:
         self.hub.kill()
@@ -244,7 +247,7 @@ def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[],
     def probe() -> str | None:
         text = log.read_text(encoding="utf-8")
         assert process.poll() is None, text
-        found = re.search(r"listening on (http://\S+)", text)
+        found = re.search(r"listening on (http://\S+)\s", text)  # the whole line is there
         return found[1] if found else None
 
     return probe
@@ -252,7 +255,7 @@ def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[],
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
+        with urllib.request.urlopen(url, timeout=10) as response:
             return bool(response.status == 200)
     except OSError:
         return False
@@ -285,7 +288,8 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
             wait_for("the hub to answer", lambda: answers(f"{address}/healthz"))
             return process
 
-        hub = start_hub(0)
+        (port,) = stack.enter_context(reserved_ports(1))  # no other process takes it between two hubs
+        hub = start_hub(port)
         url = wait_for("the hub's address", hub_url(log, hub))
         for worker, prefix in enumerate(feed.prefixes):
             own: dict[str, str] = {Env.ATTEMPT: "0", Env.WORKER_INDEX: str(worker), Env.NODE_NAME: f"node-{worker}"}
@@ -300,18 +304,23 @@ def chromium() -> Iterator[pw.Browser]:
     """One browser for a module, closed before tests of other modules start event loops of their own."""
     assert (DIST / "index.html").exists(), "the page is not built; run `make setup`"
     with pw.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE_MS)
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A job whose rank 2 computes three times as long from step 25 on."""
+    """A job whose rank 2 computes three times as long from step 25 on, once a verdict names it.
+
+    From then on it is slower, so that each page keeps up with it.
+    """
     folder = tmp_path_factory.mktemp("slow")
     feed = Feed(shm=folder, faults=({"rank": 2, "kind": "compute", "factor": 3.0, "from_step": 25},))
     with running_stack(folder, feed) as stack:
         feed.start()
+        wait_for("a verdict", lambda: any(found["state"] == "confirmed" for found in stack.call("verdicts")))
+        feed.rest_s = VERDICT_REST_S
         yield stack
 
 
@@ -341,6 +350,7 @@ class SharedPage:
         """Return the page, or a new one if its context was closed."""
         if self.page is None or self.page.is_closed():
             context = self.browser.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce")
+            context.set_default_timeout(PATIENCE_MS)
             self.page = context.new_page()
         return self.page
 
@@ -356,7 +366,6 @@ def reset(page: pw.Page) -> None:
     page.unroute_all()
     page.keyboard.up("Control")
     page.mouse.move(0, 0)
-    page.set_default_timeout(PATIENCE_MS)
     page.set_viewport_size(WINDOW)
     page.emulate_media(color_scheme="dark", reduced_motion="reduce")
     page.context.clear_cookies()

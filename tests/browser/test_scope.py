@@ -18,6 +18,7 @@ import scope_replay
 import scope_script
 import scope_session
 from axe import CONTRAST, RULES, violations
+from canvases import expect_drawn, expect_picture, expect_to_fit, picture, wait_for
 from scope_replay_page import ReplayedHub, saved
 
 from megatronapp_analyzer.scope.delivery import session_file
@@ -79,7 +80,7 @@ def colour(probability: float) -> list[float]:
 
 def test_recorded_session_opens_with_its_tokens(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.url)
-    pw.expect(scope.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
+    pw.expect(scope.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
     tokens = scope.get_by_test_id("tokens").get_by_role("button")
     pw.expect(tokens).to_have_count(len(replay.recording.prompts[0]) + 8)
     labels = [text.strip() for text in tokens.all_text_contents()]
@@ -115,9 +116,7 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> N
     exact = sites["attention"][layer, head]
     np.testing.assert_array_equal(attention[: len(exact), : exact.shape[1]], exact)
     replay.open(scope, "layers", layer=layer, head=head, token=3)
-    picture = saved(scope, "Layers by tokens", "PNG")
-    assert picture.startswith(b"\x89PNG")
-    check_picture(scope.get_by_role("region", name="Layers by tokens"), picture)
+    check_picture(scope, scope.get_by_role("region", name="Layers by tokens"))
     query_vector = np.load(io.BytesIO(saved(scope, "States of the token", "NPY")))
     np.testing.assert_array_equal(query_vector.ravel(), sites["q"][3, layer, head])
     replay.open(scope, "pca", layer=layer)
@@ -152,16 +151,18 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: ReplayedHub)
         scope.keyboard.press("Tab")
         if scope.evaluate("document.activeElement.dataset.testid") == "head-atlas":
             break
-    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+    spoken = scope.locator("[data-testid=head-atlas] + [aria-live]")
+    for key, at in (("ArrowDown", "layer 1, head 0"), ("ArrowRight", "head 1"), ("ArrowRight", "head 2")):
         scope.keyboard.press(key)
-        scope.wait_for_function("document.querySelector('[data-testid=head-atlas] + [aria-live]').textContent !== ''")
+        pw.expect(spoken).to_contain_text(f"{at}:")
     pw.expect(scope.get_by_text("preview: click or Enter to lock")).to_be_visible()
     scope.keyboard.press("Enter")
     pw.expect(scope).to_have_url(re.compile("head=2(&|$)"))
     scope.keyboard.press("m")
     filled = scope.locator("section.large")
     pw.expect(filled.get_by_test_id("head-atlas")).to_be_focused()
-    assert filled.bounding_box() == {"x": 0, "y": 0, "width": 1440, "height": 900}
+    whole = {"x": 0, "y": 0, "width": 1440, "height": 900}
+    wait_for("the panel to fill the window", lambda: filled.bounding_box() == whole)
     scope.keyboard.press("Escape")
     pw.expect(filled).to_have_count(0)
     pw.expect(scope.get_by_test_id("head-atlas")).to_be_focused()
@@ -196,8 +197,10 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
     card.get_by_role("button", name="Table").click()
     card.get_by_role("button", name="By probability").click()
     rows = card.get_by_role("table").locator("tbody tr")
-    shown = [float(text) for text in rows.locator("td:last-child").all_inner_texts()]
-    assert len(shown) == 10 and shown == sorted(shown, reverse=True)
+    numbers = rows.locator("td:last-child")
+    pw.expect(numbers).to_have_text([re.compile(r"^\s*[\d.]+\s*$")] * 10)
+    shown = [float(text) for text in numbers.all_inner_texts()]
+    assert shown == sorted(shown, reverse=True)
     best = int(replay.recording.sites[0]["attention"][layer, head][9].argmax())
     pw.expect(rows.first.get_by_role("rowheader")).to_have_text(str(best))
     rows.first.get_by_role("button").click()
@@ -207,28 +210,35 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
 @pytest.mark.full("sizes of a panel")
 def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "attention", layer=PINNED[0], head=PINNED[1])
-    heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
-    assert heads is not None and shown is not None
-    assert 0.8 * shown["height"] < heads["height"] <= shown["height"] + 20
+    shown = height(scope, "attention-map", lambda found: found > 0)
+    height(scope, "head-atlas", lambda found: 0.8 * shown < found <= shown + 20)
     scope.get_by_role("region", name="Heads", exact=True).get_by_role("button", name="Fill the window").click()
     pw.expect(scope.get_by_role("button", name="Restore the panel")).to_be_visible()
-    heads = scope.get_by_test_id("head-atlas").bounding_box()
-    assert heads is not None and 0.75 * 900 < heads["height"] < 900
+    height(scope, "head-atlas", lambda found: 0.75 * 900 < found < 900)
+
+
+def height(page: pw.Page, name: str, holds: Callable[[float], bool]) -> float:
+    """The height of a picture, once this holds of it."""
+    found: list[float] = []
+
+    def probe() -> bool:
+        box = page.get_by_test_id(name).bounding_box()
+        found[:] = [box["height"] if box else 0.0]
+        return holds(found[0])
+
+    wait_for(f"the height of {name}", probe)
+    return found[0]
 
 
 @pytest.mark.full("a switch of a panel")
 def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "pca", layer=2)
     canvas = scope.get_by_test_id("pca")
-    painted = "canvas => canvas.toDataURL()"
-    pw.expect(canvas).to_be_visible()
-    before = canvas.evaluate(painted)
+    with_paths = picture(canvas)
     scope.get_by_role("button", name="Paths").click()
-    scope.evaluate("() => new Promise(requestAnimationFrame).then(() => new Promise(requestAnimationFrame))")
-    assert canvas.evaluate(painted) != before
+    picture(canvas, other_than=with_paths)
     scope.get_by_role("button", name="Paths").click()
-    scope.evaluate("() => new Promise(requestAnimationFrame).then(() => new Promise(requestAnimationFrame))")
-    assert canvas.evaluate(painted) == before
+    expect_picture(canvas, with_paths)
 
 
 @pytest.mark.full("a detail of the selection")
@@ -237,7 +247,8 @@ def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, re
     where = scope.get_by_test_id("where")
     pw.expect(where).to_contain_text("on rank 0 (stage 0, tensor rank 0)")
     scope.get_by_label("Rank").select_option("3: layers 2 to 3, heads 2 to 3")
-    assert {name: query(scope)[name] for name in ("rank", "layer", "head")} == {"rank": "3", "layer": "2", "head": "2"}
+    for part in ("rank=3", "layer=2", "head=2"):
+        pw.expect(scope).to_have_url(re.compile(f"[?&]{part}(&|$)"))
     scope.reload()
     pw.expect(where).to_contain_text("on rank 3 (stage 1, tensor rank 1)")
     pw.expect(scope.get_by_label("Rank").locator("option:checked")).to_contain_text("3: layers 2 to 3")
@@ -251,30 +262,37 @@ def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, re
 
 @pytest.mark.full("a second for each panel; the first panel of the exports is one of them")
 def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, replay: ReplayedHub) -> None:
-    panels = 0
-    for view in ("layers", "attention", "probabilities", "pca", "lens"):
+    for view, count in PANELS.items():
         replay.open(scope, view, layer=PINNED[0], head=PINNED[1])
+        panels = scope.locator("[data-panel]")
+        pw.expect(panels).to_have_count(count)
         if view == "attention":
             pw.expect(scope.get_by_test_id("attention-map")).to_be_visible()
-        for panel in scope.locator("[data-panel]").all()[0 if view == "layers" else 1 :]:
-            with scope.expect_download() as download:
-                panel.get_by_role("button", name="PNG").click()
-            picture = pathlib.Path(download.value.path()).read_bytes()
-            check_picture(panel, picture)
-            panels += 1
-    assert panels == 12
+        for number in range(0 if view == "layers" else 1, count):
+            check_picture(scope, panels.nth(number))
 
 
-def check_picture(panel: pw.Locator, picture: bytes) -> None:
+def check_picture(page: pw.Page, panel: pw.Locator) -> None:
     """The picture is as large as the panel on the page, and something is painted."""
-    box = panel.bounding_box()
-    assert box is not None
-    width, height = struct.unpack(">II", picture[16:24])
+
+    def saved_while_at_rest() -> tuple[bytes, Any] | None:
+        expect_drawn(page)
+        box = panel.bounding_box()
+        with page.expect_download() as download:
+            panel.get_by_role("button", name="PNG").click()
+        found = pathlib.Path(download.value.path()).read_bytes()
+        return (found, box) if box is not None and box == panel.bounding_box() else None
+
+    found, box = wait_for("a panel that stays as large as it is", saved_while_at_rest)
+    assert found.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", found[16:24])
     assert abs(width - box["width"]) <= 1
     assert abs(height - box["height"]) <= 1
-    assert len(picture) > 3000, "hardly anything is painted"
+    assert len(found) > 3000, "hardly anything is painted"
 
 
+PANELS = {"layers": 3, "attention": 4, "probabilities": 3, "pca": 2, "lens": 4}
+"""How many each view has; the first is the same in all of them."""
 VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca", "5": "lens-matrix"}
 
 
@@ -287,6 +305,7 @@ def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub, sche
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
+        expect_drawn(scope)
         rules = RULES if scheme == "dark" else CONTRAST
         found += [f"{shown}: {violation}" for violation in violations(scope, rules)]
     assert found == []
@@ -301,6 +320,7 @@ def test_axe_finds_nothing_in_any_table(scope: pw.Page, replay: ReplayedHub, sch
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
+        expect_drawn(scope)
         for table in scope.get_by_role("button", name="Table").all():
             table.click()
         found += [f"{shown} as a table: {violation}" for violation in violations(scope, CONTRAST)]
@@ -315,8 +335,7 @@ def test_fits_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
         for key, shown in VIEWS.items():
             scope.keyboard.press(key)
             pw.expect(scope.get_by_test_id(shown)).to_be_visible()
-            over = scope.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            assert over <= 0, f"{shown} is {over} pixels too wide at {width}"
+            expect_to_fit(scope, f"{shown} at {width}")
             assert scope.evaluate("document.querySelectorAll('*').length") < 3000
 
 

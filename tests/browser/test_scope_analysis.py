@@ -60,8 +60,8 @@ def test_the_lens_shows_what_each_layer_predicts(scope: pw.Page, replay: Replaye
     best = np.argsort(-logs[position, layer], kind="stable")[:10]
     rows = scope.get_by_test_id("lens-candidates").locator("tbody tr")
     pw.expect(rows).to_have_count(10)
-    titles = [row.get_attribute("title") for row in rows.get_by_role("rowheader").all()]
-    assert titles == [f"token {token}" for token in best]
+    for number, token in enumerate(best):
+        pw.expect(rows.nth(number).get_by_role("rowheader")).to_have_attribute("title", f"token {token}")
     matrix = scope.get_by_role("region", name="Logit lens")
     lines = list(csv.DictReader(io.StringIO(saved(scope, "Logit lens", "CSV").decode())))
     cell = next(line for line in lines if (line["layer"], line["position"]) == (str(layer), str(position)))
@@ -73,6 +73,8 @@ def test_the_lens_shows_what_each_layer_predicts(scope: pw.Page, replay: Replaye
     pw.expect(matrix.locator("[aria-live]")).to_contain_text("layer 2 predicts")
     pw.expect(scope).to_have_url(re.compile("layer=2(&|$)"))
     scope.keyboard.press("ArrowUp")
+    pw.expect(scope).to_have_url(re.compile(f"layer={layer}(&|$)"))
+    pw.expect(rows.first.get_by_role("rowheader")).to_have_attribute("title", f"token {best[0]}")
     rows.first.get_by_role("button", name="Follow").click()
     pw.expect(matrix.get_by_role("radio", name="Followed")).to_be_checked()
     matrix.get_by_role("button", name="Table").click()

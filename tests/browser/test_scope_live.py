@@ -16,6 +16,7 @@ import playwright.sync_api as pw
 import pytest
 import yaml
 from axe import RULES, violations
+from canvases import PATIENCE_S, wait_for
 from served_job import Served, make_model, served
 
 from megatronapp_common import frames
@@ -31,7 +32,7 @@ MANIFEST = yaml.safe_load((ROOT / "examples" / "scope-plugin-serve.yaml").read_t
 WIDTH, PIXELS = 4 * 32, 8
 """Sizes of the MLP and of the example's site."""
 LONG = 512
-PATIENCE_MS = 60_000
+PATIENCE_MS = int(PATIENCE_S * 1000)
 POST = """async (asked) => {
   const headers = {"Content-Type": "application/json"};
   return (await fetch("/api/v1/scope/runs", {method: "POST", headers, body: JSON.stringify(asked)})).status;
@@ -40,6 +41,9 @@ TOO_WIDE = """() => document.documentElement.scrollWidth <= document.documentEle
   [...document.querySelectorAll("main *")].filter((one) => one.getBoundingClientRect().right > innerWidth)
     .map((one) => one.outerHTML.slice(0, 120)).slice(0, 12)"""
 """Script that lists the elements beyond the right edge of a page that is wider than its window."""
+TOPS = """() => new Set([..."qkv"].map(
+  name => document.querySelector(`[data-testid=strip-${name}]`)?.getBoundingClientRect().y)).size"""
+"""Script that counts the heights at which the strips of query, key and value begin."""
 CODE_STEP = 1 / 255
 """Step of code `u8s`: the root of a probability is off by half of it at most."""
 
@@ -71,36 +75,39 @@ class Screen:
 
     def __init__(self, page: pw.Page, job: Served, role: TokenRole = TokenRole.CONTROLLER) -> None:
         self.page, self.job = page, job
-        page.set_default_timeout(PATIENCE_MS)
         with page.expect_websocket(lambda socket: socket.url.endswith("/api/v1/scope")) as found:
             page.goto(job.entry(role))
         self.socket = found.value
         self.state = page.get_by_test_id("run-state")
         self.go = page.get_by_role("button", name="Generate")
-        pw.expect(self.go).to_be_visible(timeout=PATIENCE_MS)
+        pw.expect(self.go).to_be_visible()
 
     def submit(self, prompt: str, tokens: int) -> None:
-        """Fill the form in, greedily, so that no sampled end of text ends a long run first, and press Generate."""
+        """Fill the form in, press Generate, and wait until the new run is the one that the page shows."""
         self.fill(prompt, tokens)
-        self.go.click(timeout=PATIENCE_MS)
+        self.start()
+
+    def start(self, button: pw.Locator | None = None) -> None:
+        """Press Generate, or another button, and wait until the address names another run."""
+        before = urllib.parse.urlsplit(self.page.url).query
+        (button or self.go).click()
+        self.page.wait_for_url(lambda url: urllib.parse.urlsplit(url).query != before)
 
     def fill(self, prompt: str, tokens: int) -> None:
-        """A greedy run, in the form."""
+        """A greedy run, in the form: no sampled end of text ends a long run first."""
         self.page.get_by_label("Prompt 1").fill(prompt)
         self.page.get_by_label("New tokens").fill(str(tokens))
         self.page.get_by_label("Temperature", exact=True).fill("0")
 
     def generate(self, text: str) -> dict[str, Any]:
         """Press Generate, wait until the new run is in this state, and return what the hub reports of it."""
-        before = urllib.parse.urlsplit(self.page.url).query
-        self.go.click(timeout=PATIENCE_MS)
-        self.page.wait_for_url(lambda url: urllib.parse.urlsplit(url).query != before, timeout=PATIENCE_MS)
+        self.start()
         self.until(text)
         return self.header()
 
     def until(self, text: str) -> None:
         """Wait until the run is so far."""
-        pw.expect(self.state).to_contain_text(text, timeout=PATIENCE_MS)
+        pw.expect(self.state).to_contain_text(text)
 
     def sees(self, condition: Callable[[Frame], bool]) -> Any:
         """Return a block that ends when such a frame has been received since its beginning."""
@@ -185,7 +192,7 @@ def check_introduction(screen: Screen) -> None:
     """The caption names the next step, and the button that runs the example is on the first screen of a phone."""
     page = screen.page
     pw.expect(page.get_by_test_id("first-visit")).to_contain_text("Press Generate to run the example prompt")
-    assert page.get_by_label("Prompt 1").input_value() != ""
+    pw.expect(page.get_by_label("Prompt 1")).not_to_have_value("")
     pw.expect(page.get_by_label("MLP 1")).to_be_hidden()
     page.set_viewport_size({"width": 390, "height": 844})
     pw.expect(screen.go).to_be_in_viewport(ratio=1)
@@ -205,8 +212,9 @@ def check_attention(screen: Screen, query: int) -> None:
     card.get_by_role("button", name="Table").click()
     rows = card.get_by_role("table").locator("tbody tr")
     exact = screen.values("attention", layer=LAYER, head=HEAD)[query]
-    pw.expect(rows).to_have_count(query + 1)
-    shown = [float(text) for text in rows.locator("td:last-child").all_inner_texts()]
+    numbers = rows.locator("td:last-child")
+    pw.expect(numbers).to_have_text([re.compile(r"^\s*[\d.]+\s*$")] * (query + 1))
+    shown = [float(text) for text in numbers.all_inner_texts()]
     np.testing.assert_allclose(np.sqrt(shown), np.sqrt(exact[: query + 1]), atol=CODE_STEP + 5e-4)
     with page.expect_download() as download:
         card.get_by_role("button", name="NPY").click()
@@ -246,11 +254,12 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     page.get_by_label("B reads").select_option("A's tokens")
     page.get_by_role("button", name="Compare with the model as it is").click()
     ended = page.get_by_role("button", name=re.compile(", teacher-forced, done"))
-    pw.expect(ended).to_be_visible(timeout=PATIENCE_MS)
+    pw.expect(ended).to_have_attribute("aria-pressed", "true")  # it is shown, not the one before
     pw.expect(page.get_by_test_id("comparison-state")).to_contain_text("done: 4 of at most 4 tokens")
     summary, _ = branches(job, "comparisons")
     numbers = branches(job, f"comparisons/{summary['comparison']}")
     rows = page.get_by_test_id("compared-tokens").locator("tbody tr")
+    pw.expect(rows).to_have_count(4)
     shown = [float(text) for text in rows.locator("td:nth-child(4)").all_inner_texts()]
     np.testing.assert_allclose(shown, [row["kl"] for row in numbers["rows"]], rtol=1e-3)
     pw.expect(page.get_by_text(f"digest {summary['perturbation']['digest']}", exact=True)).to_be_visible()
@@ -260,15 +269,16 @@ def test_a_recipe_is_built_compared_and_swept_in_the_lab(page: pw.Page, job: Ser
     page.get_by_role("button", name="Add to the recipe").click()
     page.get_by_role("textbox", name="Strengths").fill("0, 1")
     page.get_by_role("button", name="Sweep all layers").click()
-    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
+    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells")
     (sweep,) = branches(job, "sweeps")
     values = branches(job, f"sweeps/{sweep['sweep']}")["values"]
     assert [row[0] for row in values] == [0, 0]
-    page.get_by_role("region", name="Mean KL, nats by layer and strength").get_by_role("button", name="Table").click()
+    panel = page.get_by_role("region", name="Mean KL, nats by layer and strength", exact=True)
+    panel.get_by_role("button", name="Table").click()
     pw.expect(page.get_by_role("region", name="Mean KL, nats by layer and strength as a table")).to_be_visible()
     sweep_positions(page, job)
     check_phone(page)
-    page.get_by_role("button", name="Run perturbed").click()
+    screen.start(page.get_by_role("button", name="Run perturbed"))
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("perturbation")).to_contain_text("Perturbed: ")
     page.get_by_role("radio", name="Perturbation").check(force=True)  # the recipe is there, and the newest results
@@ -287,9 +297,9 @@ def sweep_positions(page: pw.Page, job: Served) -> None:
     pw.expect(page.get_by_test_id("changes")).to_contain_text("mlp2 layer 0: patch from “world hello hello”")
     page.get_by_label("Positions of the prompt").fill("0-1")
     page.get_by_role("button", name="Sweep all layers").click()
-    shown = page.get_by_role("region", name="Mean KL, nats by layer and position")
-    pw.expect(shown).to_be_visible(timeout=PATIENCE_MS)
-    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells", timeout=PATIENCE_MS)
+    shown = page.get_by_role("region", name="Mean KL, nats by layer and position", exact=True)
+    pw.expect(shown).to_be_visible()
+    pw.expect(page.get_by_test_id("sweep-state")).to_contain_text("done: 4 of 4 cells")
     found = branches(job, f"sweeps/{branches(job, 'sweeps')[0]['sweep']}")
     assert (found["positions"], found["template"]["action"]["type"]) == ([0, 1], "patch")
     assert found["values"][0][0] > 0
@@ -304,8 +314,7 @@ def branches(job: Served, path: str) -> Any:
 
 def check_phone(page: pw.Page) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
-    wide = page.evaluate(TOO_WIDE)
-    assert wide == []
+    wait_for("elements within the window", lambda: page.evaluate(TOO_WIDE) == [])
     assert violations(page, RULES) == []
     page.set_viewport_size({"width": 1440, "height": 900})
 
@@ -316,7 +325,7 @@ def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Ser
     screen.until("Done: 2 new tokens")
     length = len(screen.header()["prompts"][0]["ids"])
     scored = page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))
-    pw.expect(scored).to_have_count(length - 1 + 2, timeout=PATIENCE_MS)
+    pw.expect(scored).to_have_count(length - 1 + 2)
     check_candidates(screen, 0, token=1)
 
 
@@ -340,14 +349,9 @@ def test_heads_pinned_before_a_run_have_rows_from_its_first_token(page: pw.Page,
 
 def check_strips_are_level(page: pw.Page) -> None:
     """Query, key and value begin at the same height, also where their titles have little room."""
-    tops = set()
     for name in "qkv":
-        strip = page.get_by_test_id(f"strip-{name}")
-        pw.expect(strip).to_be_visible()
-        box = strip.bounding_box()
-        assert box is not None
-        tops.add(box["y"])
-    assert len(tops) == 1
+        pw.expect(page.get_by_test_id(f"strip-{name}")).to_be_visible()
+    wait_for("strips at the same height", lambda: page.evaluate(TOPS) == 1)
 
 
 @pytest.mark.full("a long run; the change of a capture is tested on the ranks")
@@ -381,15 +385,14 @@ def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) 
     page.locator("summary", has_text="Capture").click()
     field = page.get_by_label("A pixel of Q, K, V")
     field.fill("data.meen(dim=-1)")
+    screen.fill("hello", 4)
     with page.expect_response(lambda answer: answer.request.method == "POST" and answer.status == 422):
-        screen.submit("hello", 4)
+        screen.go.click()
     pw.expect(field).to_have_attribute("aria-invalid", "true")
     pw.expect(page.get_by_text("column 6: 'meen' is not known; did you mean mean?")).to_be_visible()
     assert page.locator("pre.caret").text_content() == " " * 5 + "^"
     field.fill("data.abs().mean()")
-    screen.go.click()
-    screen.until("Done: 4 new tokens")
-    assert screen.header()["capture"]["expression"]["qkv"] == "data.abs().mean()"
+    assert screen.generate("Done: 4 new tokens")["capture"]["expression"]["qkv"] == "data.abs().mean()"
 
 
 def test_a_viewer_reads_and_cannot_generate(page: pw.Page, job: Served) -> None:
@@ -424,7 +427,7 @@ def test_sites_of_the_example_are_on_the_page_with_their_numbers(page: pw.Page, 
 def activations(page: pw.Page, card: pw.Locator) -> np.ndarray:
     """The exact numbers of the first layer, as the page saves them."""
     with page.expect_download() as download:
-        card.get_by_role("button", name="NPY").click(timeout=PATIENCE_MS)
+        card.get_by_role("button", name="NPY").click()
     found: np.ndarray = np.load(pathlib.Path(download.value.path())).ravel()
     assert found.shape == (WIDTH,)
     return found
@@ -433,9 +436,10 @@ def activations(page: pw.Page, card: pw.Locator) -> np.ndarray:
 def check_pixels(card: pw.Locator, exact: np.ndarray) -> None:
     """Pixels of the first layer, as the table shows them: the largest sizes of pieces of the exact vector."""
     card.get_by_role("button", name="Table", exact=True).click()
-    headings = card.get_by_role("columnheader").all_inner_texts()
-    assert headings == ["Number", "activations", "input_norm"]
-    cells = card.get_by_role("table").locator("tbody tr td:nth-child(2)").all_inner_texts()[:PIXELS]
+    pw.expect(card.get_by_role("columnheader")).to_have_text(["Number", "activations", "input_norm"])
+    column = card.get_by_role("table").locator("tbody tr td:nth-child(2)")
+    pw.expect(column.nth(PIXELS - 1)).to_contain_text(f"(layer 0, pixel {PIXELS - 1})")
+    cells = column.all_inner_texts()[:PIXELS]
     shown = [float(text.split()[0]) for text in cells]
     np.testing.assert_allclose(shown, np.abs(exact).reshape(PIXELS, -1).max(axis=1), rtol=6e-3)
     assert cells[-1].endswith(f"(layer 0, pixel {PIXELS - 1})")
@@ -447,7 +451,7 @@ def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: 
     screen.submit("hello", LONG)
     screen.until("Generating")
     os.kill(job.rank(1), signal.SIGKILL)
-    pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart", timeout=PATIENCE_MS)
+    pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart")
     screen.until("Failed")
     pw.expect(screen.go).to_be_disabled()
     pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)

@@ -7,19 +7,21 @@ from typing import Any
 import playwright.sync_api as pw
 import pytest
 from axe import CONTRAST, RULES, violations
+from canvases import expect_drawn, expect_to_fit, picture, view, wait_for
 from perfetto_rule import read_perfetto
 
 pytestmark = pytest.mark.browser
-VERDICT_MS = 60_000
-REST_S = 1.0
-"""Pause between steps once the rank is named."""
-LINE_OF_PIXELS = """(canvas, [left, right, y]) => {
-  const ratio = window.devicePixelRatio;
-  const { data } = canvas.getContext("2d").getImageData(left * ratio, y * ratio, (right - left) * ratio, 1);
-  return Array.from({ length: data.length / 4 }, (_, at) => [...data.subarray(4 * at, 4 * at + 3)]);
+ORANGE = """canvas => {
+  if (!("drawn" in canvas.dataset)) return null;
+  const ratio = window.devicePixelRatio, left = canvas.width - 230 * ratio, context = canvas.getContext("2d");
+  return [0, 1, 2, 3].map(rank => {
+    const { data } = context.getImageData(left, (28 * rank + 8) * ratio, 200 * ratio, 1);
+    const orange = Array.from({ length: data.length / 4 }, (_, at) => data[4 * at] > data[4 * at + 2] + 80);
+    return orange.filter(Boolean).length / orange.length;
+  });
 }"""
+"""The share of orange among the newest steps of each rank; null before it is drawn."""
 READ = "path => fetch(path).then(answer => answer.json())"
-PICTURE = "canvas => canvas.toDataURL()"
 
 
 def query(page: pw.Page) -> dict[str, str]:
@@ -31,8 +33,7 @@ def verdict(page: pw.Page, slow_rank_stack: Any) -> pw.Locator:
     """The panel, once it names the rank."""
     page.goto(slow_rank_stack.entry)
     panel = page.get_by_test_id("verdict")
-    pw.expect(panel).to_contain_text("confirmed", timeout=VERDICT_MS)
-    slow_rank_stack.feed.rest_s = REST_S
+    pw.expect(panel).to_contain_text("confirmed")
     return panel
 
 
@@ -66,21 +67,18 @@ def test_a_trace_around_the_evidence_is_downloaded(page: pw.Page, verdict: pw.Lo
 
 def test_heat_map_paints_the_slow_rank_as_slow_and_its_peers_not(page: pw.Page, verdict: pw.Locator) -> None:
     heat = page.get_by_test_id("heatmap")
-    box = heat.bounding_box()
-    assert box is not None
-    recent = [box["width"] - 230, box["width"] - 30]
-    orange = []
-    for rank in range(4):
-        pixels = heat.evaluate(LINE_OF_PIXELS, [*recent, 28 * rank + 8])
-        orange.append(sum(red > blue + 80 for red, _, blue in pixels) / len(pixels))
-    # A busy machine delays a peer at single steps, which the map shows too: most steps decide.
-    assert orange[2] > 0.5, f"shares of orange per rank: {orange}"
-    assert max(orange[0], orange[1], orange[3]) < 0.5, f"shares of orange per rank: {orange}"
+
+    def is_slow() -> bool:
+        # Steps arrive while the map is read, and a peer may be slow at single ones: most steps decide.
+        orange = heat.evaluate(ORANGE)
+        return bool(orange) and orange[2] > 0.5 > max(orange[0], orange[1], orange[3])
+
+    wait_for("a map of rank 2 in orange, and of no other", is_slow)
 
 
 def test_evidence_leads_all_panels_to_its_step(page: pw.Page, verdict: pw.Locator) -> None:
     step = choose_evidence(page, verdict)
-    assert query(page) == {"step": str(step), "rank": "2"}
+    wait_for("the rank in the address", lambda: query(page) == {"step": str(step), "rank": "2"})
     pw.expect(page.get_by_role("heading", name=f"Step {step} on all ranks")).to_be_visible()
     pw.expect(page.get_by_text(f"8 steps up to {step}")).to_be_visible()
     pw.expect(page.get_by_role("button", name=re.compile("^Rank 2 "))).to_have_attribute("aria-pressed", "true")
@@ -99,67 +97,60 @@ def test_selection_survives_a_reload_and_the_back_button(page: pw.Page, verdict:
 
 
 def test_span_by_keyboard_then_to_the_other_end_of_its_transfer(page: pw.Page, verdict: pw.Locator) -> None:
-    choose_evidence(page, verdict)
-    timeline = page.get_by_test_id("timeline")
+    timeline = timeline_of(page, choose_evidence(page, verdict))
     timeline.focus()
     details = page.get_by_role("complementary", name="Selected span")
     for _ in range(40):
+        before = page.url
         page.keyboard.press("ArrowRight")
+        pw.expect(page).not_to_have_url(before)
         if details.get_by_role("button", name="Other end").count():
             break
+    pw.expect(details.get_by_role("button", name="Other end")).to_be_visible()
     pw.expect(details).to_contain_text("Duration")
     here = page.get_by_test_id("span-rank").inner_text()
     page.keyboard.press("f")
     pw.expect(page.get_by_test_id("span-rank")).not_to_have_text(here)
-    assert query(page)["rank"] != "2"
+    pw.expect(page).not_to_have_url(re.compile(r"[?&]rank=2(&|$)"))
     page.keyboard.press("Escape")
     pw.expect(page).not_to_have_url(re.compile("span="))
 
 
 @pytest.mark.full("trackLayout.test.ts has the arithmetic")
 def test_timeline_zooms_by_wheel_and_key_pans_by_drag_and_fits(page: pw.Page, verdict: pw.Locator) -> None:
-    choose_evidence(page, verdict)
-    timeline = page.get_by_test_id("timeline")
-    timeline.scroll_into_view_if_needed()
+    timeline = timeline_of(page, choose_evidence(page, verdict))
     page.mouse.move(5, 5)
-    settle(page)
-    whole = timeline.evaluate(PICTURE)
-    box = timeline.bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + 400, box["y"] + 60)
+    whole = view(timeline)
+    timeline.hover(position={"x": 400, "y": 60})
     page.keyboard.down("Control")
     page.mouse.wheel(0, -400)
     page.keyboard.up("Control")
-    zoomed = changed_from(page, timeline, whole)
+    zoomed = view(timeline, other_than=whole)
+    timeline.hover(position={"x": 400, "y": 60})
     page.mouse.down()
-    page.mouse.move(box["x"] + 250, box["y"] + 60, steps=4)
+    timeline.hover(position={"x": 250, "y": 60})
     page.mouse.up()
-    panned = changed_from(page, timeline, zoomed)
+    panned = view(timeline, other_than=zoomed)
     timeline.focus()
     page.keyboard.press("+")
-    changed_from(page, timeline, panned)
+    view(timeline, other_than=panned)
     page.keyboard.press("0")
-    page.mouse.move(5, 5)
-    page.wait_for_function("([canvas, whole]) => canvas.toDataURL() === whole", arg=[timeline.element_handle(), whole])
+    pw.expect(timeline).to_have_attribute("data-drawn", whole)
 
 
-def settle(page: pw.Page) -> None:
-    """Two frames later everything that was asked for is painted."""
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-
-def changed_from(page: pw.Page, canvas: pw.Locator, before: str) -> str:
-    """The picture once it has changed: input may reach the page after the call that sent it has returned."""
-    other = "([canvas, before]) => canvas.toDataURL() !== before"
-    page.wait_for_function(other, arg=[canvas.element_handle(), before])
-    settle(page)
-    after: str = canvas.evaluate(PICTURE)
-    return after
+def timeline_of(page: pw.Page, step: int) -> pw.Locator:
+    """The timeline, once it shows this step and no longer that before."""
+    timeline = page.get_by_test_id("timeline")
+    pw.expect(timeline).to_have_attribute("aria-label", re.compile(f"^Step {step} on "))
+    pw.expect(page.locator("[aria-busy=true]", has=timeline)).to_have_count(0)
+    return timeline
 
 
 @pytest.mark.full("the zoom by wheel shows the same handler")
 def test_wheel_without_control_scrolls_the_page(page: pw.Page, verdict: pw.Locator) -> None:
+    pw.expect(page.get_by_test_id("timeline")).to_be_visible()  # what is below the map makes the page high enough
     heat = page.get_by_test_id("heatmap")
+    expect_drawn(page)
     heat.hover()
     page.mouse.wheel(0, 300)
     page.wait_for_function("window.scrollY > 0")
@@ -174,7 +165,7 @@ def test_heat_map_by_keyboard(page: pw.Page, verdict: pw.Locator) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     pw.expect(page.get_by_text(re.compile("^step 1, rank 2: Slowdown against peers"))).to_be_attached()
-    assert query(page) == {"step": "1", "rank": "2"}
+    wait_for("the cell in the address", lambda: query(page) == {"step": "1", "rank": "2"})
 
 
 def test_metric_switch_and_table_show_the_same_numbers_as_the_hub(page: pw.Page, verdict: pw.Locator) -> None:
@@ -183,11 +174,15 @@ def test_metric_switch_and_table_show_the_same_numbers_as_the_hub(page: pw.Page,
     pw.expect(page.get_by_role("img", name="Colours: Compute time")).to_be_visible()
     page.get_by_role("button", name="Table", exact=True).click()
     rows = page.get_by_role("region", name="Ranks by steps as a table").get_by_role("row")
-    head, *cells = re.split(r"\s*\t\s*", rows.nth(5).inner_text())  # at once: rows move on with every step
-    step, shown = int(head), cells[2]
-    answer = page.evaluate(READ, f"api/v1/heatmap?metric=compute&from={step}&to={step}")
-    value = answer["values"][2][0]
-    assert shown == (f"{value * 1e3:.1f} ms" if value < 0.0995 else f"{value * 1e3:.0f} ms")
+
+    def same() -> bool:
+        head, *cells = re.split(r"\s*\t\s*", rows.nth(5).inner_text())  # at once: rows move on with every step
+        answer = page.evaluate(READ, f"api/v1/heatmap?metric=compute&from={head}&to={head}")
+        value = answer["values"][2][0]
+        # The newest steps may still be without this rank, on the page or in the hub.
+        return bool(value) and cells[2] == (f"{value * 1e3:.1f} ms" if value < 0.0995 else f"{value * 1e3:.0f} ms")
+
+    wait_for("the hub's numbers in the table", same)
 
 
 def test_slow_ranks_show_cost_culprit_and_victims(page: pw.Page, verdict: pw.Locator) -> None:
@@ -201,7 +196,7 @@ def test_slow_ranks_show_cost_culprit_and_victims(page: pw.Page, verdict: pw.Loc
     places.focus()
     page.keyboard.press("ArrowDown")
     pw.expect(slow.get_by_text(re.compile(r"^stage 1, data 0, rank 2: [\d.]+\S$"))).to_be_attached()
-    assert query(page)["rank"] == "2"
+    pw.expect(page).to_have_url(re.compile(r"[?&]rank=2(&|$)"))
     slow.get_by_role("button", name="Compare").click()
     pw.expect(slow.get_by_test_id("compared")).to_contain_text(re.compile(r"Slowdown of the job.*\+\d+ %"))
     step = choose_evidence(page, verdict)
@@ -217,14 +212,14 @@ def test_all_evidence_as_a_table(page: pw.Page, verdict: pw.Locator) -> None:
     verdict.get_by_role("button", name=re.compile("as a table")).click()
     table = verdict.get_by_role("table")
     pw.expect(table.get_by_role("columnheader")).to_have_count(5)
-    assert table.get_by_role("row").count() > 2
+    pw.expect(table.get_by_role("row").nth(2)).to_be_attached()
 
 
 def test_is_live(page: pw.Page, verdict: pw.Locator, slow_rank_stack: Any) -> None:
     pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
     target = slow_rank_stack.feed.step + 2
     page.wait_for_function(
-        "target => Number(document.querySelector('.fact b').textContent.replace(/,/g, '')) > target", arg=target
+        "target => Number(document.querySelector('.fact b')?.textContent.replace(/,/g, '')) > target", arg=target
     )
 
 
@@ -263,19 +258,20 @@ def test_curves_zoom_with_the_heat_map_and_select_the_step_under_the_pointer(
         page.mouse.wheel(0, -400)
         page.keyboard.up("Control")
         pw.expect(page.get_by_title("All steps (0)")).to_be_enabled()  # the view no longer grows with the job
-        page.mouse.move(5, 5)
 
     zoom()
-    settle(page)
-    curve_before = curve.evaluate(PICTURE)
+    curve_before, heat_before = view(curve), view(heat)
     zoom()
-    changed_from(page, curve, curve_before)
-    settle(page)
-    curve_before, heat_before = curve.evaluate(PICTURE), heat.evaluate(PICTURE)
-    loss.hover(position={"x": 300, "y": 40})
-    changed_from(page, curve, curve_before)
-    changed_from(page, heat, heat_before)
+    view(curve, other_than=curve_before)
+    view(heat, other_than=heat_before)
+    page.mouse.move(5, 5)
     readout = page.get_by_text(re.compile(r"^step \d+, loss [0-9.]+, step time [0-9.]+ m?s$"))
+    pw.expect(readout).to_have_count(0)
+    curve_picture, heat_picture = picture(curve), picture(heat)
+    loss.hover(position={"x": 300, "y": 40})
+    pw.expect(readout).to_be_visible()
+    picture(curve, other_than=curve_picture)
+    picture(heat, other_than=heat_picture)
     step = int(readout.inner_text().split()[1].rstrip(","))
     loss.click(position={"x": 300, "y": 40})
     pw.expect(page).to_have_url(re.compile(rf"[?&]step={step}\b"))
@@ -307,15 +303,18 @@ def test_axe_finds_nothing_on_the_other_pages(shown: pw.Page) -> None:
     assert violations(shown) == []
     shown.keyboard.press("Escape")
     shown.get_by_role("navigation").get_by_role("link", name="Jobs").click()
+    pw.expect(shown.get_by_role("row").nth(1)).to_contain_text("tiny-gpt")
     assert violations(shown) == []
 
 
 def test_every_tab_stop_has_a_visible_focus(shown: pw.Page) -> None:
     shown.reload()
+    pw.expect(shown.get_by_test_id("heatmap")).to_be_visible()
     pw.expect(shown.get_by_test_id("timeline")).to_be_visible()
+    expect_drawn(shown)
     shown.keyboard.press("Tab")
     seen: list[str] = []
-    for _ in range(120):
+    for _ in range(160):
         stop = shown.evaluate(
             """() => {
               const element = document.activeElement;
@@ -325,11 +324,13 @@ def test_every_tab_stop_has_a_visible_focus(shown: pw.Page) -> None:
               return element === document.body ? null : [name.slice(0, 40), parseFloat(style.outlineWidth)];
             }"""
         )
-        if stop is None:
+        shown.keyboard.press("Tab")
+        if stop is None:  # behind the last one; or the page has replaced what had the focus, and goes on from its place
+            continue
+        if stop[0] in seen[:1]:
             break
         assert stop[1] >= 2, f"no visible focus on {stop[0]}"
         seen.append(stop[0])
-        shown.keyboard.press("Tab")
     assert seen[0] == "Skip to the job"
     assert len(seen) > 25
     assert any("ranks by steps" in name for name in seen)
@@ -357,13 +358,12 @@ def test_nothing_moves_where_less_motion_is_wished(own_page: pw.Page, slow_rank_
     running = "document.getAnimations().filter(animation => animation.playState === 'running').length"
     assert own_page.evaluate(running) == 0
     own_page.emulate_media(reduced_motion="no-preference")
-    assert own_page.evaluate(running) > 0
+    own_page.wait_for_function(f"{running} > 0")
 
 
 def test_fits_the_window_and_stays_small(shown: pw.Page) -> None:
     assert shown.evaluate("document.querySelectorAll('*').length") < 1500
     for width in (360, 768, 2200):
         shown.set_viewport_size({"width": width, "height": 800})
-        overflow = shown.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert overflow <= 0, f"{overflow} pixels too wide at {width}"
         pw.expect(shown.get_by_test_id("heatmap")).to_be_visible()
+        expect_to_fit(shown, f"the page at {width}")

@@ -43,7 +43,7 @@ def test_loading_then_empty_then_steps(own_page: pw.Page, shared_stack: Any) -> 
     own_page.reload()
     pw.expect(own_page.get_by_test_id("verdict")).to_contain_text("No step has ended yet")
     shared_stack.feed.start()
-    pw.expect(own_page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    pw.expect(own_page.get_by_test_id("heatmap")).to_be_visible()
     pw.expect(own_page.get_by_test_id("verdict")).to_contain_text("No rank stands out")
     pw.expect(state(own_page, "empty")).to_have_count(0)
 
@@ -84,7 +84,7 @@ def test_a_refused_page_explains_how_to_open_it(page: pw.Page, shared_stack: Any
 def test_a_step_no_longer_stored_is_an_error_of_the_timeline_only(page: pw.Page, shared_stack: Any) -> None:
     shared_stack.feed.start()
     page.goto(shared_stack.entry)
-    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
     page.goto(f"{page.url.partition('?')[0]}?step=99999")
     pw.expect(state(page, "error")).to_contain_text("99999")
     pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
@@ -167,7 +167,7 @@ def test_a_wrong_token_is_reported_and_can_be_corrected(page: pw.Page, shared_st
 def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.Page, shared_stack: Any) -> None:
     shared_stack.feed.start()
     page.goto(shared_stack.entry)
-    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
     shared_stack.kill_hub()
     banner = state(page, "stale")
     pw.expect(banner).to_contain_text(re.compile(r"Connection lost at \d\d:\d\d:\d\d"))
@@ -177,7 +177,7 @@ def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.P
     pw.expect(banner.get_by_role("button", name="Connect now")).to_be_visible()
     shared_stack.restart_hub()
     banner.evaluate_all("found => found[0]?.querySelector('button').click()")  # the page may have connected by itself
-    pw.expect(banner).to_have_count(0, timeout=30_000)
+    pw.expect(banner).to_have_count(0)
     pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
 
 

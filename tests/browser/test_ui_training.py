@@ -12,10 +12,11 @@ import megatronapp_forking
 import playwright.sync_api as pw
 import pytest
 from axe import CONTRAST, violations
+from canvases import expect_to_fit, wait_for
 
 from megatronapp_trainer.data import tokenizer as tokenizers
 
-pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(1200)]
 ITERATIONS = 12
 START_MS = 240_000
 """Importing torch and megatron-core takes long on a busy machine."""
@@ -65,7 +66,7 @@ def running(manifest: str, forkserver: Any, folder: pathlib.Path) -> Iterator[st
 
     def call(*arguments: str) -> str:
         done = subprocess.run(
-            [*command, *arguments], check=False, env=environment, capture_output=True, text=True, timeout=120
+            [*command, *arguments], check=False, env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -98,9 +99,12 @@ def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     timeline.focus()
     details = page.get_by_role("complementary", name="Selected span")
     for _ in range(60):
+        before = page.url
         page.keyboard.press("ArrowRight")
+        pw.expect(page).not_to_have_url(before)
         if details.get_by_role("heading", name="Forward, microbatch").count():
             break
+    pw.expect(details.get_by_role("heading", name="Forward, microbatch")).to_be_visible()
     pw.expect(page.get_by_test_id("span-rank")).to_contain_text("rank 1")
     pw.expect(page.get_by_test_id("span-rank")).to_contain_text("fault injected here")
     pw.expect(page.get_by_test_id("fault")).to_contain_text("compute")
@@ -214,10 +218,12 @@ def test_a_training_is_paused_stepped_and_stopped_from_its_page(
         bar.get_by_role("button", name="Pause").click()
         pw.expect(state).to_have_text("Paused")
         page.set_viewport_size({"width": 390, "height": 844})
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        expect_to_fit(page, "the page of a phone")
         page.emulate_media(color_scheme="light")
+        pw.expect(page.locator("html")).to_have_attribute("data-theme", "light")
         assert violations(page, CONTRAST) == []
         bar.get_by_role("button", name="Stop…").click()
         page.get_by_role("dialog").get_by_role("button", name="Stop").click()
         pw.expect(state).to_have_text("Ended")
-        assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+        tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+        wait_for("the checkpoint of the end", tracker.exists)

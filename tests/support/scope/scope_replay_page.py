@@ -24,7 +24,7 @@ class ReplayedHub:
     def open(self, page: pw.Page, view: str, **selection: Any) -> None:
         """Show a panel with all that the session has."""
         page.goto(self.view(view, **selection))
-        pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
+        pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
         pw.expect(page.get_by_test_id("tokens")).to_be_visible()
 
 
