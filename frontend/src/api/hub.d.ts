@@ -1447,6 +1447,8 @@ export interface components {
              * @description Reason of the newest of them.
              */
             lastFailure?: string | null;
+            /** @description Checkpoints in memory; null: there are none. */
+            memory?: components["schemas"]["MemoryCheckpointProgress"] | null;
             /**
              * Pendingiteration
              * @description Step whose checkpoint is being written.
@@ -2383,6 +2385,42 @@ export interface components {
             tokenRank?: (number | null)[][] | null;
             /** Tokens */
             tokens: number[];
+        };
+        /**
+         * MemoryCheckpointProgress
+         * @description Checkpoints of the newest attempt in the memory of workers, as the reporting rank sees them.
+         */
+        MemoryCheckpointProgress: {
+            /**
+             * Blockedseconds
+             * @description Time for which training waited for the newest save.
+             */
+            blockedSeconds?: number | null;
+            /**
+             * Bytes
+             * @description Size of the state of the rank.
+             */
+            bytes?: number | null;
+            /**
+             * Iteration
+             * @description Newest step that is saved, with its copies.
+             */
+            iteration?: number | null;
+            /**
+             * Lastfailure
+             * @description Reason why saves have ended, if they have.
+             */
+            lastFailure?: string | null;
+            /**
+             * Resumediteration
+             * @description Step in memory that the attempt was resumed from; null: none.
+             */
+            resumedIteration?: number | null;
+            /**
+             * Writeseconds
+             * @description Time from its begin until its copies were sent and received.
+             */
+            writeSeconds?: number | null;
         };
         /**
          * MemorySteps

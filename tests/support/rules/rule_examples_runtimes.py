@@ -1,4 +1,4 @@
-"""Examples of the rules about MegaDPP and MegaFBD, and of those about worlds with forward ranks."""
+"""Examples of the rules about MegaDPP, MegaFBD and checkpoints in memory, and about worlds with forward ranks."""
 
 from typing import Any
 
@@ -8,6 +8,11 @@ _FBD = {"enabled": True}
 _WHOLE: Changes = {"spec.nodes": 1, "spec.procPerNode": 8}
 _BATCH = "spec.training.globalBatchSize"
 _FREE: Changes = {"spec.nodes": None, "spec.procPerNode": None, _BATCH: None}
+
+_IN_MEMORY: Changes = {
+    "spec.checkpoint": {"save": "d", "memorySaveInterval": 5},
+    "spec.runPolicy": {"restart": "InPlace"},
+}
 
 
 def forward(**fields: Any) -> Changes:
@@ -370,6 +375,21 @@ _WORLDS = [
         ),
     ),
 ]
+_MEMORY = [
+    *good("memorySaveInterval-needs-save", _IN_MEMORY),
+    *bad(
+        "memorySaveInterval-needs-save",
+        "spec.checkpoint.memorySaveInterval",
+        (_IN_MEMORY | {"spec.checkpoint": {"memorySaveInterval": 5}}, "needs save: "),
+    ),
+    *good("memory-stays", _IN_MEMORY),
+    *bad(
+        "memory-stays",
+        "spec.checkpoint.memorySaveInterval",
+        (_IN_MEMORY | {"spec.runPolicy": {"restart": "Pods"}}, "needs runPolicy.restart: InPlace"),
+        (_IN_MEMORY | {"spec.fbd": _FBD}, "as new pods have no memory, and no fbd"),
+    ),
+]
 _CHANGES = stays(
     "chunks-stay",
     "spec.dpp.chunks",
@@ -379,4 +399,4 @@ _CHANGES = stays(
     ],
     bad=[(dpp(chunks=2), dpp(), "was 2 and is now omitted; it may change only while the job is suspended")],
 )
-RUNTIME_EXAMPLES = (*_RUNTIMES, *_WORLDS, *_CHANGES)
+RUNTIME_EXAMPLES = (*_RUNTIMES, *_WORLDS, *_MEMORY, *_CHANGES)

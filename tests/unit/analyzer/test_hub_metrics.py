@@ -129,6 +129,15 @@ def test_checkpoints_are_metrics(hub: Hub) -> None:
         "megascan_checkpoint_write_seconds": 8.0,
         "megascan_checkpoint_failures_total": 2,
     }
+    memory = {"iteration": 24, "resumedIteration": 12, "blockedSeconds": 0.1, "writeSeconds": 0.5, "bytes": 4096}
+    hub.ranks.progress = Progress.model_validate({"checkpoint": {**report, "memory": memory}})
+    assert values_of(hub, "megascan_memory_checkpoint_") == {
+        "megascan_memory_checkpoint_step": 24,
+        "megascan_memory_checkpoint_resumed_step": 12,
+        "megascan_memory_checkpoint_blocked_seconds": 0.1,
+        "megascan_memory_checkpoint_write_seconds": 0.5,
+        "megascan_memory_checkpoint_bytes": 4096,
+    }
     hub.ranks.progress = Progress.model_validate({"iteration": 21, "checkpoint": {"failures": -1}})
     assert values_of(hub, "megascan_checkpoint_") == {}
 

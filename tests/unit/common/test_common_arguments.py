@@ -102,6 +102,7 @@ EVERYTHING: dict[str, Any] = {
         "load": "in",
         "saveInterval": 10,
         "asyncSave": True,
+        "memorySaveInterval": 5,
         "keep": 3,
         "finetune": True,
         "exitOnMissing": True,
@@ -123,6 +124,7 @@ EVERYTHING: dict[str, Any] = {
         "granularity": "base",
     },
     "spec.analyzer": {"enabled": True},
+    "spec.runPolicy": {"restart": "InPlace"},
     "spec.scope": {
         "training": {
             "startPaused": True,
@@ -158,6 +160,16 @@ def test_the_trainer_takes_every_flag(build: Any, changes: dict[str, Any]) -> No
     parse(megatron_arguments(load_job(build(changes))))
 
 
+@pytest.mark.parametrize(("nodes", "copies"), [(1, False), (2, True)])
+def test_states_in_memory_have_copies_where_there_is_another_worker(build: Any, nodes: int, copies: bool) -> None:
+    checkpoint = {"save": "out", "memorySaveInterval": 5}
+    world = {"spec.nodes": nodes, "spec.procPerNode": 2, "spec.parallelism": {}, "spec.runPolicy.restart": "InPlace"}
+    arguments = megatron_arguments(load_job(build({"spec.checkpoint": checkpoint, **world})))
+    assert arguments[arguments.index("--non-persistent-save-interval") + 1] == "5"
+    assert ("--replication" in arguments) is copies
+    assert parse(arguments).checkpoint.replication is copies
+
+
 @pytest.mark.parametrize("flags", [["--train-samples", "801"], ["--train-samples=801"]])
 def test_a_length_in_samples_takes_the_place_of_the_steps(build: Any, flags: list[str]) -> None:
     job = load_job(build({"spec.args": flags}))
@@ -179,6 +191,7 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
     assert config.optimizer.adam_eps == 1e-6
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
     assert (config.checkpoint.keep_last, config.checkpoint.async_save) == (3, True)
+    assert (config.checkpoint.non_persistent_save_interval, config.checkpoint.replication) == (5, True)
     assert (config.dpp.use_dpp, config.dpp.dpp_schedule, config.dpp.memory_cap_microbatches) == (True, "auto", 5)
     assert (config.dpp.transport, config.dpp.threads) == ("native", 3)
     assert config.logging.faults == '[{"rank":1,"kind":"link","factor":2.0,"fromStep":10,"steps":5,"peer":0}]'

@@ -193,6 +193,7 @@ def losses_after(folder: str, flags: str) -> tuple[int, list[float]]:
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
+        pytest.param(1, "--bf16", id="single"),
         pytest.param(2, DISTRIBUTED, id="DP2-distributed"),
         pytest.param(2, f"{DISTRIBUTED} --bf16 --overlap-param-gather --overlap-grad-reduce", id="DP2-overlap-bf16"),
         pytest.param(2, "--bf16", id="DP2-bf16"),
@@ -212,11 +213,11 @@ def losses_after(folder: str, flags: str) -> tuple[int, list[float]]:
     ],
 )
 def test_every_layout_resumes_bit_for_bit(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
-    """The memory of worker 1 is lost after step 4."""
-    flags = f"{flags} {COPIES}"
+    """The memory of worker 1, if there is one, is lost after step 4."""
+    flags = f"{flags} {COPIES if world > 1 else ''}"
     found = run_ranks(world, losses, str(tmp_path), flags, 7, timeout_s=LIMIT_S)
     for path in [*files_of(str(tmp_path), "*-step6-*"), *files_of(str(tmp_path), "*-memory-w1.*")]:
         path.unlink(missing_ok=True)
-    assert len(files_of(str(tmp_path), "*-step4-*")) == 2 * world - 2
+    assert len(files_of(str(tmp_path), "*-step4-*")) == max(1, 2 * world - 2)
     again = run_ranks(world, losses, str(tmp_path), flags, 7, timeout_s=LIMIT_S)
     assert again == [(4, expected[4:]) for _, expected in found]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from megatronapp_analyzer.hub.reader import HubReader
+from megatronapp_analyzer.hub.state.progress import MemoryCheckpointProgress
 
 
 def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
@@ -39,3 +40,20 @@ def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
                 family.add_metric([job], value)
         failures.add_metric([job], report.failures)
     yield from (step, blocked, written, failures)
+    yield from _memory_families(job, None if report is None else report.memory)
+
+
+def _memory_families(job: str, report: MemoryCheckpointProgress | None) -> Iterator[Metric]:
+    """Yield the families of checkpoints in memory; none of them has values before the first save."""
+    values = MemoryCheckpointProgress() if report is None else report
+    for name, text, value in (
+        ("step", "Newest step that is saved in memory, with its copies.", values.iteration),
+        ("resumed_step", "Step in memory that the attempt was resumed from.", values.resumed_iteration),
+        ("blocked_seconds", "Time for which training waited for the newest save.", values.blocked_seconds),
+        ("write_seconds", "Time from the begin of the newest save until it was copied.", values.write_seconds),
+        ("bytes", "Size of the state of the reporting rank.", values.bytes),
+    ):
+        family = GaugeMetricFamily(f"megascan_memory_checkpoint_{name}", text, labels=["job_id"])
+        if value is not None:
+            family.add_metric([job], value)
+        yield family

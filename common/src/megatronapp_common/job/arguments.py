@@ -8,6 +8,7 @@ from pydantic.alias_generators import to_camel
 
 from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.megatron_job import MegatronJob
+from megatronapp_common.job.world import derive_world
 
 Value = bool | int | float | str | tuple[object, ...] | None
 
@@ -111,6 +112,7 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("checkpoint.load", "--load"),
     FlagMapping("checkpoint.save_interval", "--save-interval"),
     FlagMapping("checkpoint.async_save", "--async-save"),
+    FlagMapping("checkpoint.memory_save_interval", "--non-persistent-save-interval"),
     FlagMapping("checkpoint.keep", "--keep-last"),
     FlagMapping("checkpoint.finetune", "--finetune"),
     FlagMapping("checkpoint.exit_on_missing", "--exit-on-missing-checkpoint"),
@@ -155,6 +157,7 @@ OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
     "--bf16": "training.precision",
     "--fp16": "training.precision",
+    "--replication": "checkpoint.memory_save_interval",
     "--faults": "faults",
     "--scope-perturbations": "scope.perturbations",
     "--scope-probe-texts": "scope.training.probe_texts",
@@ -213,6 +216,8 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
         flags.append("--group-query-attention")
     if (precision := _value(job.spec, "training.precision")) in {"bf16", "fp16"}:
         flags.append(f"--{precision}")
+    if _value(job.spec, "checkpoint.memory_save_interval") is not None and derive_world(job.spec).nodes > 1:
+        flags.append("--replication")
     if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
         flags.append("--fbd-forward-ranks-apart")
         if job.spec.gpus_per_node and not job.spec.fbd.forward.gpus_per_node:

@@ -156,6 +156,25 @@ class ExpertsProgress(ApiModel):
     ] = Field(default_factory=list)
 
 
+class MemoryCheckpointProgress(ApiModel):
+    """Checkpoints of the newest attempt in the memory of workers, as the reporting rank sees them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    iteration: Annotated[int | None, Field(description="Newest step that is saved, with its copies.")] = None
+    resumed_iteration: Annotated[
+        int | None, Field(description="Step in memory that the attempt was resumed from; null: none.")
+    ] = None
+    blocked_seconds: Annotated[
+        FiniteOrNone, Field(description="Time for which training waited for the newest save.")
+    ] = None
+    write_seconds: Annotated[
+        FiniteOrNone, Field(description="Time from its begin until its copies were sent and received.")
+    ] = None
+    bytes: Annotated[int | None, Field(ge=0, le=MAX_BYTES, description="Size of the state of the rank.")] = None
+    last_failure: Annotated[str | None, Field(description="Reason why saves have ended, if they have.")] = None
+
+
 class CheckpointProgress(ApiModel):
     """Checkpoints of the newest attempt."""
 
@@ -169,6 +188,9 @@ class CheckpointProgress(ApiModel):
     write_seconds: Annotated[FiniteOrNone, Field(description="Time from its begin until it was on the disk.")] = None
     failures: Annotated[int, Field(ge=0, description="Failed writes of the attempt, which were tried again.")] = 0
     last_failure: Annotated[str | None, Field(description="Reason of the newest of them.")] = None
+    memory: Annotated[
+        MemoryCheckpointProgress | None, Field(description="Checkpoints in memory; null: there are none.")
+    ] = None
 
 
 def _checkpoint_or_none(value: object) -> object:

@@ -150,6 +150,8 @@ class Checkpoint(ManifestModel):
     """Steps between checkpoints."""
     async_save: bool = False
     """Write checkpoints while training continues."""
+    memory_save_interval: Count | None = None
+    """Steps between saves in the memory of workers, with copies on the next."""
     keep: Count | None = None
     """Number of newest checkpoints to keep, at least 2; defaults to all."""
     finetune: bool = False

@@ -111,6 +111,13 @@ _TOKENIZER = (
 _CHECKPOINT = (
     _belongs_to("saveInterval", "save", given="has(self.checkpoint.saveInterval)"),
     _belongs_to("asyncSave", "save"),
+    _belongs_to("memorySaveInterval", "save", given="has(self.checkpoint.memorySaveInterval)"),
+    Rule(
+        id="memory-stays",
+        field=".checkpoint.memorySaveInterval",
+        rule="!has(self.checkpoint.memorySaveInterval) || self.runPolicy.restart == 'InPlace' && !self.fbd.enabled",
+        message="needs runPolicy.restart: InPlace, as new pods have no memory, and no fbd",
+    ),
     _belongs_to("keep", "save", given="has(self.checkpoint.keep)"),
     _belongs_to("finetune", "load"),
     _belongs_to("exitOnMissing", "load"),

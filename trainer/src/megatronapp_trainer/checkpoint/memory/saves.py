@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 OBJECTS_BYTES = 1 << 20
 """Space for what is no tensor: random states, rates and counts."""
-_END_WAIT_S = 60.0
-"""Most seconds for which the end of a training waits for a copy that is on its way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,9 +251,9 @@ class MemorySaves:
         return True
 
     def finish(self) -> None:
-        """Wait for a save that has begun, within a bound."""
+        """Wait for a save that has begun; a peer that is lost ends it, at the latest after the group's timeout."""
         if self._running is not None and self._running.thread is not None:
-            self._running.thread.join(_END_WAIT_S)
+            self._running.thread.join()
 
     def discard(self) -> None:
         """Delete the files of all workers, once a checkpoint on the disk is as new; collective."""
