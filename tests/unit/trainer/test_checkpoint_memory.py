@@ -1,5 +1,6 @@
 """Checkpoints in the memory of the workers, by real ranks: each rank here is a worker, whose memory is a directory."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -8,8 +9,9 @@ import pathlib
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import small_training
@@ -29,6 +31,39 @@ DISTRIBUTED = "--use-distributed-optimizer"
 COPIES = "--replication --replication-jump 1"
 KILLS = 30 if FULL else 2
 LIMIT_S = 400
+
+
+COPY_BEGINS = threading.Event()
+"""Set when a copy of the state may begin: with `late_copies` when an update waits for it, or after that."""
+COPY_BEGINS.set()
+
+
+@contextlib.contextmanager
+def late_copies() -> Iterator[None]:
+    """Let copies begin as late as possible: those of weights that have changed by then would differ."""
+    from megatronapp_trainer.checkpoint.saving import host_copy
+
+    kind = host_copy._ThreadCopy
+    create, run, before_change = kind.__init__, kind._run, kind.before_change
+
+    def late_create(self: Any, pairs: Any) -> None:
+        COPY_BEGINS.clear()
+        create(self, pairs)
+
+    def late_run(self: Any, pairs: Any) -> None:
+        COPY_BEGINS.wait()
+        run(self, pairs)
+
+    def releasing(self: Any) -> None:
+        COPY_BEGINS.set()
+        before_change(self)
+
+    with (
+        mock.patch.object(kind, "__init__", late_create),
+        mock.patch.object(kind, "_run", late_run),
+        mock.patch.object(kind, "before_change", releasing),
+    ):
+        yield
 
 
 def prepare(folder: str, flags: str) -> tuple[Any, Any, Any]:
@@ -52,8 +87,10 @@ def train(run: Any, manager: Any, trainer: Any, last: int) -> list[float]:
     while run.state.iteration < last:
         outcome = trainer.step()
         found.append(outcome.loss.mean)
+        COPY_BEGINS.set()
         manager.memory.saves.finish()  # so that none is left out because the former is late
         trainer._at_boundary(outcome)
+    COPY_BEGINS.set()
     manager.memory.saves.finish()
     return found
 
@@ -110,13 +147,14 @@ def lose_and_resume(folder: str, flags: str) -> list[tuple[int, list[float], lis
         (path,) = files_of(folder, "*-w1.rank1-step4-*")
         os.truncate(path, path.stat().st_size - 1)
 
-    run, manager, trainer = prepare(folder, flags)
-    first = train(run, manager, trainer, 2)
-    trainer._save()
-    found.append((0, [*first, *train(run, manager, trainer, 7)], list(messages)))
-    again(lambda: lose(1))
-    again(damage)
-    again(lambda: lose(0, 1))
+    with late_copies():
+        run, manager, trainer = prepare(folder, flags)
+        first = train(run, manager, trainer, 2)
+        trainer._save()
+        found.append((0, [*first, *train(run, manager, trainer, 7)], list(messages)))
+        again(lambda: lose(1))
+        again(damage)
+        again(lambda: lose(0, 1))
     return found
 
 
@@ -135,6 +173,59 @@ def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_p
     assert [text for text in pair_lost if "cannot be used" in text] == [
         "the state of step 4 in memory cannot be used: that of rank 0 is there in no worker's memory"
     ]
+
+
+def save_while_a_copy_is_late(folder: str, flags: str) -> list[Any]:
+    """Save steps 2, 4, 6 and 8, while the copy of step 4 is on its way until step 7; then lose the memory of rank 1."""
+    from megatronapp_trainer.checkpoint.memory import saves
+    from megatronapp_trainer.checkpoint.memory.exchange import exchange
+    from megatronapp_trainer.parallel.agreement import gather_from_all
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatronapp_trainer.checkpoint.memory").addHandler(handler)
+    begins, arrives = threading.Event(), threading.Event()
+
+    def late(*arguments: Any) -> None:
+        begins.set()
+        arrives.wait()
+        exchange(*arguments)
+
+    run, manager, trainer = prepare(folder, flags)
+    train(run, manager, trainer, 3)
+    with mock.patch.object(saves, "exchange", late):
+        while run.state.iteration < 6:
+            trainer._at_boundary(trainer.step())
+        begins.wait()
+    at_6 = gather_from_all([path.name for path in files_of(folder, "*.part")])
+    arrives.set()
+    train(run, manager, trainer, 9)
+    at_9 = gather_from_all([path.name for path in files_of(folder, "*.part")])
+    if run.layout.rank == 1:
+        for path in files_of(folder, "*-memory-w1.*"):
+            path.unlink()
+    gather_from_all(None)
+    while run.state.iteration < 13:
+        trainer._at_boundary(trainer.step())
+    trainer._save_and_finish()
+    return [at_6[0], at_9[0], messages, manager.report.memory.last_failure, files_of(folder, "*")]
+
+
+def test_a_save_waits_for_the_copies_of_the_former_and_a_failure_ends_saves(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    """The save before stays whole meanwhile. Training continues in any case."""
+    everyone = run_ranks(2, save_while_a_copy_is_late, str(tmp_path), f"{DISTRIBUTED} {COPIES}", timeout_s=LIMIT_S)
+    at_6, at_9, messages, failure, left = everyone[0]
+    assert [name for name in at_6 if "-step2-" in name] and len(at_6) == 4 + 2
+    assert {name.split("-")[4] for name in at_6} == {"step2", "step4"}
+    assert {name.split("-")[4] for name in at_9} == {"step4", "step8"} and len(at_9) == 8
+    assert sum("step 6 is not saved in memory" in text for text in messages) == 1
+    assert sum("no longer saved in memory in this attempt: rank 1: FileNotFoundError" in text for text in messages) == 1
+    assert failure.startswith("rank 1: FileNotFoundError")
+    assert left == []
+    assert everyone[1][3] == failure
 
 
 def train_and_be_killed(folder: str, flags: str, seed: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,16 @@ class CopyRule:
 
     jump: int
     factor: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PreparedSave:
+    slot: MappedPart
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Tensors, each with its place in the file."""
+    objects: bytes
+    header: PartHeader
+    """Header without the checksum, which is computed after the copy."""
 
 
 @dataclass(slots=True)
@@ -138,26 +149,49 @@ class MemorySaves:
             raise self._too_little(everything, f"has less ({error.strerror})") from error
 
     def start(self, state: TrainState, text_tokens: bytes | None) -> bool:
-        """Begin to save this step; collective. Returns False if the save before is not complete on some rank."""
+        """Begin to save this step; collective.
+
+        Returns False if the save before is not complete on some rank, or after a failure, which ends the saves of all
+        ranks with a warning: what is whole in memory stays, and training continues.
+        """
         began_s = time.monotonic()
         if self._is_off or not self._former_is_complete(state.iteration):
             return False
+        prepared: _PreparedSave | None = None
+        problem: str | None = None
+        try:
+            prepared = self._prepare(state, text_tokens)
+        except Exception as error:  # the other ranks must not begin either
+            problem = f"{type(error).__name__}: {error}"
+        if self._is_ended(gather_from_all(problem)):
+            return False
+        assert prepared is not None, "it is there without a problem"
+        running = _RunningSave(state.iteration, began_s, 0.0, begin_copy(prepared.pairs))
+        running.thread = threading.Thread(target=self._run, args=(running, prepared), name="memory-save", daemon=True)
+        running.thread.start()
+        running.blocked_s = time.monotonic() - began_s
+        self._running = running
+        return True
+
+    def _prepare(self, state: TrainState, text_tokens: bytes | None) -> _PreparedSave:
+        """Collect the state, and free the file of the older save. Raises OSError or StorageError."""
         own = self._own
         assert own is not None, "reserve is called first"
-        agreement = Agreement()
-        with agreement.attempt():
-            live = read_live_state(state, text_tokens)
-            places, used = places_of(live.tensors)
-            if used + len(live.objects) > own.capacity:
-                raise StorageError(
-                    f"{len(live.objects)} bytes of random states and counts do not fit the {OBJECTS_BYTES} bytes that "
-                    "checkpoints in memory have for them; leave --non-persistent-save-interval out"
-                )
-            slot = own.next()
-            for pair in self._copies.values():
-                pair.next()
-            pairs = [(tensor, tensor_at(slot.content, at)) for tensor, at in zip(live.tensors, places, strict=True)]
-            header = PartHeader(
+        live = read_live_state(state, text_tokens)
+        places, used = places_of(live.tensors)
+        if used + len(live.objects) > own.capacity:
+            raise StorageError(
+                f"{len(live.objects)} bytes of random states and counts do not fit the {OBJECTS_BYTES} bytes that "
+                "checkpoints in memory have for them"
+            )
+        slot = own.next()
+        for pair in self._copies.values():
+            pair.next()
+        return _PreparedSave(
+            slot=slot,
+            pairs=[(tensor, tensor_at(slot.content, at)) for tensor, at in zip(live.tensors, places, strict=True)],
+            objects=live.objects,
+            header=PartHeader(
                 step=state.iteration,
                 save=self._token,
                 rank=self._place.rank,
@@ -166,16 +200,8 @@ class MemorySaves:
                 payload_bytes=used + len(live.objects),
                 objects=(used, len(live.objects)),
                 checksum="",
-            )
-        agreement.settle()
-        running = _RunningSave(state.iteration, began_s, 0.0, begin_copy(pairs))
-        running.thread = threading.Thread(
-            target=self._run, args=(running, slot, header, live.objects), name="memory-save", daemon=True
+            ),
         )
-        running.thread.start()
-        running.blocked_s = time.monotonic() - began_s
-        self._running = running
-        return True
 
     def _former_is_complete(self, step: int) -> bool:
         """Return True if every rank has completed the save before, so that the other file may be overwritten."""
@@ -183,33 +209,40 @@ class MemorySaves:
         is_done = running is None or running.thread is None or not running.thread.is_alive()
         error = None if running is None or not is_done else running.error
         found = gather_from_all((is_done, None if error is None else f"{type(error).__name__}: {error}"))
-        failures = [(rank, text) for rank, (_, text) in enumerate(found) if text is not None]
-        if failures:
-            rank, text = failures[0]
-            self._is_off = True
-            self.report = replace(self.report, last_failure=f"rank {rank}: {text}")
-            self._warn("the state in memory is no longer saved in this attempt: rank %d: %s", rank, text)
+        if self._is_ended([text for _, text in found]):
             return False
         if not all(done for done, _ in found):
-            if self._late != running_step(running):
+            former = None if running is None else running.step
+            if self._late != former:
                 self._warn("step %d is not saved in memory: the save before is still on its way to its copies", step)
-            self._late = running_step(running)
+            self._late = former
             return False
         self.poll()
         return True
 
-    def _run(self, running: _RunningSave, slot: MappedPart, header: PartHeader, objects: bytes) -> None:
+    def _is_ended(self, problems: Sequence[str | None]) -> bool:
+        """Return True after a problem of any rank, which ends the saves; `problems`: those of all ranks."""
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+        if not failures:
+            return False
+        self._is_off = True
+        self.report = replace(self.report, last_failure=failures[0])
+        self._warn("the state is no longer saved in memory in this attempt: %s", failures[0])
+        return True
+
+    def _run(self, running: _RunningSave, prepared: _PreparedSave) -> None:
         try:
-            self._write(running, slot, header, objects)
+            self._write(running, prepared)
         except BaseException as error:  # the ranks agree on it at the next save
             running.error = error
         running.written_s = time.monotonic() - running.began_s
 
-    def _write(self, running: _RunningSave, slot: MappedPart, header: PartHeader, objects: bytes) -> None:
+    def _write(self, running: _RunningSave, prepared: _PreparedSave) -> None:
         assert self._own is not None
+        slot, header = prepared.slot, prepared.header
         running.copy.wait()
         start, length = header.objects
-        slot.content[start : start + length].copy_(torch.frombuffer(bytearray(objects), dtype=torch.uint8))
+        slot.content[start : start + length].copy_(torch.frombuffer(bytearray(prepared.objects), dtype=torch.uint8))
         self._own.publish(replace(header, checksum=slot.checksum(header.payload_bytes)))
         incoming = [(pair.current.content, rank) for rank, pair in self._copies.items()]
         exchange([(slot.content, holder) for holder in self._holders], incoming, self._group)
@@ -251,8 +284,8 @@ class MemorySaves:
         return True
 
     def finish(self) -> None:
-        """Wait for a save that has begun; a peer that is lost ends it, at the latest after the group's timeout."""
-        if self._running is not None and self._running.thread is not None:
+        """Wait for a save that has begun, unless one has failed: then a peer may wait in vain for what was not sent."""
+        if self._running is not None and self._running.thread is not None and not self._is_off:
             self._running.thread.join()
 
     def discard(self) -> None:
@@ -274,8 +307,3 @@ class MemorySaves:
     def _warn(self, text: str, *values: object) -> None:
         if self._place.rank == 0:
             logger.warning(text, *values)
-
-
-def running_step(running: _RunningSave | None) -> int | None:
-    """Return the step of a save, if there is one."""
-    return None if running is None else running.step
