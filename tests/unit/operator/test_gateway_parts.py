@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import pathlib
+import time
 import types
 import urllib.parse
 from collections.abc import AsyncGenerator
@@ -110,12 +111,10 @@ async def test_a_token_of_a_deleted_job_is_resolved_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("megatronapp_operator.gateway.job_catalog.FRESH_S", 1.0)
     api = NoJobs()
     catalog = JobCatalog(cast(KubernetesApi, api), keys=KeyRing(["ab" * 32]))
-    tokens = [f"{number:064x}" for number in range(16)]
+    tokens, began = [f"{number:064x}" for number in range(16)], time.monotonic()
     assert await asyncio.gather(*map(catalog.job_of, tokens)) == [None] * 16
-    assert api.requests == 2
-    before = api.requests
     assert [await catalog.job_of(token) for token in tokens] == [None] * 16
-    assert api.requests <= before + 1
+    assert 2 <= api.requests <= 2 + time.monotonic() - began, "a list is a second old at most"
 
 
 class PagedCluster:
@@ -190,14 +189,14 @@ def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) ->
 
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_SESSIONS", 2)
-    store = TokenStore(life_s=1)
+    store = TokenStore(life_s=3600)
     tokens = [store.add((str(number),), whose=str(number)) for number in range(3)]
     assert [store.get(token) for token in tokens] == [(), ("1",), ("2",)]
 
 
 def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_BYTES", 100)
-    store = TokenStore(life_s=1)
+    store = TokenStore(life_s=3600)
     tokens = [store.add(("x" * 40,), whose=str(number)) for number in range(3)]
     assert [bool(store.get(token)) for token in tokens] == [False, True, True]
     store.drop(tokens[1])
@@ -207,7 +206,7 @@ def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.Mo
 
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_EACH", 2)
-    store = TokenStore(life_s=1)
+    store = TokenStore(life_s=3600)
     other = store.add(("other",), whose="other")
     tokens = [store.add((str(number),), whose="me") for number in range(4)]
     assert [store.get(token) for token in [other, *tokens]] == [("other",), (), (), ("2",), ("3",)]
