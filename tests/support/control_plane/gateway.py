@@ -25,7 +25,7 @@ from megatronapp_common.names import Env
 from megatronapp_common.trace import BYTES_UNIT, NO_COMM, NO_MICROBATCH, Flag, RecordKind, TransferPath
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 POLL_S = 0.05
 STEPS = 8
 """Steps of the ranks whose hub `hub` runs."""

@@ -14,7 +14,7 @@ import httpx
 import kube
 from operator_simulation import KEY
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class OperatorProcess:
