@@ -1,11 +1,13 @@
 """MegaScope's screen over a live model of two ranks: typing, viewing, stopping, changing, and a rank that is killed."""
 
+import contextlib
 import math
 import os
 import pathlib
 import re
 import signal
 import tempfile
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -358,22 +360,44 @@ def check_strips_are_level(page: pw.Page) -> None:
 def test_the_capture_changes_during_a_run_until_it_is_stopped(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     page.locator("body").press("2")
-    screen.submit("hello", LONG)
-    screen.until("Generating")
-    pin = page.get_by_role("button", name="Pin", exact=True)
-    with screen.sees(lambda frame: frame.type == FrameType.SCOPE_ROWS) as rows:
-        pin.click()
-    places = frames.decode(rows.value).header["rows"]
-    assert {(layer, head) for _, layer, head, _ in places} == {(0, 0)}
-    assert screen.header()["capture"]["pinned"] == [{"layer": 0, "head": 0}]
-    with screen.sees(lambda frame: frame.type == FrameType.SCOPE_STEP and "mlp1" not in names(frame)):
-        page.locator("summary", has_text="Capture").click()
-        page.get_by_label("MLP 1").uncheck()
-    page.get_by_role("button", name="Stop").click()
-    screen.until("Stopped")
+    with slowed(job.rank(1)):
+        screen.submit("hello", LONG)
+        screen.until("Generating")
+        pin = page.get_by_role("button", name="Pin", exact=True)
+        with screen.sees(lambda frame: frame.type == FrameType.SCOPE_ROWS) as rows:
+            pin.click()
+        places = frames.decode(rows.value).header["rows"]
+        assert {(layer, head) for _, layer, head, _ in places} == {(0, 0)}
+        assert screen.header()["capture"]["pinned"] == [{"layer": 0, "head": 0}]
+        with screen.sees(lambda frame: frame.type == FrameType.SCOPE_STEP and "mlp1" not in names(frame)):
+            page.locator("summary", has_text="Capture").click()
+            page.get_by_label("MLP 1").uncheck()
+        page.get_by_role("button", name="Stop").click()
+        screen.until("Stopped")
     found = screen.header()
     assert found["state"] == "cancelled"
     assert 0 < len(found["generated"][0]) < LONG
+
+
+@contextlib.contextmanager
+def slowed(process: int) -> Iterator[None]:
+    """Stop a rank nine tenths of the time: a long run outlasts what a page on a busy machine does meanwhile."""
+    ended = threading.Event()
+
+    def alternate() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not ended.wait(0.01):
+                os.kill(process, signal.SIGSTOP)
+                ended.wait(0.09)
+                os.kill(process, signal.SIGCONT)
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def names(frame: Frame) -> set[str]:
@@ -448,9 +472,11 @@ def check_pixels(card: pw.Locator, exact: np.ndarray) -> None:
 @pytest.mark.full("a gang that restarts; its restart and what a page shows of a failed run are tested by themselves")
 def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
-    screen.submit("hello", LONG)
-    screen.until("Generating")
-    os.kill(job.rank(1), signal.SIGKILL)
+    process = job.rank(1)
+    with slowed(process):
+        screen.submit("hello", LONG)
+        screen.until("Generating")
+        os.kill(process, signal.SIGKILL)
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart")
     screen.until("Failed")
     pw.expect(screen.go).to_be_disabled()
