@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +27,8 @@ class PromptServer(uvicorn.Server):
         """Make the server end, from another thread."""
         self.should_exit = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ending.set)
+            with contextlib.suppress(RuntimeError):  # it has seen that it should end, and its loop is closed
+                self._loop.call_soon_threadsafe(self._ending.set)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the loop of the server, from another thread; return its result."""

@@ -16,12 +16,13 @@ import pytest
 import recording_server
 import scope_hub
 import scope_session
+from canvases import PATIENCE_S
 
 from megatronapp_common import frames
 from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.web.origin import loopback_alias
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]
 DIST = kube.ROOT / "frontend" / "dist"
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -34,8 +35,8 @@ LIVE = """(path) => new Promise((done) => {
   socket.onopen = () => done("open"); socket.onerror = () => done("refused");
 })"""
 
-TIMEOUT_MS = 120_000
-pw.expect.set_options(timeout=TIMEOUT_MS)
+PATIENCE_MS = int(PATIENCE_S * 1000)
+pw.expect.set_options(timeout=PATIENCE_MS)  # as in tests/browser: it holds for all tests of a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class ScopeCluster:
 def chromium() -> Iterator[pw.Browser]:
     """One browser for a module, closed before tests of other modules start event loops of their own."""
     with pw.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE_MS)
         yield browser
         browser.close()
 
@@ -81,7 +82,7 @@ def page(chromium: pw.Browser) -> Iterator[pw.Page]:
         problems.append(str(error))
 
     with chromium.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce") as context:
-        context.set_default_timeout(TIMEOUT_MS)
+        context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
         page.on("pageerror", keep)
         yield page
@@ -172,7 +173,7 @@ def test_a_viewer_sees_why_generating_is_disabled_and_an_editor_generates(
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("You may view, but not generate")
     pw.expect(generate).to_be_disabled()
     context = chromium.new_context()
-    context.set_default_timeout(TIMEOUT_MS)
+    context.set_default_timeout(PATIENCE_MS)
     jane = context.new_page()
     jane.goto(cluster.entry(cluster.controller, cluster.serving))
     pw.expect(jane.get_by_test_id("why-not")).to_have_count(0)

@@ -22,6 +22,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import ProbeRequest
 
+DEADLINE_S = 120
 METRICS = """\
 megatronapp_serve_num_requests_waiting 0.0
 megatronapp_serve_num_requests_running 0.0
@@ -211,4 +212,4 @@ def serve(rank: RankZero) -> Iterator[RankZero]:
             yield rank
         finally:
             server.end()
-            thread.join(120)
+            thread.join(DEADLINE_S)
