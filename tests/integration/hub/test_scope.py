@@ -172,6 +172,7 @@ async def test_invalid_frames_of_a_rank_are_counted_and_break_nothing(hub: Any, 
         Frame(FrameType.SCOPE_TOKENS, {"run": RUN, "step": 0, "rows": [[0]]}),
         Frame(FrameType.SCOPE_TOKENS, {"run": "none", "step": 0, "rows": [], "ids": []}),
     ]
+    hub.hub.scope.core.ingest.assembler.wait_s = 0.2  # the first step has not all of its parts
     async with agents(hub, fake_job) as workers:
         for frame in wrong:
             await workers[0].send(frame.type, frame.header)

@@ -76,7 +76,6 @@ async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
         def forget() -> None:
             core = hub.hub.scope.core
             core.__init__(core.settings)
-            core.ingest.assembler.wait_s = DEADLINE_S
             for link in hub.hub.links.values():
                 link.replace()
 

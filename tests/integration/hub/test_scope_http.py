@@ -285,6 +285,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
     late = next(place for place, frame in enumerate(sent) if frame.header.get("step") == 2)
     again = [sent[0], scope_session.run_state(recording(), "decoding"), *sent[late:]]
     path = f"{RUNS}/{RUN}/values/mlp2?layer=1&format=npy"
+    hub.hub.scope.core.ingest.assembler.wait_s = 2.0  # the first step after the holes has not all of its parts
     async with agents(hub, fake_job, 1) as (worker,), viewer(hub, TokenRole.CONTROLLER) as page:
         rank_zero.refuse = (503, {"code": "restarting", "message": "", "hint": ""})
         for frame in again:
