@@ -25,8 +25,10 @@ def repeated(tmp_path: pathlib.Path, logs: dict[int, bytes]) -> bytes:
 
     thread = threading.Thread(target=drain)
     thread.start()
-    with LogRelay(writer, paths):
-        pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_relay, "FINISH_S", 240.0)
+        with LogRelay(writer, paths):
+            pass
     os.close(writer)
     thread.join()
     return found[0]

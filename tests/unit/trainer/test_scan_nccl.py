@@ -23,6 +23,7 @@ from megatronapp_trainer.scan.nccl_transfers import (
 )
 
 COLLECTIVE, POINT_TO_POINT, KERNEL_CHANNEL, CHANNEL_STOP = 2, 4, 64, 22
+HOUR_NS = 3_600_000_000_000
 
 
 class Collective(ctypes.Structure):
@@ -138,15 +139,16 @@ def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pat
     assert communicator_of(log, 400) == 7
     transfers = NcclTransfers(ring, log, {7: slots_of_group(5, {(0, 4): 3}, [0, 4], 0)})
     now_ns = native.monotonic_ns()
-    transfers.begin_step(10, now_ns - 2_000_000_000)
-    transfers.begin_step(11, now_ns - 1_000_000_000)
-    device_ns = 50_000_000_000  # a clock of its own
-    known.run(all_reduce(256), device_ns - 1_500_000_000, device_ns - 1_400_000_000)  # in step 10
+    transfers.begin_step(10, now_ns - 2 * HOUR_NS)
+    transfers.begin_step(11, now_ns - HOUR_NS)
+    device_ns = 50 * HOUR_NS  # a clock of its own
+    begun_ns = device_ns - HOUR_NS - HOUR_NS // 2  # in step 10
+    known.run(all_reduce(256), begun_ns, begun_ns + 100_000_000)
     known.run(send(1), device_ns - 500_000_000, device_ns)
     other.run(all_reduce(4), device_ns - 100_000, device_ns)
     bodies: list[bytes] = []
     reader = native.RingReader(str(tmp_path / "ring"))
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while len(bodies) < 3 and time.monotonic() < deadline_s:  # how many channels sends have is not announced
         transfers.drain()
         body, lost = reader.read(1024)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_a_reader_sees_each_record_once_while_records_are_moved(job: SpooledJob,
         for step in range(150):
             job.write(range(step, step + 1))
         job.settle()
+        while len(counts) < 2 and reader.is_alive():  # where the reader was late
+            time.sleep(0.01)
     finally:
         ended.set()
         reader.join()
