@@ -402,9 +402,11 @@ def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
         return reasons, tokens, opened.hooks(), _in_order(opened)
 
 
-def _steps(opened: Opened, controller: CaptureController) -> None:
+def _steps(opened: Opened, controller: CaptureController, stepped: threading.Event) -> None:
     for _ in range(3):
-        controller.observe(opened.engine.step())
+        events = opened.engine.step()
+        stepped.set()
+        controller.observe(events)
 
 
 def _in_order(opened: Opened) -> list[str]:
@@ -414,10 +416,9 @@ def _in_order(opened: Opened) -> list[str]:
     with controller.quiet():
         for request in controller.begin(OTHER, CaptureSettings(preset="off"), requests(1), [0, 0, 0], None):
             opened.engine.submit(request)
-        other = threading.Thread(target=_steps, args=(opened, controller))
+        other = threading.Thread(target=_steps, args=(opened, controller, stepped := threading.Event()))
         other.start()
-        while not opened.engine.is_busy:
-            pass
+        stepped.wait()
         controller.announce({"run": OTHER, "state": "queued"})
     other.join()
     frames = [frame for job in opened.sent.jobs[before:] for frame in job.build()]
