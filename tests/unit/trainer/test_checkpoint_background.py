@@ -22,7 +22,7 @@ from forked_writers import forked_writer
 from pytest_workers import FULL
 from recording_reporter import RecordingReporter
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(3600 if FULL else 900)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(3600 if FULL else 1800)]
 
 RunRanks = Callable[..., list[Any]]
 
@@ -34,7 +34,7 @@ MODEL = (
 DISTRIBUTED = "--use-distributed-optimizer"
 EXPERTS = "--num-experts 2 --disable-bias-linear --global-batch-size 8"
 KILLS = 50 if FULL else 2
-LIMIT_S = 400
+LIMIT_S = 800
 
 
 def prepare(flags: str) -> tuple[Any, Any, Any]:
