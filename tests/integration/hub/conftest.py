@@ -41,7 +41,7 @@ from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Metri
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 from megatronapp_native import RingWriter
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 MS = 1_000_000
 
 

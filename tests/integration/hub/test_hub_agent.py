@@ -20,7 +20,7 @@ from megatronapp_common.web.tokens import TokenRole
 from megatronapp_native import RingWriter
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, until: Any) -> None:

@@ -20,7 +20,7 @@ from megatronapp_common.names import Env
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 VERDICT = {
     "id": "v1",
     "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
