@@ -17,7 +17,9 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
+import tempfile
 from collections import defaultdict
 from collections.abc import Generator
 from types import FrameType
@@ -138,6 +140,7 @@ class Node(Protocol):
     """A process of pytest-xdist."""
 
     channel: Any
+    workerinput: dict[str, Any]
 
 
 class Schedule(Protocol):
@@ -176,6 +179,7 @@ class Controller:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.shared_folder = tempfile.mkdtemp(prefix="tests-")
         self.nodes: list[Node] = []
         self.ran = 0
         self.wall: defaultdict[str, float] = defaultdict(float)
@@ -183,6 +187,13 @@ class Controller:
         for number in SIGNALS:
             if signal.getsignal(number) is not pass_over:
                 signal.signal(number, interrupt)
+
+    def pytest_configure_node(self, node: Node) -> None:
+        """Name what processes share: a folder that is removed at the end, and this process, with which servers end."""
+        node.workerinput.update(shared_folder=self.shared_folder, controller_pid=os.getpid())
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self.shared_folder, ignore_errors=True)
 
     def pytest_testnodeready(self, node: Node) -> None:
         self.nodes.append(node)

@@ -35,9 +35,10 @@ _FORK_SERVER = pathlib.Path(__file__).parent / "support" / "training" / "torch_f
 
 
 @pytest.fixture(scope="session")
-def forkserver() -> Iterator[Any]:
-    """The fork server of this test session, started at its first use."""
-    with torch_forkserver() as server:
+def forkserver(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The fork server, which the processes of a run share; started before a test could change what it inherits."""
+    with torch_forkserver(run=getattr(request.config, "workerinput", None)) as server:
+        server.start()
         yield server
 
 
@@ -49,13 +50,17 @@ def device_forkserver() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def torch_forkserver(**options: Any) -> Iterator[Any]:
+def torch_forkserver(*, run: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """Give a fork server; `run`: what pytest_workers gave the processes of a run, which share it."""
     spec = importlib.util.spec_from_file_location("torch_forkserver", _FORK_SERVER)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["torch_forkserver"] = module
     spec.loader.exec_module(module)
+    if run is not None:
+        yield module.ForkServer(pathlib.Path(run["shared_folder"]), owner=run["controller_pid"], **options)
+        return
     with tempfile.TemporaryDirectory() as directory:  # a socket's path must be short, pytest's are not
         server = module.ForkServer(pathlib.Path(directory), **options)
         yield server

@@ -107,10 +107,12 @@ class ScriptServer:
 
 def serve(path: str, modules: Sequence[str]) -> None:
     """Import the modules, then fork for each request. Return in the process of a script when that has ended."""
+    gc.disable()  # an import makes many objects and no garbage
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

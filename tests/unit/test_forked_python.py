@@ -5,7 +5,10 @@ import pathlib
 import select
 import signal
 import subprocess
+import sys
+import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,3 +72,31 @@ def test_a_program_ends_with_the_process_that_it_replaces(start: Any) -> None:
     with os.fdopen(os.pidfd_open(int(process.stdout.readline())), "rb") as program:
         process.kill()
         assert select.select([program], [], [], DEADLINE_S)[0]
+
+
+def grandparent() -> int:
+    """Return the process id of the server: ranks are forked from a handler."""
+    stat = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+@pytest.mark.full("imports torch anew; the processes of each run of `make test` share a server")
+def test_a_server_of_several_clients_ends_with_its_owner(forkserver: Any) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        clients = [type(forkserver)(pathlib.Path(folder), owner=owner.pid) for _ in range(3)]
+        threads = [threading.Thread(target=client.start) for client in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = [client.run(2, grandparent) for client in clients]
+        server = found[0][0]
+        assert found == [[server, server]] * 3
+        with os.fdopen(os.pidfd_open(server), "rb") as process:
+            clients[0].stop()
+            assert clients[1].run(1, grandparent) == [server], "it is not ended by a client"
+            owner.kill()
+            assert select.select([process], [], [], DEADLINE_S)[0]

@@ -8,12 +8,14 @@ computes, opens a process group or asks CUDA, because children forked after an O
 
 A second socket is for programs that are forked from the server (`forked_python`).
 
-Every process dies with its parent, and a handler kills ranks that outlive their deadline.
+Every process dies with its parent, and a handler kills ranks that outlive their deadline. The processes of a run of
+pytest-xdist share a server: the first that needs it starts it, and it ends with the process that distributes the tests.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -89,16 +91,20 @@ class Outcome:
 
 
 class ForkServer:
-    """The client: starts the server at the first use and sends requests.
+    """The client: starts the server, at the first use or before it, and sends requests.
 
     `devices`: ranks use the NVIDIA devices of this machine, which the server itself must not touch: a process that
-    was forked after CUDA had started cannot use it.
+    was forked after CUDA had started cannot use it. `owner`: process with which a server ends that several clients
+    with the same directory share; without it, the server is this client's.
     """
 
-    def __init__(self, directory: pathlib.Path, *, devices: bool = False) -> None:
+    def __init__(self, directory: pathlib.Path, *, devices: bool = False, owner: int | None = None) -> None:
+        self._directory = directory
         self._path = directory / "torch.sock"
         self._programs = directory / "programs.sock"
         self._devices = devices
+        self._owner = owner
+        self._is_ready = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(
@@ -114,7 +120,7 @@ class ForkServer:
         The function is found again by file and name, so it must be at the top of a file. Ranks find RANK,
         WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises RanksFailedError.
         """
-        self._ensure_started()
+        self.start()
         source = inspect.getsourcefile(function)
         assert source is not None
         request = Request(
@@ -137,38 +143,53 @@ class ForkServer:
 
     def python(self) -> list[str]:
         """Return the command to put before `-m MODULE ARGUMENT...` in place of the interpreter (`forked_python`)."""
-        self._ensure_started()
+        self.start()
         program = pathlib.Path(__file__).parents[1] / "forked_python.py"
         return [sys.executable, "-I", "-S", str(program), str(self._programs)]
 
     def stop(self) -> None:
-        """End the server and all it started."""
+        """End the server and all it started, unless others use it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _ensure_started(self) -> None:
-        if self._process is not None:
+    def start(self) -> None:
+        """Start the server, or wait until the client that starts it has done so."""
+        if self._is_ready:
             return
+        if self._owner is None:
+            self._process = self._start()
+        else:
+            ready = self._directory / "ready"
+            with (self._directory / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not ready.exists():
+                    with self._start():  # ends at once: the server is a child of init
+                        ready.touch()
+        self._is_ready = True
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
         environment |= _DEVICES if self._devices else {"CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._path), str(self._programs), *(["devices"] if self._devices else [])],
+        options = [*(["devices"] if self._devices else []), *([] if self._owner is None else [f"owner={self._owner}"])]
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(self._path), str(self._programs), *options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
-        assert self._process.stdout is not None
+        assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(START_TIMEOUT_S) or self._process.stdout.readline() != b"ready\n":
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(START_TIMEOUT_S) or process.stdout.readline() != b"ready\n":
                 raise RanksFailedError("the fork server did not start")
+        return process
 
 
 def _send(connection: socket.socket, value: object) -> None:
@@ -198,8 +219,9 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def serve(paths: tuple[str, str], *, devices: bool) -> str:
+def serve(paths: tuple[str, str], *, devices: bool, owner: int | None) -> str:
     """Import, then fork a handler for each request; return the module to run in the process of a program alone."""
+    gc.disable()  # an import makes many objects and no garbage
     from forked_python import fork_program
 
     from megatronapp_trainer.device import cpu
@@ -215,13 +237,14 @@ def serve(paths: tuple[str, str], *, devices: bool) -> str:
         raise RuntimeError("an import has started CUDA; ranks that are forked now could not use it")
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as ranks, socket.socket(socket.AF_UNIX) as programs:
         for listener, path in zip((ranks, programs), paths, strict=True):
             listener.bind(path)
             listener.listen()
         print("ready", flush=True)
-        connection, listener = _accept_in_child(ranks, programs)
+        connection, listener = _accept_in_child(ranks, programs, owner=owner)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if listener is programs:
         return fork_program(connection)
@@ -229,13 +252,18 @@ def serve(paths: tuple[str, str], *, devices: bool) -> str:
     os._exit(0)
 
 
-def _accept_in_child(*listeners: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Return each connection with its listener, in a forked process; never in this one."""
-    with selectors.DefaultSelector() as selector:
+def _accept_in_child(*listeners: socket.socket, owner: int | None) -> tuple[socket.socket, socket.socket]:
+    """Return each connection with its listener, in a forked process; never in this one, which ends with its owner."""
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ)
+        if owner is not None:
+            end = opened.enter_context(os.fdopen(os.pidfd_open(owner), "rb"))
+            selector.register(end, selectors.EVENT_READ, "end")
         while True:
             for key, _ in selector.select():
+                if key.data == "end":
+                    os._exit(0)
                 listener = next(listener for listener in listeners if listener is key.fileobj)
                 connection, _ = listener.accept()
                 parent = os.getpid()
@@ -347,8 +375,14 @@ def _outcome(answer: bytes | None, status: int, output: str) -> Outcome:
     return Outcome(ok=True, value=value) if ok else Outcome(ok=False, value=None, text=f"{value}\n{output}")
 
 
+def _main(ranks: str, programs: str, *options: str) -> str:
+    owners = [int(option.removeprefix("owner=")) for option in options if option.startswith("owner=")]
+    if not owners:
+        _die_with_parent(os.getppid())
+    elif os.fork():
+        os._exit(0)
+    return serve((ranks, programs), devices="devices" in options, owner=owners[0] if owners else None)
+
+
 if __name__ == "__main__":
-    _die_with_parent(os.getppid())
-    runpy.run_module(
-        serve((sys.argv[1], sys.argv[2]), devices="devices" in sys.argv), run_name="__main__", alter_sys=True
-    )
+    runpy.run_module(_main(*sys.argv[1:]), run_name="__main__", alter_sys=True)
