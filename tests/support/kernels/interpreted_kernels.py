@@ -1,8 +1,8 @@
 """Kernels of training in Triton's interpreter: values, gradients and whole trainings, next to plain torch.
 
-A separate process, started with TRITON_INTERPRET=1: Triton reads it when it is imported. Prints its result as JSON.
+A separate process, started with TRITON_INTERPRET=1: Triton reads it when it is imported. Prints results as JSON.
 
-    python interpreted_kernels.py FUNCTION [ARGUMENT]
+    python interpreted_kernels.py FUNCTION[=ARGUMENT]...
 """
 
 import json
@@ -184,4 +184,5 @@ def _losses(flags: str, *, kernels: bool) -> list[float]:
 FUNCTIONS: dict[str, Any] = {function.__name__: function for function in (errors, split_loss, losses)}
 
 if __name__ == "__main__":
-    print(json.dumps(FUNCTIONS[sys.argv[1]](*sys.argv[2:])))
+    calls = [call.partition("=") for call in sys.argv[1:]]
+    print(json.dumps([FUNCTIONS[name](*([argument] if given else [])) for name, given, argument in calls]))
