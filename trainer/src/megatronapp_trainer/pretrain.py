@@ -16,6 +16,7 @@ from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
 from megatronapp_trainer.utils.process_exit import exit_with
+from megatronapp_trainer.utils.quick_imports import imports_without_collections
 
 if TYPE_CHECKING:
     from megatronapp_trainer.data.microbatches import DataIterators
@@ -56,16 +57,18 @@ def log_to_stderr() -> None:
 
 def pretrain(config: TrainerConfig) -> ExitCode:
     """Set up, train, evaluate, and tear down. Raises TrainerError."""
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.parallel.seeds import apply_deterministic_mode
-    from megatronapp_trainer.training.build import layout_of
-    from megatronapp_trainer.training.signals import StopRequest
+    with imports_without_collections():
+        from megatronapp_trainer.device import prepare_device
+        from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+        from megatronapp_trainer.parallel.seeds import apply_deterministic_mode
+        from megatronapp_trainer.training.build import layout_of
+        from megatronapp_trainer.training.signals import StopRequest
 
-    layout = layout_of(config)
+        layout = layout_of(config)
     with StopRequest() as stop_request, named_errors():
         apply_deterministic_mode(config)
-        device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
+        with imports_without_collections():  # on a CPU, of most of megatron-core
+            device = prepare_device(layout.gpu_place(config.fbd), config.parallel.ranks_per_gpu)
         if config.logging.trace_nccl:
             from megatronapp_trainer.scan.nccl_transfers import choose_plugin
 
