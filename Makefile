@@ -7,6 +7,8 @@ NPM_CI := npm ci --no-audit --no-fund --prefer-offline
 MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron numpy pyarrow sympy torch)
+COMMAND_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,_pytest aiohttp anyio execnet fastapi httpcore httpx hypothesis \
+  jinja2 kopf kubernetes_asyncio openai opentelemetry playwright prometheus_client pydantic schemathesis starlette uvicorn websockets xdist yaml)
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
 # More than cores: ranks of a test wait for each other, and tests for processes that start.
@@ -28,8 +30,9 @@ $(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --build-constraints constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
-# What each rank and command imports: where Python may not write bytecode, each process would compile it anew.
-	$(BIN)/python -m compileall -q -j $(JOBS) -x '/(tests?|testing)/' $(RANK_PACKAGES) $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
+# What ranks, commands and tests import: where Python may not write bytecode, and where several start at once, each process
+# would compile it anew.
+	$(BIN)/python -m compileall -q -j $(JOBS) -x '/(tests?|testing)/' $(RANK_PACKAGES) $(COMMAND_PACKAGES) $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
 	touch $@
 
 frontend/node_modules/.ready: frontend/package-lock.json
