@@ -20,7 +20,7 @@ import socket
 import sys
 from typing import Any
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGURG)
 
 
 def main(path: str, module: str, arguments: list[str]) -> None:

@@ -20,6 +20,8 @@ ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
 """Digest of the rendered template of a worker pod; pinned for the life of an attempt."""
 ANNOTATION_RESTART = f"{GROUP}/restart"
 """Restart of a worker in place (`attempt_order.AttemptOrder`); absent until its first one."""
+ANNOTATION_SAVE = f"{GROUP}/save"
+"""Request for a checkpoint (`save_request.SaveRequest`) on the pod of worker 0; absent until the first one."""
 ANNOTATION_EXCLUDED_NODES = f"{GROUP}/excluded-nodes"
 """Nodes that a worker pod avoids because its job excluded them, separated by commas."""
 
@@ -88,6 +90,8 @@ class Env(enum.StrEnum):
     ATTEMPT_FILE = "MEGATRONAPP_ATTEMPT_FILE"
     """File from which launcher and agent read that they continue with another attempt (`attempt_order`): restart in
     place. Absent: they end with their attempt."""
+    SAVE_FILE = "MEGATRONAPP_SAVE_FILE"
+    """File from which the launcher reads requests for a checkpoint (`save_request`). Absent: there are none."""
     WORKER_INDEX = "MEGATRONAPP_WORKER_INDEX"
     """Index of this worker, counted from 0."""
     SPARE = "MEGATRONAPP_SPARE"

@@ -1455,6 +1455,11 @@ export interface components {
              */
             pendingIteration?: number | null;
             /**
+             * Takenat
+             * @description When the state of that step was taken, RFC 3339.
+             */
+            takenAt?: string | null;
+            /**
              * Writeseconds
              * @description Time from its begin until it was on the disk.
              */

@@ -361,6 +361,12 @@ def _evictions_refused(status: Status) -> float | None:
     return None if condition is None else float(condition.status)
 
 
+def _eviction_waits(status: Status) -> float | None:
+    """Return whether an eviction waits for a checkpoint; None: the job has never had a budget."""
+    condition = status.condition(ConditionType.EVICTIONS_REFUSED)
+    return None if condition is None else float(condition.status and condition.reason == reasons.EVICTION_WAITS)
+
+
 def _stalled(status: Status) -> bool:
     """Return True if ranks of a job that has not ended are known to make no progress (not if progress is unknown)."""
     condition = status.condition(ConditionType.STALLED)
@@ -404,6 +410,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "evictions_refused",
         "1 while a budget refuses evictions of the gang; absent if the job never had a budget.",
         _evictions_refused,
+    ),
+    ("eviction_waits", "1 while an eviction waits for a checkpoint; absent likewise.", _eviction_waits),
+    (
+        "checkpoint_timestamp_seconds",
+        "When the newest checkpoint of the attempt was taken.",
+        _progress(lambda page: page.checkpoint_time),
     ),
     ("start_timestamp_seconds", "When the first gang was created.", lambda s: s.start_time),
     ("completion_timestamp_seconds", "When the job ended.", lambda s: s.completion_time),

@@ -1,18 +1,28 @@
 """Protection from evictions on a real API server: its answers to evictions, over operators that end in between."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import kube
 import pytest
 from operator_simulation import KillableApi, OperatorSimulation, manifest, simulated_operator
 
-from megatronapp_operator.backends.kubernetes.client.resources import DISRUPTION_BUDGETS, JOBS, PODS, Object
+from megatronapp_common.names import ANNOTATION_SAVE
+from megatronapp_common.save_request import SaveRequest
+from megatronapp_operator.backends.kubernetes.client.resources import DISRUPTION_BUDGETS, JOBS, NODES, PODS, Object
+from megatronapp_operator.backends.kubernetes.leaving_nodes import READ_S
 from megatronapp_operator.backends.kubernetes.render.disruption import PROTECTED
 
 pytestmark = pytest.mark.asyncio
 PROTECT: dict[str, Any] = {"runPolicy": {"disruption": "Protect"}}
+CHECKPOINT_FIRST: dict[str, Any] = {
+    "runPolicy": {"disruption": "CheckpointFirst"},
+    "checkpoint": {"save": "/runs/a", "saveInterval": 100, "volume": {"claim": "runs", "mountPath": "/runs"}},
+}
+AGE_S = 300
 REFUSED, ACCEPTED = 429, 201
 ANSWER_S, CONTROLLER_S = 180, 120
 
@@ -52,12 +62,28 @@ async def edit(stage: OperatorSimulation, **policy: Any) -> None:
     await stage.rest()
 
 
-async def condition(stage: OperatorSimulation) -> tuple[str, str] | None:
+async def condition(stage: OperatorSimulation, name: str = "job") -> tuple[str, str] | None:
     """Return status and reason of the condition about evictions."""
-    conditions = (await stage.job())["status"]["conditions"]
+    conditions = (await stage.job(name))["status"]["conditions"]
     return next(
         ((entry["status"], entry["reason"]) for entry in conditions if entry["type"] == "EvictionsRefused"), None
     )
+
+
+@contextlib.asynccontextmanager
+async def cordoned_node(stage: OperatorSimulation, name: str) -> AsyncIterator[None]:
+    """Add a node as it is after `kubectl cordon`, until the block ends: nodes are of no namespace."""
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": True}}
+    made = await stage.nodes.api.create(NODES, node)
+    try:
+        yield
+    finally:
+        await stage.nodes.api.delete(NODES, made)
+
+
+async def save_request(stage: OperatorSimulation, pod: str) -> SaveRequest | None:
+    text = (await stage.nodes.pods())[pod]["metadata"]["annotations"].get(ANNOTATION_SAVE)
+    return None if text is None else SaveRequest.parse(text)
 
 
 async def test_by_default_any_worker_may_be_evicted(plane: kube.ControlPlane, namespace: str) -> None:
@@ -120,6 +146,50 @@ async def test_a_budget_of_another_owner_stays_and_is_reported_at_the_job(
         await edit(stage, disruption="Allow")
         (budget,) = (await budgets(stage)).values()
         assert budget["spec"] == spec
+
+
+async def test_a_drain_gets_its_eviction_once_a_checkpoint_was_requested_and_saved(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with simulated_operator(plane, namespace, node_access=True) as stage:
+        await stage.api.create(JOBS, manifest(namespace, "drained", **CHECKPOINT_FIRST))
+        await stage.begin()
+        await stage.rest()
+        stage.report_progress("drained")
+        await stage.pass_time(AGE_S)
+        first, evicted = "drained-worker-0", "drained-worker-1"
+        assert await condition(stage, "drained") == ("True", "CheckpointOld")
+        assert await evict(stage, evicted) == REFUSED and await save_request(stage, first) is None
+        async with cordoned_node(stage, f"node-of-{evicted}"):
+            await stage.pass_time(READ_S)
+            assert await condition(stage, "drained") == ("True", "EvictionWaits")
+            assert await evict(stage, evicted) == REFUSED
+            request = await save_request(stage, first)
+            assert request is not None and (request.attempt, request.nodes) == (0, (f"node-of-{evicted}",))
+            assert await save_request(stage, evicted) is None
+            stage.report_progress("drained", iteration=9, checkpoint_iteration=9, checkpoint_time=stage.now() // 1)
+            await stage.rest()
+            assert await budgets(stage) == {} and await condition(stage, "drained") == ("False", "CheckpointYoung")
+            assert await evict(stage, evicted) == ACCEPTED
+            await stage.rest()
+        status = (await stage.job("drained"))["status"]
+        assert (status["attempt"], status["restarts"], status["restartsTowardsMax"]) == (1, 1, 0)
+        assert status["progress"]["checkpointIteration"] == 9
+
+
+async def test_without_the_right_to_read_nodes_evictions_wait_for_the_next_regular_checkpoint(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with simulated_operator(plane, namespace) as stage:
+        await begun(stage, **CHECKPOINT_FIRST)
+        async with cordoned_node(stage, f"node-of-{namespace}"):
+            await stage.pass_time(AGE_S)
+            assert await condition(stage) == ("True", "CheckpointOld")
+            assert await evict(stage, "job-worker-1") == REFUSED
+            assert await save_request(stage, "job-worker-0") is None
+        stage.report_progress("job", iteration=9, checkpoint_iteration=9, checkpoint_time=stage.now() // 1)
+        await stage.rest()
+        assert await evict(stage, "job-worker-1") == ACCEPTED
 
 
 @pytest.mark.full("more places of one run", but=("after-2",))

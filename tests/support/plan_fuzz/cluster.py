@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Any
 
 from megatronapp_common.job.api.progress import ProgressState
 from megatronapp_common.names import ExitCode
@@ -22,6 +23,7 @@ def tick(world: World) -> None:
     admit(world)
     place(world)
     let_go(world)
+    evict_waiting(world)
     for pod in list(world.pods.values()):
         evict(world, pod)
         run(world, pod)
@@ -64,7 +66,7 @@ def waits_for_node(pod: Pod) -> bool:
 
 def _choose(world: World, waiting: list[Pod]) -> dict[int, str]:
     used = {pod.node for pod in world.pods.values() if pod.live}
-    free = [node.name for node in world.nodes.values() if node.up and node.name not in used]
+    free = [node.name for node in world.nodes.values() if node.up and not node.cordoned and node.name not in used]
     world.random.shuffle(free)
     chosen: dict[int, str] = {}
     for pod in waiting:
@@ -222,13 +224,36 @@ def make_progress(world: World) -> None:
     world.iteration += 1
     state: ProgressState = "serving" if world.spec.serves else world.random.choice(STATES)
     attempt = world.job.status.attempt
-    world.progress = Progress(attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now))
+    world.progress = Progress(
+        attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now), **_checkpoint(world)
+    )
     if world.polled:
         world.last_contact = world.now
     gang = world.gang(attempt)
     if any(pod.checkpoint for pod in gang) and world.random.random() < 0.3:
         for pod in gang:
             world.end(pod, ExitCode.PREEMPTED)
+
+
+def _checkpoint(world: World) -> dict[str, Any]:
+    """Return the newest checkpoint of the attempt, by clocks that may differ: a new one now and then, or on request."""
+    before, attempt = world.progress, world.job.status.attempt
+    requested = any(pod.save_request is not None and pod.index == 0 for pod in world.gang(attempt))
+    if world.random.random() < (0.5 if requested else 0.1):
+        at = whole(world.now + world.random.choice([0, 0, 0, 90]))
+        return {"checkpoint_iteration": world.iteration, "checkpoint_time": at}
+    if before is None or before.attempt != attempt:
+        return {}
+    return {"checkpoint_iteration": before.checkpoint_iteration, "checkpoint_time": before.checkpoint_time}
+
+
+def evict_waiting(world: World) -> None:
+    """Evict pods of cordoned nodes as a drain does, unless a budget refuses it."""
+    for pod in list(world.pods.values()):
+        cordoned = pod.node is not None and world.nodes[pod.node].cordoned
+        if cordoned and pod.deletion is None and not world.budget and world.random.random() < 0.5:
+            delete(world, pod, EVICTION_GRACE_S)
+            pod.disrupted = "EvictionByEvictionAPI"
 
 
 def set_down(world: World, node: Node, random_: random.Random) -> None:

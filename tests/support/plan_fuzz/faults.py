@@ -226,6 +226,12 @@ def disruption_is_edited(world: World) -> None:
         edit(world, policy=dataclasses.replace(world.spec.policy, disruption=world.random.choice(list(Disruption))))
 
 
+def node_is_drained(world: World) -> None:
+    node = world.random.choice(list(world.nodes.values()))
+    node.cordoned = not node.cordoned
+    world.note("cordoned" if node.cordoned else "uncordoned", node.name)
+
+
 def resize(world: World) -> None:
     if world.spec.suspend and world.job.status.phase is Phase.SUSPENDED:
         edit(world, worker_groups=worker_groups(world.random.choice([1, 2, 3, 4])))
@@ -239,5 +245,5 @@ FAULTS: tuple[Callable[[World], None], ...] = (
     template_is_edited, profile_changes, profile_is_edited,
     node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
     gathering_changes, launcher_sticks, pod_waits, pod_prepares, agent_stays, resize,
-    budget_vanishes, right_to_set_budgets_changes, disruption_is_edited,
+    node_is_drained, budget_vanishes, right_to_set_budgets_changes, disruption_is_edited,
 )  # fmt: skip

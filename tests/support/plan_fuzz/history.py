@@ -151,6 +151,7 @@ def make_policy(draw: random.Random) -> RunPolicy:
         in_place=draw.random() < 0.5,
         spares=draw.choice([0, 0, 1, 2]),
         disruption=draw.choice(list(Disruption)),
+        checkpoint_age_s=draw.choice([20, 300]),
         grace_s=draw.choice([30, 600]),
         failed_grace_s=30,
         lost_worker_s=draw.choice([60, 300]),

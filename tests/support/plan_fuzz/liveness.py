@@ -60,6 +60,8 @@ def calm(world: World) -> None:
     world.budget_forbidden, world.budget_refusal = False, ""
     world.image_fails = False
     world.profile = None if world.profile is None else "applied"
+    for node in world.nodes.values():
+        node.cordoned = False
     for pod in world.pods.values():
         pod.waiting, pod.preparing, pod.occupies = None, False, False
 

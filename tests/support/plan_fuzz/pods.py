@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from megatronapp_common.save_request import SaveRequest
 from megatronapp_operator.plan import Deletion, Worker, WorkerOutcome, WorkerPhase
 
 LIVE = frozenset({WorkerPhase.PENDING, WorkerPhase.RUNNING})
@@ -24,6 +25,8 @@ class Pod:
     name: str = ""
     checkpoint: bool = False
     """Its ranks have the order to end with the next checkpoint."""
+    save_request: SaveRequest | None = None
+    """Newest request to its ranks for a checkpoint."""
     gated: bool = False
     """A queue has not admitted its gang."""
     has_finalizer: bool = False
@@ -83,6 +86,7 @@ class Pod:
             name=self.name,
             spare=self.spare,
             ends_at_checkpoint=self.checkpoint,
+            save_request=self.save_request,
             occupies=self.occupies or self.live,
             scheduled=self.node is not None,
             unplaced=self.unplaced,
@@ -104,6 +108,8 @@ class Node:
     name: str
     down_since: float | None = None
     """Time since which its kubelet does not report."""
+    cordoned: bool = False
+    """True while it is closed to new pods, and those on it are to be evicted."""
     starts_pods: bool = True
     """False: no container ever starts on it."""
 

@@ -16,11 +16,13 @@ from megatronapp_operator.plan import (
     Plan,
     RecordEvent,
     RemoveDisruptionBudget,
+    RequestCheckpoint,
     RestartWorker,
     Status,
     SuccessPolicy,
     Worker,
 )
+from megatronapp_operator.plan.worker_history import micros
 from plan_fuzz.world import World
 
 RESTING = {Phase.SUCCEEDED: ConditionType.COMPLETE, Phase.FAILED: ConditionType.FAILED,
@@ -251,6 +253,14 @@ def check_budget(world: World, seen: Observed, made: Plan) -> None:
         broken("a protected gang loses its budget")
     if made.status.is_true(ConditionType.EVICTIONS_REFUSED) and not (protected or world.job.deletion_requested):
         broken("evictions are said to be refused that are not")
+    requests = [action for action in made.actions if isinstance(action, RequestCheckpoint)]
+    if requests and not (protected and world.spec.policy.disruption is Disruption.CHECKPOINT_FIRST):
+        broken("a checkpoint is requested though no eviction waits for it", requests)
+    if any(request.request.attempt != made.status.attempt for request in requests):
+        broken("a checkpoint of another attempt is requested", requests)
+    progress = made.status.progress
+    if progress is not None and (progress.checkpoint_time or 0.0) > world.now:
+        broken("a checkpoint is said to be of the future", progress)
     settled = not actions and not seen.budget_refusal and not world.job.deletion_requested
     if settled and seen.disruption_budget == world.budget_known and world.budget != protected:
         broken("a budget is missing, or is left", protected)
@@ -259,8 +269,15 @@ def check_budget(world: World, seen: Observed, made: Plan) -> None:
 def is_protected(world: World, status: Status) -> bool:
     """Return whether no worker may be evicted, by the rules that users read."""
     gang = status.attempt_time is not None and status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
-    fails = status.is_true(ConditionType.FAILURE_TARGET)
-    return world.spec.policy.disruption is Disruption.PROTECT and gang and not fails
+    if not gang or status.is_true(ConditionType.FAILURE_TARGET):
+        return False
+    policy, progress = world.spec.policy, status.current_progress
+    if policy.disruption is not Disruption.CHECKPOINT_FIRST:
+        return policy.disruption is Disruption.PROTECT
+    if status.running_time is None:
+        return False
+    taken = None if progress is None else progress.checkpoint_time
+    return micros(world.now) >= max(status.running_time, taken or 0.0) + policy.checkpoint_age_s
 
 
 def _only_waits(worker: Worker) -> bool:

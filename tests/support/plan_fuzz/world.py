@@ -22,6 +22,7 @@ from megatronapp_operator.plan import (
     InitPod,
     JobSpec,
     JobState,
+    LeavingNode,
     Observed,
     PodGroupKey,
     PodRejection,
@@ -30,6 +31,7 @@ from megatronapp_operator.plan import (
     RecordEvent,
     RemoveDisruptionBudget,
     RemoveGroup,
+    RequestCheckpoint,
     RestartWorker,
     SlowRank,
     WorkerOutcome,
@@ -140,6 +142,9 @@ class World:
                 attempt for attempt, at in self.refused_groups.items() if self.now < at + GROUP_RETRY_S
             ),
             disruption_budget=self.budget_known,
+            leaving_nodes=tuple(
+                LeavingNode(name=node.name, reason="is cordoned") for node in self.nodes.values() if node.cordoned
+            ),
             budget_refusal=self.budget_refusal,
             refusal=self.refusal,
             since=self.since,
@@ -233,7 +238,7 @@ class World:
         match action:
             case CreateWorker():
                 self._create(action)
-            case RestartWorker() | DeleteWorker() | EndAtCheckpoint():
+            case RestartWorker() | DeleteWorker() | EndAtCheckpoint() | RequestCheckpoint():
                 self._change(action)
             case EnsureHub():
                 self._ensure_hub()
@@ -281,11 +286,14 @@ class World:
             has_finalizer=self.spec.group is PodGroupKey.WORKLOAD,
         )
 
-    def _change(self, action: RestartWorker | DeleteWorker | EndAtCheckpoint) -> None:
+    def _change(self, action: RestartWorker | DeleteWorker | EndAtCheckpoint | RequestCheckpoint) -> None:
         """Delete a pod, or give it the order to continue with an attempt, which its launcher follows in its time."""
         pod = self.pods.get(action.index)
         if isinstance(action, DeleteWorker):
             self._delete(action)
+        elif isinstance(action, RequestCheckpoint):
+            if pod is not None and pod.attempt == action.request.attempt:
+                pod.save_request = action.request
         elif isinstance(action, EndAtCheckpoint):
             if pod is not None and pod.attempt == action.attempt:
                 pod.checkpoint = True

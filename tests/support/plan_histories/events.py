@@ -9,6 +9,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     Deletion,
     HubPhase,
+    LeavingNode,
     PodRejection,
     Progress,
     SlowRank,
@@ -123,6 +124,23 @@ class JobEvents(JobHistory):
             self.job.observe(init=None)
         elif init.live:
             self.job.change_init(phase=phase)
+
+    @rule(node=st.none() | st.integers(0, 3))
+    def node_is_cordoned(self, node: int | None) -> None:
+        leaving = () if node is None else (LeavingNode(name=f"node-{node}", reason="is cordoned"),)
+        self.job.observe(leaving_nodes=leaving)
+
+    @rule(age=st.floats(-60, 60))
+    def checkpoint_is_reported(self, age: float) -> None:
+        """Report a checkpoint, also by a clock that is ahead of ours."""
+        before, attempt = self.job.observed.progress, self.job.state.status.attempt
+        iteration = 1 if before is None or before.attempt != attempt else before.iteration + 1
+        time = float(int(self.job.now - age))
+        self.job.observe(
+            progress=Progress(
+                attempt=attempt, iteration=iteration, checkpoint_iteration=iteration, checkpoint_time=time
+            )
+        )
 
     @rule(vanishes=st.booleans())
     def budget_is_forgotten(self, vanishes: bool) -> None:

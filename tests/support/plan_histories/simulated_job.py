@@ -25,6 +25,7 @@ from megatronapp_operator.plan import (
     PodGroupKey,
     RemoveDisruptionBudget,
     RemoveGroup,
+    RequestCheckpoint,
     Worker,
     WorkerPhase,
     plan,
@@ -91,8 +92,8 @@ class SimulatedJob:
                 self.state = dataclasses.replace(self.state, deletion_requested=True)
             case CreateWorker():
                 self._create(action)
-            case DeleteWorker():
-                self._delete(action)
+            case DeleteWorker() | RequestCheckpoint():
+                self._change_worker(action)
             case RemoveGroup() | EnsureDisruptionBudget() | RemoveDisruptionBudget():
                 self._change_objects(action)
 
@@ -110,6 +111,14 @@ class SimulatedJob:
         )
         self.observe(workers=(*self.observed.workers, worker))
         self.groups.add(action.attempt)
+
+    def _change_worker(self, action: DeleteWorker | RequestCheckpoint) -> None:
+        if isinstance(action, DeleteWorker):
+            self._delete(action)
+            return
+        target = next(worker for worker in self.observed.workers if worker.index == action.index)
+        assert target.attempt == action.request.attempt and self.budget, "no eviction waits for this checkpoint"
+        self.change(target, save_request=action.request)
 
     def _delete(self, action: DeleteWorker) -> None:
         target = next(

@@ -5,6 +5,7 @@ The same table is judged here and by a real API server.
 
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
 from rule_examples_cluster import CLUSTER_EXAMPLES
+from rule_examples_disruption import DISRUPTION_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
 from rule_examples_messages import MESSAGE_EXAMPLES
 from rule_examples_pods import ADMISSION_EXAMPLES
@@ -18,6 +19,7 @@ EXAMPLES: tuple[Example, ...] = (
     *RUNTIME_EXAMPLES,
     *MESSAGE_EXAMPLES,
     *CLUSTER_EXAMPLES,
+    *DISRUPTION_EXAMPLES,
     *SERVE_EXAMPLES,
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from megatronapp_common.attempt_order import AttemptOrder
+from megatronapp_common.save_request import SaveRequest
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret, read_secret
 from megatronapp_trainer.launch.config import address
 
@@ -41,8 +42,15 @@ if action == "abandon":
 def leave(*_):
     mark("checkpointed")
     sys.exit(75)
-if action == "polite":
+if action in ("polite", "saver"):
     signal.signal(signal.SIGTERM, leave)
+saves = []
+def save(*_):
+    saves.append(rank)
+    (here / f"draft-saves-{rank}").write_text(str(len(saves)))
+    (here / f"draft-saves-{rank}").rename(here / f"saves-{rank}")
+if action == "saver":
+    signal.signal(signal.SIGURG, save)
 if action == "victim":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(69))
 if action == "orphan":
@@ -73,6 +81,8 @@ if action == "watch":
         libc.pthread_mutex_lock(held)
         libc.pthread_mutex_lock(held)  # for ever, as in a collective: no handler of Python's runs
 if action in ("wait", "polite", "victim"):
+    time.sleep(600)
+while action == "saver":
     time.sleep(600)
 """
 
@@ -199,6 +209,12 @@ class Gang:
             draft = self.tmp / f"order-{index}.new"
             draft.write_text(AttemptOrder(attempt=attempt, grace_s=grace_s, **more).text)
             draft.rename(self.order_file(index))
+
+    def request_checkpoint(self, index: int, request: SaveRequest) -> None:
+        """Request a checkpoint from the ranks of a worker, as the kubelet writes it."""
+        draft = self.tmp / f"save-{index}.new"
+        draft.write_text(request.text)
+        draft.rename(self.tmp / f"save-{index}")
 
     def status(self, where: str) -> dict[str, Any]:
         """Answer of the launcher of worker 0 at host:port."""

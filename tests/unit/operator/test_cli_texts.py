@@ -69,6 +69,19 @@ def test_describe_shows_spares_and_their_cost() -> None:
     assert "Former spare: gpt-spare-0-3 is worker 2" in head
 
 
+def test_describe_shows_which_eviction_waits_and_the_newest_checkpoint() -> None:
+    waits = {"type": "EvictionsRefused", "status": "True", "reason": "EvictionWaits", "lastTransitionTime": TIME}
+    status = {
+        "progress": {"iteration": 9, "checkpointIteration": 7, "checkpointTime": TIME},
+        "conditions": [waits | {"message": "node n1 is cordoned: an eviction waits for a checkpoint"}],
+    }
+    metadata = {"name": "gpt", "namespace": "team", "uid": "u", "creationTimestamp": TIME}
+    job = ClusterJob({"metadata": metadata, "spec": {}, "status": status})
+    head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[])]
+    assert "Evictions: refused: node n1 is cordoned: an eviction waits for a checkpoint" in head
+    assert [line.startswith("Checkpoint: step 7, taken ") and line.endswith(" ago") for line in head].count(True) == 1
+
+
 @pytest.mark.parametrize("damaged", [{}, {"state": 3}, {"state": "confirmed", "subject": "rank 1"}, "rank 1", None])
 def test_a_damaged_verdict_of_a_job_does_not_hide_all_jobs(damaged: Any) -> None:
     verdict = {"id": "v", "state": "confirmed", "cause": "compute", "subject": {"type": "rank", "ranks": [1]}}

@@ -240,5 +240,10 @@ def test_refused_evictions_are_exported_for_jobs_that_have_had_a_budget(scrape: 
         condition = Condition(type=ConditionType.EVICTIONS_REFUSED, status=refused, reason="Protected")
         scrape.see(Status(conditions=(condition,)))
         assert scrape.value("megatron_job_evictions_refused", **JOB) == refused
+        assert scrape.value("megatron_job_eviction_waits", **JOB) == 0
+    condition = Condition(type=ConditionType.EVICTIONS_REFUSED, status=True, reason="EvictionWaits")
+    scrape.see(Status(conditions=(condition,), progress=Progress(iteration=9, checkpoint_time=NOW)))
+    assert scrape.value("megatron_job_eviction_waits", **JOB) == 1
+    assert scrape.value("megatron_job_checkpoint_timestamp_seconds", **JOB) == NOW
     scrape.see(Status(), "without")
     assert scrape.value("megatron_job_evictions_refused", **JOB | {"name": "without"}) is None

@@ -11,11 +11,14 @@ from megatronapp_common.job.api.status import ConditionType
 from megatronapp_operator.plan import (
     Disruption,
     EnsureDisruptionBudget,
+    LeavingNode,
     Phase,
+    Progress,
     RecordEvent,
     RemoveDisruptionBudget,
+    RequestCheckpoint,
 )
-from megatronapp_operator.plan.policies.disruption import RETRY_S
+from megatronapp_operator.plan.policies.disruption import REPEAT_S, RETRY_S, UNANSWERED_S
 
 Maker = Callable[..., Any]
 KIND = ConditionType.EVICTIONS_REFUSED
@@ -117,3 +120,152 @@ def test_a_job_that_is_deleted_leaves_its_budget_to_the_garbage_collector(runnin
     made.observed = dataclasses.replace(made.observed, disruption_budget=True)
     made.job = dataclasses.replace(made.job, deletion_requested=True)
     assert carried_out(made) == []
+
+
+AGE_S = 300.0
+
+
+def requests(made: Any) -> list[Any]:
+    return [action.request for action in made.actions if isinstance(action, RequestCheckpoint)]
+
+
+def report(made: Any, iteration: int, taken_at: float | None) -> None:
+    """Report a checkpoint of the newest step, taken at a time by the clock of its node."""
+    step = None if taken_at is None else iteration
+    page = Progress(attempt=0, iteration=iteration, checkpoint_iteration=step, checkpoint_time=taken_at)
+    made.observed = dataclasses.replace(made.observed, progress=page)
+
+
+@pytest.fixture
+def careful(running: Maker, worker: Maker) -> Maker:
+    """A gang that trains on two nodes, and may be evicted while its newest checkpoint is young."""
+
+    def make() -> Any:
+        made = running(disruption=Disruption.CHECKPOINT_FIRST, checkpoint_age_s=AGE_S)
+        made.see(*(dataclasses.replace(worker(index), node=f"n{index}") for index in range(2)))
+        made.plan()
+        return made
+
+    return make
+
+
+def test_evictions_are_refused_while_the_newest_checkpoint_is_old(careful: Maker) -> None:
+    made = careful()
+    assert carried_out(made) == [] and made.job.status.condition(KIND) is None, "nothing can be lost yet"
+    made.now += AGE_S - 1
+    assert carried_out(made) == [] and made.plan().wake_at == made.now + 1
+    made.now += 1
+    assert carried_out(made) == [EnsureDisruptionBudget()]
+    condition = made.job.status.condition(KIND)
+    assert (condition.reason, condition.message.partition("; ")[2]) == (
+        "CheckpointOld", "this attempt has no checkpoint yet",
+    )  # fmt: skip
+    made.now += 50
+    report(made, 7, taken_at=made.now - 10)
+    assert carried_out(made) == [RemoveDisruptionBudget()]
+    assert made.job.status.condition(KIND).reason == "CheckpointYoung"
+    made.now += AGE_S - 11
+    assert carried_out(made) == []
+    made.now += 1
+    assert carried_out(made) == [EnsureDisruptionBudget()]
+    assert "of step 7, taken at 1970-01-01T00:22:20Z" in made.job.status.condition(KIND).message
+
+
+@pytest.mark.parametrize("ahead", [0.0, 86400.0])
+def test_no_clock_makes_a_checkpoint_younger_than_it_is(careful: Maker, ahead: float) -> None:
+    made = careful()
+    made.now += AGE_S
+    report(made, 7, taken_at=made.now + ahead)
+    seen_at = made.now
+    assert carried_out(made) == []
+    made.now += AGE_S - 1
+    report(made, 7, taken_at=seen_at + ahead)
+    assert carried_out(made) == []
+    made.job = dataclasses.replace(made.job, status=read_status(status_document(made.job.status)))
+    made.now += 1
+    assert carried_out(made) == [EnsureDisruptionBudget()]
+
+
+def test_a_restart_begins_without_a_budget_and_forgets_the_checkpoints_before(careful: Maker, worker: Maker) -> None:
+    made = careful()
+    made.now += AGE_S
+    carried_out(made)
+    made.see(worker(0), worker(1, "Failed", 1))
+    assert carried_out(made) == [RemoveDisruptionBudget()]
+    made.see()
+    made.now += 10
+    made.plan()
+    made.see(worker(0, attempt=1), worker(1, attempt=1))
+    made.plan()
+    report(made, 9, taken_at=made.now + AGE_S)  # of the attempt before
+    made.now += AGE_S
+    assert carried_out(made) == [EnsureDisruptionBudget()]
+
+
+def test_a_node_that_is_to_be_emptied_gets_its_eviction_after_a_checkpoint(careful: Maker) -> None:
+    made = careful()
+    made.observed = dataclasses.replace(made.observed, leaving_nodes=(LeavingNode(name="n1", reason="is cordoned"),))
+    made.now += AGE_S - 1
+    plan = made.plan()
+    assert requests(plan) == [] and budgets(plan) == [], "evictions pass at once while little would be lost"
+    made.now += 1
+    plan = made.plan()
+    (request,) = requests(plan)
+    assert (request.attempt, request.time, request.nodes) == (0, int(made.now), ("n1",))
+    (event,) = [action for action in plan.actions if isinstance(action, RecordEvent)]
+    message = "node n1 is cordoned: an eviction waits for a checkpoint; this attempt has no checkpoint yet"
+    assert (event.reason, event.message) == ("EvictionWaits", message)
+    assert made.job.status.condition(KIND).reason == "EvictionWaits"
+    carried_out(made)
+    first, second = made.observed.workers
+    made.see(dataclasses.replace(first, save_request=request), second)
+    assert made.plan().actions == (), "what was requested is not requested again"
+    report(made, 8, taken_at=made.now + 2)
+    made.now += 3
+    plan = made.plan()
+    assert budgets(plan) == [RemoveDisruptionBudget()] and requests(plan) == []
+    (event,) = [action for action in plan.actions if isinstance(action, RecordEvent)]
+    assert event.reason == "CheckpointYoung" and event.message.startswith("workers may be evicted until ")
+
+
+def test_a_checkpoint_is_requested_again_for_another_node_or_after_a_while(careful: Maker) -> None:
+    made = careful()
+    made.observed = dataclasses.replace(made.observed, leaving_nodes=(LeavingNode(name="n0", reason="is cordoned"),))
+    made.now += AGE_S
+    carried_out(made)
+
+    def carry_out_requests() -> list[int]:
+        found = requests(made.plan())
+        first, second = made.observed.workers
+        if found:
+            made.see(dataclasses.replace(first, save_request=found[0]), second)
+        return [request.time for request in found]
+
+    began = int(made.now)
+    assert carry_out_requests() == [began]
+    assert made.plan().wake_at == began + UNANSWERED_S
+    made.now += UNANSWERED_S
+    assert carry_out_requests() == [began + UNANSWERED_S], "no rank has answered"
+    answered = made.now + 5
+    made.now += 10
+    report(made, 8, taken_at=answered)
+    assert carried_out(made) == [RemoveDisruptionBudget()]
+    made.now += AGE_S
+    assert carry_out_requests() == [], "the node stays cordoned, and nothing was evicted"
+    leaving = tuple(LeavingNode(name=name, reason="is cordoned") for name in ("n0", "n1"))
+    made.observed = dataclasses.replace(made.observed, leaving_nodes=leaving)
+    again = int(made.now)
+    assert carry_out_requests() == [again]
+    report(made, 9, taken_at=made.now + 1)
+    made.now = again + REPEAT_S - 1
+    assert carry_out_requests() == []
+    made.now += 1
+    assert carry_out_requests() == [again + REPEAT_S]
+
+
+def test_nodes_of_others_cause_no_request(careful: Maker) -> None:
+    made = careful()
+    made.observed = dataclasses.replace(made.observed, leaving_nodes=(LeavingNode(name="n7", reason="is cordoned"),))
+    made.now += AGE_S
+    plan = made.plan()
+    assert requests(plan) == [] and made.job.status.condition(KIND).reason == "CheckpointOld"

@@ -101,6 +101,7 @@ class History(WorkerEvents, JobEvents, JobInvariants):
             start_deadline_s=60,
             progress_deadline_s=90,
             exclusion=NodeExclusion(max_nodes=2, ttl_s=200),
+            checkpoint_age_s=20,
             **end,
         )
         self.job = SimulatedJob(JobState(spec=JobSpec(name="job", uid="u", hub_retain_s=30, policy=policy, **spec)))

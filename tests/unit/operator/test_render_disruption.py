@@ -1,8 +1,11 @@
 """Budget and annotations that keep the workers of a gang from being evicted."""
 
+import pathlib
+
 import pytest
 import rendered
 
+from megatronapp_common.names import ANNOTATION_SAVE
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render.disruption import PROTECTED
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings
@@ -43,3 +46,19 @@ def test_annotations_of_the_template_replace_ours() -> None:
     job = rendered.make_job({**PROTECT, "podTemplate": template})
     found = rendered.make_worker(job)["metadata"]["annotations"]
     assert (found[name], found[other]) == ("false", "false")
+
+
+@pytest.mark.parametrize("restart", ["Pods", "InPlace"])
+def test_the_launcher_reads_requests_for_a_checkpoint_where_the_kubelet_writes_them(restart: str) -> None:
+    volume = {"claim": "runs", "mountPath": "/runs"}
+    checkpoint = {"save": "/runs/a", "saveInterval": 9, "volume": volume}
+    policy = {"disruption": "CheckpointFirst", "restart": restart}
+    pod = rendered.make_worker(rendered.make_job({"runPolicy": policy, "checkpoint": checkpoint}))
+    path = pathlib.PurePath(rendered.environment(pod)["MEGATRONAPP_SAVE_FILE"])
+    (mount,) = [entry for entry in rendered.container(pod)["volumeMounts"] if entry["mountPath"] == str(path.parent)]
+    (source,) = [entry["downwardAPI"] for entry in pod["spec"]["volumes"] if entry["name"] == mount["name"]]
+    field = {"fieldPath": f"metadata.annotations['{ANNOTATION_SAVE}']"}
+    assert source["items"] == [{"path": path.name, "fieldRef": field}] and mount["readOnly"]
+    assert not PROTECTED.keys() & pod["metadata"]["annotations"].keys(), "autoscalers may choose its node"
+    other = rendered.make_worker(rendered.make_job({"runPolicy": {"disruption": "Protect"}}))
+    assert "MEGATRONAPP_SAVE_FILE" not in rendered.environment(other)

@@ -129,6 +129,36 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     return int(code), recorder.saved, run.state.iteration
 
 
+def train_with_a_request_to_save_on_rank_1(flags: str) -> tuple[int, list[int], list[bool]]:
+    """Return the exit code, the steps that were saved, and whether a request was pending before each microbatch."""
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.parallel.peer_loss import SAVE
+    from megatronapp_trainer.training.build import build_schedule
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopRequest
+
+    run, iterators = prepared(f"{PP2} {flags}")
+    recorder: Any = RecordingServices()
+    pending: list[bool] = []
+    with StopRequest() as stop:
+
+        def act() -> None:
+            os.kill(os.getpid(), SAVE)
+
+        hooked = at_step(iterators.train, 4, 2, act) if run.layout.rank == 1 else iterators.train
+
+        def noted() -> Iterator[Any]:
+            for batch in hooked:
+                pending.append(stop.save)
+                yield batch
+
+        iterators = DataIterators(train=noted(), valid=None, test=None)
+        code = Trainer(
+            run, iterators, build_schedule(run), stop_request=stop, reporter=recorder, checkpoints=recorder
+        ).train()
+    return int(code), recorder.saved, pending
+
+
 def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[tuple[int, float, str]]]:
     """A signal on rank 0 at the third batch of the evaluation after step 2: code, saves, steps, batches, results."""
     from megatronapp_trainer.data.microbatches import DataIterators
@@ -296,6 +326,17 @@ def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[
 def test_a_signal_on_any_rank_stops_all_at_the_same_step_boundary(run_ranks: RunRanks) -> None:
     results = run_ranks(4, train_with_a_signal_on_rank_0)
     assert results == [(int(ExitCode.PREEMPTED), [4], 4)] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"), [("", [3, 8]), ("--save none --save-interval 3", [3, 6, 8])], ids=["alone", "due"]
+)
+def test_a_request_on_any_rank_saves_once_on_all_and_training_continues(
+    run_ranks: RunRanks, flags: str, saved: list[int]
+) -> None:
+    for code, steps, pending in run_ranks(2, train_with_a_request_to_save_on_rank_1, flags):
+        assert (code, steps) == (int(ExitCode.OK), saved)
+        assert not any(pending[12:]), "the checkpoint fulfils it"
 
 
 @pytest.mark.parametrize(("world", "flags"), [(1, "--micro-batch-size 1"), (2, PP2)])

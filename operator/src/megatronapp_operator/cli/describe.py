@@ -104,6 +104,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Attempt", str(status.get("attempt", 0))),
         ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
         ("Iteration", iteration(progress)),
+        *_evictions(status),
         *_time_spent(status.get("timeSpent")),
         *_spares(status),
         ("Loss", number(progress.get("loss"), ".4f")),
@@ -121,6 +122,16 @@ def _time_spent(spent: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     if total > 0 and trained > 0:
         lost = [f"{use} {human_duration(seconds)}" for use, seconds in uses.items() if seconds >= 1]
         yield "Effective time", f"{trained / total:.1%}" + (f"; {', '.join(lost)}" if lost else "")
+
+
+def _evictions(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the newest checkpoint of the attempt, and whether workers may be evicted; nothing without either."""
+    progress = status.get("progress") or {}
+    if progress.get("checkpointTime") is not None:
+        yield "Checkpoint", f"step {progress.get('checkpointIteration')}, taken {age(progress['checkpointTime'])} ago"
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "EvictionsRefused":
+            yield "Evictions", f"{'refused' if condition['status'] == 'True' else 'allowed'}: {condition['message']}"
 
 
 def _spares(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

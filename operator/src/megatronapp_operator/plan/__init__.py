@@ -31,6 +31,7 @@ from megatronapp_operator.plan.actions import (
     RecordEvent,
     RemoveDisruptionBudget,
     RemoveGroup,
+    RequestCheckpoint,
     RestartWorker,
 )
 from megatronapp_operator.plan.observed import (
@@ -40,6 +41,7 @@ from megatronapp_operator.plan.observed import (
     HubPhase,
     HubState,
     InitPod,
+    LeavingNode,
     Observed,
     PodRejection,
     ProfileState,
@@ -97,6 +99,7 @@ __all__ = [
     "InitPod",
     "JobSpec",
     "JobState",
+    "LeavingNode",
     "NodeExclusion",
     "Observed",
     "Phase",
@@ -109,6 +112,7 @@ __all__ = [
     "RemoveDisruptionBudget",
     "RemoveGroup",
     "Replicas",
+    "RequestCheckpoint",
     "RestartWorker",
     "RunPolicy",
     "SlowNodeAction",

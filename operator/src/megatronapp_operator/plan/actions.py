@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from megatronapp_common.job.api.status import Status
+from megatronapp_common.save_request import SaveRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +85,14 @@ class RemoveDisruptionBudget:
     """Let the cluster evict the gang's workers."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCheckpoint:
+    """Let the ranks of an attempt write a checkpoint and continue; it is enough if one worker gets the request."""
+
+    index: int
+    request: SaveRequest
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeleteHub:
     """Stop the hub of the job."""
@@ -122,6 +131,7 @@ Action = (
     | RemoveGroup
     | EnsureDisruptionBudget
     | RemoveDisruptionBudget
+    | RequestCheckpoint
     | DeleteHub
     | DeleteJob
     | RecordEvent

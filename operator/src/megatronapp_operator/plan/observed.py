@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 
 from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.status import SlowRank
+from megatronapp_common.save_request import SaveRequest
 
 
 class WorkerPhase(enum.StrEnum):
@@ -87,6 +88,8 @@ class Worker:
     """True for a spare, whose index follows those of the gang."""
     ends_at_checkpoint: bool = False
     """True if its ranks have the order to end with the next checkpoint of this attempt."""
+    save_request: SaveRequest | None = None
+    """Newest request to its ranks for a checkpoint of this attempt."""
 
     @property
     def live(self) -> bool:
@@ -206,6 +209,15 @@ class ProfileState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeavingNode:
+    """Node that is to be emptied: evictions of its pods may wait."""
+
+    name: str
+    reason: str
+    """How that is known, as the end of a sentence about the node."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything that exists of a job now."""
 
@@ -227,6 +239,8 @@ class Observed:
     """True if the budget that refuses evictions exists, False if not; None: this process has not set or removed it."""
     budget_refusal: str = ""
     """Why the operator could not set the budget during the last minutes; empty: it was not refused."""
+    leaving_nodes: tuple[LeavingNode, ...] = ()
+    """Nodes of the gang that are to be emptied, as far as the backend may read nodes."""
     profile: ProfileState | None = None
     """None: no profile concerns the job."""
     volumes: str | None = None

@@ -81,6 +81,9 @@ SPARES_START = "SparesStart"
 
 PROTECTED = "Protected"
 BUDGET_REFUSED = "BudgetRefused"
+CHECKPOINT_OLD = "CheckpointOld"
+CHECKPOINT_YOUNG = "CheckpointYoung"
+EVICTION_WAITS = "EvictionWaits"
 EVICTIONS_ALLOWED = "EvictionsAllowed"
 
 ALL_WORKERS_SUCCEEDED = "AllWorkersSucceeded"

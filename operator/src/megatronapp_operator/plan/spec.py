@@ -82,6 +82,8 @@ class Disruption(enum.StrEnum):
     ALLOW = "Allow"
     PROTECT = "Protect"
     """None while the gang exists."""
+    CHECKPOINT_FIRST = "CheckpointFirst"
+    """Any while little would be lost: the newest checkpoint is young, or the attempt has just begun."""
 
 
 class SuccessPolicy(enum.StrEnum):
@@ -112,6 +114,8 @@ class RunPolicy:
     """Workers beyond the gang that wait to take the places of workers whose pods are at fault."""
     disruption: Disruption = Disruption.ALLOW
     """Evictions that the cluster may make."""
+    checkpoint_age_s: float = 300.0
+    """Seconds up to which a checkpoint is young, for `Disruption.CHECKPOINT_FIRST`."""
     rejoin_s: float = 60.0
     """Seconds that a launcher has to join the next attempt after the time for its ranks to end."""
     backoff: Backoff = dataclasses.field(default_factory=Backoff)

@@ -116,6 +116,7 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
     """
     if page is None or page.get("iteration") is None:
         return None
+    checkpoint_iteration, checkpoint_time = read_checkpoint(page.get("checkpoint"))
     return Progress(
         attempt=_whole(page.get("attempt") or 0),
         iteration=_whole(page["iteration"]),
@@ -129,10 +130,24 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
         seconds_left=_finite(page.get("secondsLeft")),
         consumed_samples=_count(page.get("consumedSamples")),
         validation_loss=_finite(page.get("validationLoss")),
+        checkpoint_iteration=checkpoint_iteration,
+        checkpoint_time=checkpoint_time,
         updated_at=None if page.get("updatedAt") is None else _moment(seconds_of(page["updatedAt"])),
         plans=read_plans(page.get("plans", ())),
         forward_backward=read_forward_backward(page.get("forwardBackward")),
     )
+
+
+def read_checkpoint(entry: Any) -> tuple[int | None, float | None]:  # noqa: ANN401 - JSON of another process
+    """Return step and time of the newest checkpoint; None and None without one, or of a release that reports no time.
+
+    Times are rounded down: a checkpoint is never taken for younger than it is.
+    """
+    try:
+        taken_at = _moment(seconds_of(entry["takenAt"]))
+        return (None, None) if taken_at is None else (_limited(entry["iteration"], MAX_COUNT), float(int(taken_at)))
+    except UNREADABLE:
+        return None, None
 
 
 def read_plans(entries: Any) -> tuple[PipelinePlan, ...]:  # noqa: ANN401 - JSON of another process

@@ -74,6 +74,7 @@ def _cluster_policy(given: RunPolicy) -> plan.RunPolicy:
         in_place=given.restart == "InPlace",
         spares=given.spares,
         disruption=plan.Disruption(given.disruption),
+        checkpoint_age_s=given.checkpoint_age_seconds,
         failed_grace_s=min(FAILED_GRACE_S, given.termination_grace_period_seconds),
         lost_worker_s=given.lost_node_timeout_seconds,
         clean=plan.CleanPodPolicy(given.clean_pod_policy),

@@ -148,7 +148,11 @@ class CheckpointManager:
             self._give_up(error, temporary)
         written_s = time.monotonic() - began_s
         self._report = dataclasses.replace(
-            self._report, iteration=state.iteration, blocked_s=written_s, written_s=written_s
+            self._report,
+            iteration=state.iteration,
+            taken_at=time.time() - written_s,
+            blocked_s=written_s,
+            written_s=written_s,
         )
 
     @property

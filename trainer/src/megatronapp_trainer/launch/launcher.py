@@ -119,6 +119,12 @@ class Launcher:
         if self._supervisor is not None:
             self._supervisor.end_at_checkpoint()
 
+    def save(self) -> bool:
+        """Let the ranks of the gang write a checkpoint and continue; return False if they do not run yet."""
+        if self._supervisor is not None:
+            self._supervisor.save()
+        return self._supervisor is not None
+
     def _note_stop(self) -> None:
         self._status.phase = GangPhase.STOPPING
 

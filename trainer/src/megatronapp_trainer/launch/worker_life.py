@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatronapp_common.attempt_order import POLL_S, AttemptOrder, lock_path, take_lock
 from megatronapp_common.names import ExitCode
@@ -136,11 +137,12 @@ class WorkerLife:
         launcher = self._launcher = Launcher(self._settings, self._options, self._arguments, self._status)
         if self._stopped.is_set():
             launcher.stop()
-        watch = asyncio.create_task(self._watch(launcher)) if self._settings.attempt_file is not None else None
+        watches = [asyncio.create_task(self._watch(launcher))] if self._settings.attempt_file is not None else []
+        watches += [asyncio.create_task(self._watch_saves(launcher))] if self._settings.save_file is not None else []
         try:
             return await launcher.run()
         finally:
-            if watch is not None:
+            for watch in watches:
                 watch.cancel()
 
     async def _watch(self, launcher: Launcher) -> None:
@@ -151,6 +153,15 @@ class WorkerLife:
             await asyncio.sleep(POLL_S)
         log.info("attempt %d is over: attempt %d is ordered", self._settings.attempt, order.attempt)
         launcher.stop(within_s=order.grace_s)
+
+    async def _watch_saves(self, launcher: Launcher) -> NoReturn:
+        """Let the ranks write a checkpoint for each request about this attempt."""
+        done_time = 0
+        while True:
+            request = self._settings.save_request()
+            if request is not None and request.time > done_time and launcher.save():
+                done_time = request.time
+            await asyncio.sleep(POLL_S)
 
     async def _next_order(self, outcome: LauncherOutcome) -> AttemptOrder | None:
         """Wait for the order to run another attempt; None: this worker has ended."""

@@ -18,6 +18,10 @@ _ADVICE = (
 )
 
 
+REQUESTS = 4
+"""Figures after the losses: how many ranks ask to stop, have no time left, still save, and ask for a checkpoint."""
+
+
 def token_loss(
     losses: torch.Tensor, loss_mask: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,6 +56,8 @@ class StepLoss:
     """True if any rank was asked to stop."""
     time_is_up: bool = False
     """True if any rank has reached its limit of training time."""
+    save: bool = False
+    """True if any rank was asked for a checkpoint."""
     is_saving: bool = False
     """True if any rank still works on the checkpoint in the background."""
     further: tuple[float, ...] = ()
@@ -84,7 +90,7 @@ class PendingLossReduction:
         """Wait for the result, which is equal on all ranks."""
         values = self._copy.read().tolist()
         end = len(values) - self._further
-        *sums, stops, time_outs, saving = values[:end]
+        *sums, stops, time_outs, saving, saves = values[:end]
         totals, counts = sums[::2], sums[1::2]
         means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
         counted = zip(self._names, means, counts, strict=True)
@@ -95,6 +101,7 @@ class PendingLossReduction:
             stop=stops > 0,
             time_is_up=time_outs > 0,
             is_saving=saving > 0,
+            save=saves > 0,
             further=tuple(values[end:]),
         )
 
@@ -117,6 +124,7 @@ def reduce_loss(
     stop: bool = False,
     time_is_up: bool = False,
     is_saving: bool = False,
+    save: bool = False,
     further: torch.Tensor | None = None,
     minimised: int | None = None,
 ) -> PendingLossReduction:
@@ -126,15 +134,15 @@ def reduce_loss(
     minimised (None: all). `further`: more figures of this rank, fp64 of one axis, to sum with them.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
-    them agree on stopping at the same step boundary, whichever of them got the signal, and on the end of writes
-    (`is_saving`).
+    them agree on stopping or saving at the same step boundary, whichever of them got the signal, and on the end of
+    writes (`is_saving`).
     """
     stacked = torch.stack(reports) if reports else None
-    vector = torch.zeros(2 * len(names) + 3, dtype=torch.float64, device=device.torch_device)
+    vector = torch.zeros(2 * len(names) + REQUESTS, dtype=torch.float64, device=device.torch_device)
     if stacked is not None and layout.tensor_rank == 0:
-        vector[:-3] = stacked.double().sum(0)
-    if stop or time_is_up or is_saving:
-        vector[-3:] = torch.tensor([stop, time_is_up, is_saving], dtype=torch.float64)
+        vector[:-REQUESTS] = stacked.double().sum(0)
+    if stop or time_is_up or is_saving or save:
+        vector[-REQUESTS:] = torch.tensor([stop, time_is_up, is_saving, save], dtype=torch.float64)
     if further is not None:
         vector = torch.cat((vector, further))
     dist.all_reduce(vector)

@@ -18,6 +18,8 @@ PEER_LOST = signal.SIGUSR1
 """Signal of a launcher to its ranks once a rank of the gang is lost; programs that do not watch for it ignore it."""
 END_AT_CHECKPOINT = signal.SIGUSR2
 """Signal of a launcher to its ranks: end once the next checkpoint is written; other programs ignore it."""
+SAVE = signal.SIGURG
+"""Signal of a launcher to its ranks: write a checkpoint after this step, and continue; by default it is ignored."""
 STDERR = 2
 LINGER_S = 1.0
 """Seconds for which the main thread may end by itself, as it does if a collective raises, and answers may be sent."""

@@ -204,7 +204,9 @@ class Trainer:
         if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
             return self._stop()
         stopped = self._state.validation_due and not self._evaluator.run("validation")
-        self._save_is_due = self._save_is_due or is_due(iteration, config.checkpoint.save_interval)
+        if outcome.loss.save:  # a request that another rank has not seen yet is fulfilled by this checkpoint, too
+            self._context.stop_request.save = False
+        self._save_is_due |= outcome.loss.save or is_due(iteration, config.checkpoint.save_interval)
         if self._save_is_due:
             self._save_unless_writing()
         self._save_in_memory_if_due()

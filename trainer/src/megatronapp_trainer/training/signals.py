@@ -1,11 +1,11 @@
 """Graceful stop: SIGTERM and SIGINT set a flag that the loop checks at step boundaries, and `END_AT_CHECKPOINT` sets
-another, which it checks at those where a checkpoint is due.
+another, which it checks at those where a checkpoint is due. `SAVE` asks for a checkpoint at the next boundary.
 """
 
 import signal
 from types import FrameType, TracebackType
 
-from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT
+from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, SAVE
 
 
 class StopRequest:
@@ -15,6 +15,8 @@ class StopRequest:
         self.requested = False
         self.at_checkpoint = False
         """True if the training is to end with its next checkpoint."""
+        self.save = False
+        """True if a checkpoint is to be written at the next boundary; the loop resets it."""
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -22,6 +24,7 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._on_signal)
         self._previous[END_AT_CHECKPOINT] = signal.signal(END_AT_CHECKPOINT, self._on_end_at_checkpoint)
+        self._previous[SAVE] = signal.signal(SAVE, self._on_save)
         return self
 
     def __exit__(
@@ -37,6 +40,9 @@ class StopRequest:
 
     def _on_end_at_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
         self.at_checkpoint = True
+
+    def _on_save(self, _number: int, _frame: FrameType | None) -> None:
+        self.save = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

@@ -143,6 +143,7 @@ class TrainingStep:
                 names=self._run.loss_names,
                 minimised=self._run.minimised_losses,
                 stop=self._is_stop_requested(),
+                save=self._context.stop_request.save,
                 time_is_up=self._time_is_up(),
                 is_saving=self._context.saves is not None and self._context.saves.busy(),
                 further=None if self._experts is None else self._experts.take(self._run.device.torch_device),

@@ -181,6 +181,7 @@ class CheckpointProgress(ApiModel):
     model_config = ConfigDict(extra="ignore")
 
     iteration: Annotated[int | None, Field(description="Newest step whose checkpoint is on the disk.")] = None
+    taken_at: Annotated[str | None, Field(description="When the state of that step was taken, RFC 3339.")] = None
     pending_iteration: Annotated[int | None, Field(description="Step whose checkpoint is being written.")] = None
     blocked_seconds: Annotated[
         FiniteOrNone, Field(description="Time for which training waited for the newest checkpoint.")

@@ -88,8 +88,10 @@ class RunPolicy(ManifestModel):
     """Restart with new pods, or in the same ones; a pod at fault is replaced."""
     spares: Annotated[int, Field(ge=0, le=16)] = 0
     """Further workers that wait and take the places of pods at fault; needs restart: InPlace."""
-    disruption: Literal["Allow", "Protect"] = "Allow"
-    """Let drains and autoscalers evict the gang at any time, or never while it exists."""
+    disruption: Literal["Allow", "Protect", "CheckpointFirst"] = "Allow"
+    """Let drains and autoscalers evict the gang at any time, never, or while its newest checkpoint is young."""
+    checkpoint_age_seconds: Seconds = 300
+    """Age up to which that checkpoint is young, with CheckpointFirst."""
     backoff: Backoff = Backoff()
     """Pause before a restart."""
     reset_after_seconds: Seconds = 3600

@@ -141,6 +141,10 @@ class Progress(StatusType):
     """Loss of the newest evaluation."""
     state: ProgressState = "training"
     """Activity of the ranks."""
+    checkpoint_iteration: int | None = None
+    """Step of the newest checkpoint of this attempt."""
+    checkpoint_time: WholeTime | None = None
+    """When its state was taken, RFC 3339."""
     updated_at: WholeTime | None = None
     """Real time of the report, RFC 3339."""
     plans: Annotated[tuple[PipelinePlan, ...], Field(exclude_if=is_falsy)] = ()

@@ -11,6 +11,7 @@ _NO_MATCH = " && ".join(f"!has(one.match.{name})" for name in _MATCHES)
 _CODES = "one.match.exitCodes"
 _SLOW = "self.analyzer.slowNode.action"
 _SPARES = "self.runPolicy.spares"
+_DISRUPTION = "self.runPolicy.disruption"
 
 _SCHEDULING = (
     Rule(
@@ -69,6 +70,21 @@ _FAILURES = (
         field=".runPolicy.spares",
         rule=f"{_SPARES} == 0 || !has(self.checkpoint.save) || has(self.checkpoint.volume) || has(self.data.volume)",
         message="needs checkpoint.volume with checkpoint.save: on its own node a spare finds no checkpoint of others",
+    ),
+    Rule(
+        id="checkpoint-first-saves",
+        field=".runPolicy.disruption",
+        rule=f"{_DISRUPTION} != 'CheckpointFirst' || (self.mode == 'train' && has(self.checkpoint.save) && "
+        "has(self.checkpoint.saveInterval))",
+        message="CheckpointFirst needs mode: train, checkpoint.save and checkpoint.saveInterval; write Protect where "
+        "nothing is saved",
+    ),
+    Rule(
+        id="checkpoint-first-keeps-checkpoints",
+        field=".runPolicy.disruption",
+        rule=f"{_DISRUPTION} != 'CheckpointFirst' || has(self.checkpoint.volume) || has(self.data.volume)",
+        message="CheckpointFirst needs checkpoint.volume: a checkpoint on an emptied node is lost with it; write "
+        "Protect where there is none",
     ),
     Rule(
         id="failure-rule-matches",

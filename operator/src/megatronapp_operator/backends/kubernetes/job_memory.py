@@ -6,7 +6,7 @@ from megatronapp_common.job import MegatronJob, PinnedSettings
 from megatronapp_common.job.api.profile import Profile
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult
-from megatronapp_operator.plan import PodRejection, ProfileState, Status
+from megatronapp_operator.plan import LeavingNode, PodRejection, ProfileState, Status
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +39,10 @@ class JobMemory:
     """Generation and attempt for which the claims were checked."""
     volumes_again_at: float | None = None
     """When they are read again after an error."""
+    leaving_nodes: tuple[LeavingNode, ...] = ()
+    """Nodes of the gang that are to be emptied."""
+    nodes_again_at: float = float("-inf")
+    """When the nodes of the gang are read next."""
     pods_listed_at: float = float("-inf")
     """When the pods were last listed because some are being deleted."""
     agents_reported: frozenset[str] = frozenset()

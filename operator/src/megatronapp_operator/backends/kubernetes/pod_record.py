@@ -14,6 +14,7 @@ from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.names import (
     ANNOTATION_EXCLUDED_NODES,
     ANNOTATION_RESTART,
+    ANNOTATION_SAVE,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_ATTEMPT,
     LABEL_JOB,
@@ -24,6 +25,7 @@ from megatronapp_common.names import (
     ExitCode,
     ReplicaType,
 )
+from megatronapp_common.save_request import SaveRequest
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
@@ -94,6 +96,8 @@ class PodRecord:
     """True once it is annotated with the topology of its node."""
     spare: bool = False
     """True for a spare that waits for the place of a worker."""
+    save_request: SaveRequest | None = None
+    """Newest request for a checkpoint of its attempt."""
     ends_at_checkpoint: bool = False
     """True if its ranks have the order to end with the next checkpoint of its attempt."""
     starts: int = 1
@@ -167,6 +171,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         reachable_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
         spare=labels.get(LABEL_SPARE) == "true",
+        save_request=_save_request(annotations.get(ANNOTATION_SAVE), attempt),
         ends_at_checkpoint=_ends_at_checkpoint(annotations.get(ANNOTATION_RESTART), attempt),
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         template=sys.intern(annotations.get(ANNOTATION_TEMPLATE_HASH, "")),  # one text for all pods of a gang
@@ -176,6 +181,11 @@ def _read_pod(pod: Object) -> PodRecord | None:
         deleted_at=deleted_at,
         grace_s=grace_s,
     )
+
+
+def _save_request(text: str | None, attempt: int) -> SaveRequest | None:
+    request = None if text is None else SaveRequest.parse(text)
+    return request if request is not None and request.attempt == attempt else None
 
 
 def _ends_at_checkpoint(text: str | None, attempt: int) -> bool:

@@ -25,6 +25,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PERS
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import ContextBuilder, JobContext
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
+from megatronapp_operator.backends.kubernetes.leaving_nodes import LeavingNodes
 from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
@@ -89,6 +90,7 @@ class Reconciler:
             api, store, installation=installation, cluster_domain=settings.cluster_domain, clock=clock
         )
         self._maintenance = JobMaintenance(store, executor, clock)
+        self._leaving_nodes = LeavingNodes(api, clock, node_access=settings.node_access)
         self._memories: dict[Key, JobMemory] = {}
         self._troubles: dict[Key, str] = {}
         self._left: set[str] = set()
@@ -154,6 +156,8 @@ class Reconciler:
             await self._wait_for_profile(key, document, memory)
             return None
         observe_at = _earliest(await self._see_volumes(key, memory), await self._see_lost_deletions(key, memory))
+        pods = self._store.pods(key[0], memory.uid)
+        observe_at = _earliest(observe_at, await self._leaving_nodes.read(memory, pods))
         made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
@@ -271,6 +275,7 @@ class Reconciler:
             groups_refused=self._executor.groups.refused(memory.uid),
             disruption_budget=self._executor.budgets.exists(memory.uid),
             budget_refusal=self._executor.budgets.refusal(memory.uid),
+            leaving_nodes=memory.leaving_nodes,
             controls_spent=self._spent.get(key, 0.0),
             attempt_template=attempt_template(memory.pinned),
             rank_zero=rank_zero(self._status.table(memory), memory.status.attempt),

@@ -115,7 +115,17 @@ def progress(draft: PlanBuilder) -> None:
     if old is None or _mark(new) != _mark(old):
         draft.update(progress_time=draft.now)
     reported_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
-    draft.update(progress=dataclasses.replace(new, updated_at=reported_at))
+    draft.update(progress=dataclasses.replace(new, updated_at=reported_at, checkpoint_time=_taken_at(draft, new)))
+
+
+def _taken_at(draft: PlanBuilder, new: Progress) -> float | None:
+    """Return when the newest checkpoint was taken: never after it was first seen, so no clock makes it younger."""
+    old = draft.status.progress
+    if new.checkpoint_time is None:
+        return None
+    same = old is not None and (old.attempt, old.checkpoint_iteration) == (new.attempt, new.checkpoint_iteration)
+    known = old.checkpoint_time if same and old is not None else None
+    return min(new.checkpoint_time, float(int(draft.now)) if known is None else known)
 
 
 def stalls(draft: PlanBuilder) -> None:

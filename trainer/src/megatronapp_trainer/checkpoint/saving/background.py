@@ -259,6 +259,7 @@ class BackgroundSaves:
         self.report = replace(
             self.report,
             iteration=pending.iteration,
+            taken_at=time.time() - written_s,
             pending_iteration=None,
             blocked_s=pending.blocked_s,
             written_s=written_s,

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from megatronapp_common.text.times import rfc3339_micro
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
@@ -39,6 +41,8 @@ class CheckpointReport:
 
     iteration: int | None = None
     """Newest step whose checkpoint is published."""
+    taken_at: float | None = None
+    """When the state of that step was taken, in seconds since the epoch: later steps are in no checkpoint."""
     pending_iteration: int | None = None
     """Step whose checkpoint is being written."""
     blocked_s: float | None = None
@@ -56,6 +60,7 @@ class CheckpointReport:
         """Return the form in the progress document."""
         return {
             "iteration": self.iteration,
+            "takenAt": None if self.taken_at is None else rfc3339_micro(round(self.taken_at, 6)),
             "pendingIteration": self.pending_iteration,
             "blockedSeconds": self.blocked_s,
             "writeSeconds": self.written_s,

@@ -7,6 +7,7 @@ from typing import Self
 
 from megatronapp_common.attempt_order import AttemptOrder, ends_at_checkpoint, prefix_at, read_order
 from megatronapp_common.names import DEFAULT_SHM_DIR, Env, RankOrder, ShmFile
+from megatronapp_common.save_request import SaveRequest, read_save_request
 from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
@@ -48,6 +49,8 @@ class LauncherSettings:
     hub_url: str
     attempt_file: pathlib.Path | None = None
     """File that orders further attempts of this launcher (restart in place); None: it ends with its attempt."""
+    save_file: pathlib.Path | None = None
+    """File with requests for a checkpoint; None: there are none."""
     spare: bool = False
     """True until an order gives this worker, whose index follows those of the gang, one of the gang's places."""
 
@@ -89,6 +92,10 @@ class LauncherSettings:
         """Return True if the ranks of this attempt are ordered to end with their next checkpoint."""
         return self.attempt_file is not None and ends_at_checkpoint(self.attempt_file, attempt=self.attempt)
 
+    def save_request(self) -> SaveRequest | None:
+        """Return the newest request for a checkpoint of this attempt; None without one."""
+        return None if self.save_file is None else read_save_request(self.save_file, attempt=self.attempt)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
         """Read the variables.
@@ -128,6 +135,7 @@ class LauncherSettings:
             termination_log=_optional_path(environment, Env.TERMINATION_LOG),
             hub_url=environment.get(Env.HUB_URL, ""),
             attempt_file=_optional_path(environment, Env.ATTEMPT_FILE),
+            save_file=_optional_path(environment, Env.SAVE_FILE),
             spare=spare,
         )
 

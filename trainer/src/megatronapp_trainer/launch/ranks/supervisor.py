@@ -14,7 +14,7 @@ from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, 
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
 from megatronapp_trainer.launch.rendezvous.session import GangConnection
-from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, PEER_LOST
+from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, PEER_LOST, SAVE
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,11 @@ class Supervisor:
             self._ends_at_checkpoint = True
             log.info("the ranks are to end with their next checkpoint")
             self._signal_ranks(END_AT_CHECKPOINT)
+
+    def save(self) -> None:
+        """Let the ranks of the gang write a checkpoint after the current step, and continue."""
+        log.info("the ranks are to write a checkpoint")
+        self._signal_ranks(SAVE)
 
     def _stop_ranks(self) -> None:
         """Send SIGTERM once only: a rank that is about to end would die of a second signal."""

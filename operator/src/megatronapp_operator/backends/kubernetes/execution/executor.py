@@ -38,6 +38,7 @@ from megatronapp_operator.plan import (
     RecordEvent,
     RemoveDisruptionBudget,
     RemoveGroup,
+    RequestCheckpoint,
     RestartWorker,
 )
 
@@ -147,7 +148,7 @@ class Executor:
             )
 
     async def _change(self, work: JobContext, action: Action) -> None:
-        """Remove pods, groups and the job, and set or remove the disruption budget."""
+        """Remove pods, groups and the job, set or remove the disruption budget, and request checkpoints."""
         match action:
             case DeleteHub():
                 await self.pods.delete_all(self.pods.of_type(work, ReplicaType.HUB))
@@ -168,6 +169,8 @@ class Executor:
                 await self.budgets.ensure(work)
             case RemoveDisruptionBudget():
                 await self.budgets.remove(work)
+            case RequestCheckpoint():
+                await self.pods.request_checkpoint(work, action)
             case DeleteJob():
                 await self._api.delete(JOBS, work.document)
 

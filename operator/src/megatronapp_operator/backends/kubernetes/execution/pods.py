@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.names import (
     ANNOTATION_RESTART,
+    ANNOTATION_SAVE,
     LABEL_ATTEMPT,
     LABEL_REPLICA_INDEX,
     LABEL_SPARE,
@@ -19,6 +20,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import NODES, POD
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
+from megatronapp_operator.plan import RequestCheckpoint
 
 NO_PLACE = "-"
 """Topology of a node without the label, sorted before all others; workers wait until they have a value."""
@@ -73,6 +75,16 @@ class PodWriter:
         with contextlib.suppress(NotFoundError, ConflictError):
             made = await self._api.mark(PODS, record.reference, labels=labels, annotations=annotations)
             self._store.put_pod(made)
+
+    async def request_checkpoint(self, work: JobContext, action: RequestCheckpoint) -> None:
+        """Write the request on the pod of a worker; one that is removed meanwhile is seen to be missing."""
+        for record in self.of_type(work, ReplicaType.WORKER):
+            if not record.spare and (record.index, record.attempt) == (action.index, action.request.attempt):
+                annotations = {ANNOTATION_SAVE: action.request.text}
+                with contextlib.suppress(NotFoundError, ConflictError):
+                    self._store.put_pod(
+                        await self._api.mark(PODS, record.reference, labels={}, annotations=annotations)
+                    )
 
     async def delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
         await run_all([self._delete(record, grace_s) for record in records])

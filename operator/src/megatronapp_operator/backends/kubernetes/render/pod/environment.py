@@ -95,6 +95,7 @@ def _gathering(draft: WorkerDraft) -> dict[str, str]:
         Env.RUN_DIR: storage.RUN,
         Env.TERMINATION_LOG: TERMINATION_LOG,
         Env.LOG_TO_STDOUT: "1",
+        **({Env.SAVE_FILE: storage.SAVE_FILE} if draft.saves_by_request else {}),
     }
     if draft.index == 0 or draft.spare:
         values[Env.STATUS_PORT] = str(STATUS_PORT)

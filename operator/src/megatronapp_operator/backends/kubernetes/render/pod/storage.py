@@ -9,7 +9,7 @@ from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.inbox_memory import inbox_bytes
 from megatronapp_common.job.shipment_memory import shipment_bytes
-from megatronapp_common.names import ANNOTATION_RESTART
+from megatronapp_common.names import ANNOTATION_RESTART, ANNOTATION_SAVE
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
@@ -21,6 +21,8 @@ SECRET_FILE = f"{SECRET}/secret"
 SECRET_KEY = "secret"
 RESTART = "/run/megatronapp/restart"
 RESTART_FILE = f"{RESTART}/order"
+SAVE = "/run/megatronapp/save"
+SAVE_FILE = f"{SAVE}/request"
 JOB = "/run/megatronapp/job"
 JOB_KEY = "job.yaml"
 DEFAULT_SHM = "16Gi"
@@ -76,14 +78,15 @@ def own_volumes(draft: WorkerDraft) -> list[Object]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},
         {"name": "run", "emptyDir": {}},
         secret_volume(draft.names.secret(draft.owner.uid, draft.settings.key_id)),
-        *([_restart_volume()] if draft.in_place else []),
+        *([_annotation_volume("restart", "order", ANNOTATION_RESTART)] if draft.in_place else []),
+        *([_annotation_volume("save", "request", ANNOTATION_SAVE)] if draft.saves_by_request else []),
     ]
 
 
-def _restart_volume() -> Object:
-    """Return the volume into which the kubelet writes orders to restart in place, as they are in the annotation."""
-    item = {"path": "order", "fieldRef": {"fieldPath": f"metadata.annotations['{ANNOTATION_RESTART}']"}}
-    return {"name": "restart", "downwardAPI": {"items": [item]}}
+def _annotation_volume(name: str, file: str, annotation: str) -> Object:
+    """Return the volume into which the kubelet writes an annotation: an order or a request to the launcher."""
+    item = {"path": file, "fieldRef": {"fieldPath": f"metadata.annotations['{annotation}']"}}
+    return {"name": name, "downwardAPI": {"items": [item]}}
 
 
 def secret_volume(name: str) -> Object:
@@ -102,7 +105,11 @@ def shared_mounts(draft: WorkerDraft) -> list[Object]:
 
 def trainer_mounts(draft: WorkerDraft) -> list[Object]:
     """Return the mounts of the trainer."""
-    return [*shared_mounts(draft), {"name": "run", "mountPath": RUN}]
+    return [
+        *shared_mounts(draft),
+        {"name": "run", "mountPath": RUN},
+        *([{"name": "save", "mountPath": SAVE, "readOnly": True}] if draft.saves_by_request else []),
+    ]
 
 
 def claims(job: MegatronJob) -> list[Volume]:

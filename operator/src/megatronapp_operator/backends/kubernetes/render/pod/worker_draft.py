@@ -78,6 +78,11 @@ class WorkerDraft:
         return self.spec.run_policy.restart == "InPlace"
 
     @property
+    def saves_by_request(self) -> bool:
+        """True if the operator may request a checkpoint from the ranks."""
+        return self.spec.run_policy.disruption == "CheckpointFirst"
+
+    @property
     def serves(self) -> bool:
         return self.spec.mode == "serve"
 
