@@ -131,6 +131,7 @@ def suffer(folder: str, flags: str) -> list[str]:
         saves.finish()
         found.append(saves.report.last_failure)
         assert saves.report.iteration == trainer._saved_iteration
+        assert saves.report.to_json()["takenAt"] is not None
 
     def limit(size_bytes: int) -> None:
         resource.prlimit(saves.writer_pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))

@@ -9,6 +9,7 @@ from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.save_request import SaveRequest
+from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -33,3 +34,9 @@ def test_each_request_for_this_attempt_reaches_the_ranks_of_its_worker_once(tmp_
         worker.process.terminate()
         assert worker.end() == ExitCode.PREEMPTED
         assert [count.read_text() for count in counts] == ["2", "2"]
+
+
+def test_the_progress_document_has_the_time_of_a_checkpoint_as_others_read_it() -> None:
+    report = CheckpointReport(iteration=20, taken_at=1.25)
+    assert (report.to_json()["iteration"], report.to_json()["takenAt"]) == (20, "1970-01-01T00:00:01.250000Z")
+    assert CheckpointReport().to_json()["takenAt"] is None
