@@ -155,6 +155,10 @@ def lose_and_resume(folder: str, flags: str) -> list[tuple[int, list[float], lis
         again(lambda: lose(1))
         again(damage)
         again(lambda: lose(0, 1))
+    messages.clear()
+    run, manager, _ = prepare(folder, f"{flags} --clip-grad 0.9")
+    found.append((run.state.iteration, [], list(messages)))
+    manager.close()
     return found
 
 
@@ -163,15 +167,18 @@ def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_p
     flags = f"{DISTRIBUTED} {COPIES} --global-batch-size 6"
     everyone = run_ranks(3, lose_and_resume, str(tmp_path), flags, timeout_s=LIMIT_S)
     (_, expected, _), *lives = everyone[0]
-    assert [began for began, _, _ in lives] == [4, 4, 2]
-    for began, found, _ in lives:
+    assert [began for began, _, _ in lives] == [4, 4, 2, 2]
+    for began, found, _ in lives[:3]:
         assert found == expected[began:]
-    (_, _, neighbour_lost), (_, _, damaged), (_, _, pair_lost) = lives
+    (_, _, neighbour_lost), (_, _, damaged), (_, _, pair_lost), (_, _, other_flags) = lives
     assert not any("cannot be used" in text or "damaged" in text for text in neighbour_lost)
     assert any("rank 0 in the memory of" in text and "damaged: its checksum" in text for text in damaged)
     assert any("it is shorter or longer than it was written" in text for text in damaged)
     assert [text for text in pair_lost if "cannot be used" in text] == [
         "the state of step 4 in memory cannot be used: that of rank 0 is there in no worker's memory"
+    ]
+    assert [text for text in other_flags if "left out" in text] == [
+        "12 files in the memory of workers are left out: other flags or another layout wrote them"
     ]
 
 
@@ -288,6 +295,7 @@ def losses_after(folder: str, flags: str) -> tuple[int, list[float]]:
         pytest.param(2, DISTRIBUTED, id="DP2-distributed"),
         pytest.param(2, f"{DISTRIBUTED} --bf16 --overlap-param-gather --overlap-grad-reduce", id="DP2-overlap-bf16"),
         pytest.param(2, "--bf16", id="DP2-bf16"),
+        pytest.param(2, f"{DISTRIBUTED} --async-save --save-interval 4", id="background"),
         pytest.param(2, "--fp16 --initial-loss-scale 1024 --tensor-model-parallel-size 2", id="TP2-fp16"),
         pytest.param(4, f"{DISTRIBUTED} --pipeline-model-parallel-size 2 --bf16", id="PP2-DP2-bf16"),
         pytest.param(

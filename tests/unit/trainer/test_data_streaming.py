@@ -144,6 +144,31 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(
     assert resumed == whole[2:]
 
 
+def losses_until(flags: str, steps: int) -> tuple[int, list[float]]:
+    """Train to a step and end as after a kill; return where the run began, and its losses."""
+    run, manager = small_training.resumed(flags)
+    trainer, began = small_training.trainer_of(run, checkpoints=manager), run.state.iteration
+    found = []
+    while run.state.iteration < steps:
+        outcome = trainer.step()
+        found.append(outcome.loss.mean)
+        trainer._at_boundary(outcome)
+        manager.memory.saves.finish()
+    return began, found
+
+
+@pytest.mark.torch
+@pytest.mark.full("the state of readers is one of the values that a save in memory has")
+def test_a_training_resumed_from_memory_continues_its_stream(
+    texts: pathlib.Path, run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    flags = f"{flags_of(texts)} --hf-dataset {texts}/whole.parquet --save {tmp_path}/save"
+    memory = f"--non-persistent-save-interval 2 --non-persistent-local-ckpt-dir {tmp_path}"
+    ((_, whole),) = run_ranks(1, losses_until, f"{flags} {memory}", 3, environment=OFFLINE)
+    ((began, resumed),) = run_ranks(1, losses_until, f"{flags} {memory}", 3, environment=OFFLINE)
+    assert (began, resumed) == (2, whole[2:])
+
+
 def test_documents_have_their_positions() -> None:
     import numpy as np
 

@@ -116,7 +116,8 @@ def _container_bytes() -> int | None:
             return None
         used = int((_CGROUP / "memory.current").read_text())
         counters = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(counters.get("inactive_file", 0)))
+        reclaimable = sum(int(counters.get(name, 0)) for name in ("active_file", "inactive_file"))  # cached disk files
+        return max(0, int(limit) - used + reclaimable)
     except (OSError, ValueError):
         return None
 

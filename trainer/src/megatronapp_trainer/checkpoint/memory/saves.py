@@ -33,7 +33,9 @@ from megatronapp_trainer.utils.byte_sizes import bytes_text
 logger = logging.getLogger(__name__)
 
 OBJECTS_BYTES = 1 << 20
-"""Space for what is no tensor: random states, rates and counts."""
+"""Least space for what is no tensor: random states, rates, counts, and the places of readers of a stream."""
+_OBJECTS_FRACTION = 64
+"""The space is at least the tensors' divided by this: large trainings read streams with many readers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +104,8 @@ class MemorySaves:
         """
         place = self._place
         self._shortage = UsageError if state.iteration == 0 else StorageError
-        capacity = on_all_ranks(lambda: payload_bytes(state)) + OBJECTS_BYTES
+        payload = on_all_ranks(lambda: payload_bytes(state))
+        capacity = payload + max(OBJECTS_BYTES, payload // _OBJECTS_FRACTION)
         capacities = gather_from_all(capacity)
         stored = [place.rank, *(rank for rank in range(len(capacities)) if place.rank in self._holders_of(rank))]
         pairs = [SlotPair(place, rank, self._capacity_name(rank), capacities[rank], resumed) for rank in stored]
@@ -181,8 +184,8 @@ class MemorySaves:
         places, used = places_of(live.tensors)
         if used + len(live.objects) > own.capacity:
             raise StorageError(
-                f"{len(live.objects)} bytes of random states and counts do not fit the {OBJECTS_BYTES} bytes that "
-                "checkpoints in memory have for them"
+                f"{len(live.objects)} bytes of random states and readers do not fit the {own.capacity - used} bytes "
+                "that checkpoints in memory have for them"
             )
         slot = own.next()
         for pair in self._copies.values():

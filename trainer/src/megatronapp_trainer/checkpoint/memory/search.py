@@ -54,6 +54,8 @@ class _WorkerFiles:
     sizes: dict[Stored, int]
     """Size of each whole file that fits this run."""
     flaws: list[str]
+    others: int
+    """Number of whole files that do not."""
 
 
 class MemorySearch:
@@ -86,7 +88,15 @@ class MemorySearch:
             if files is not None:
                 self._sizes |= files.sizes
                 self._note(*files.flaws)
-        for generation in generations(stored, len(self._place.workers)):
+        others = sum(files.others for files in everyone if files is not None)
+        if others:
+            self._note(
+                f"{others} files in the memory of workers are left out: other flags or another layout wrote them"
+            )
+        found_saves = generations(stored, len(self._place.workers))
+        if not found_saves and dist.get_rank() == 0:
+            logger.info("no worker has a state of this job in memory")
+        for generation in found_saves:
             if generation.step <= after:
                 if dist.get_rank() == 0:
                     logger.info("step %d in memory is not newer than the checkpoint of step %d", generation.step, after)
@@ -101,6 +111,7 @@ class MemorySearch:
             return None
         sizes: dict[Stored, int] = {}
         flaws = []
+        others = 0
         for path in parts_of(self._place.directory, self._place.prefix):
             try:
                 header = read_header(path)
@@ -108,10 +119,10 @@ class MemorySearch:
                 flaws.append(f"{path} in the memory of a worker is left out: {error}")
                 continue
             if header.world != len(self._place.workers) or header.flags != self._flags:
-                flaws.append(f"{path} in the memory of a worker is left out: other flags or another layout wrote it")
+                others += 1
                 continue
             sizes[header.step, header.save, header.rank] = path.stat().st_size
-        return _WorkerFiles(sizes=sizes, flaws=flaws)
+        return _WorkerFiles(sizes=sizes, flaws=flaws, others=others)
 
     def _obtain(self, generation: Generation, began_s: float) -> StoredStep | None:
         """Provide every rank with its part of a save, from another copy if one is damaged; None if that is impossible.
@@ -144,10 +155,16 @@ class MemorySearch:
         """Transfer parts, and verify this rank's; returns the worker of a damaged one, and what is wrong with it."""
         rank = self._place.rank
         receives = any(transfer.receiver == rank for transfer in needed)
-        target = on_all_ranks(lambda: self._create(save) if receives else None)
+        pairs = [(transfer.sender, transfer.receiver) for transfer in needed]
+        target, sources = on_all_ranks(  # a rank that failed alone would leave its peer waiting
+            lambda: (
+                self._create(save) if receives else None,
+                {to: MappedPart.open(self._path(save, to)) for sender, to in pairs if sender == rank},
+            )
+        )
         for transfer in needed:
             if transfer.sender == rank:
-                source = MappedPart.open(self._path(save, transfer.receiver))
+                source = sources[transfer.receiver]
                 exchange([(source.content, transfer.receiver)], [], self._group)
                 source.close()
             elif transfer.receiver == rank:
