@@ -91,7 +91,11 @@ def lose_worker(job: Served, memory: pathlib.Path) -> None:
 
 
 def _is_stopped(stat: pathlib.Path) -> bool:
-    return stat.read_text().rpartition(")")[2].split()[0] == "T"
+    """Return True if a thread runs no longer: it is stopped, or it has ended since it was listed."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_a_lost_rank_and_a_lost_worker_cost_few_steps(job: Served, tmp_path: pathlib.Path) -> None:
