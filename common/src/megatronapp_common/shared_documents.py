@@ -68,7 +68,23 @@ class DocumentReader:
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         self._map: mmap.mmap | None = None
+        self._file = (0, 0)
+        """Device and number of the mapped file."""
         self._seen = 0
+
+    def map(self) -> bool:
+        """Map the file that is there now: its document can then be read also once the file is removed.
+
+        Returns whether a file is mapped. Raises DocumentError if it cannot be mapped.
+        """
+        try:
+            found = self._path.stat()
+        except OSError:
+            return self._map is not None
+        if self._map is not None and (found.st_dev, found.st_ino) != self._file:
+            self.close()
+            self._seen = 0
+        return self._map is not None or self._open()
 
     def read(self) -> dict[str, Any] | None:
         """Return the document; None before the first write and during a write."""
@@ -99,8 +115,10 @@ class DocumentReader:
     def _open(self) -> bool:
         try:
             with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < PAGE_BYTES:
+                found = os.fstat(file.fileno())
+                if found.st_size < PAGE_BYTES:
                     return False
+                self._file = (found.st_dev, found.st_ino)
                 self._map = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
         except FileNotFoundError:
             return False

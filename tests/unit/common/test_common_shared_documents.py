@@ -149,3 +149,17 @@ def test_two_processes(path: pathlib.Path) -> None:
     last = DocumentReader(path).read()
     assert last is not None
     assert last["number"] == count - 1
+
+
+def test_a_document_that_was_mapped_is_read_after_its_file_was_removed_until_there_is_another(
+    path: pathlib.Path,
+) -> None:
+    reader = DocumentReader(path)
+    assert not reader.map()
+    writer = DocumentWriter(path)
+    assert reader.map()
+    writer.write({"iteration": 12})
+    writer.close(unlink=True)
+    assert reader.map() and reader.read() == {"iteration": 12}
+    DocumentWriter(path).write({"iteration": 1})
+    assert reader.map() and reader.read() == {"iteration": 1}

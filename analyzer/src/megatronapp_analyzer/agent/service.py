@@ -106,6 +106,8 @@ class Agent:
             self._uplink.send_first(f"ring {source.ring}", source.ring_frame())
 
     def _read(self) -> None:
+        with contextlib.suppress(DocumentError):  # which the status reports
+            self._progress.map()  # a short training may have removed it before a hub is there to be told
         for source in self._rings.sources:
             for packet in source.read():
                 self._buffer.push(packet)
