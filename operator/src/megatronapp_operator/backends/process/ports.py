@@ -76,18 +76,15 @@ def _close(reserved: list[socket.socket] | None) -> None:
 
 
 def _bound(address: str, number: int, option: int) -> socket.socket:
+    """Bind a port that no socket has, and let the server that is meant bind it, too.
+
+    The option is set after binding: a socket that has it before could share a port that another process has reserved.
+    """
     reserved = socket.socket(family_of(address), socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
-        _probe(address, number)
         reserved.bind((address, number))
     except OSError as error:
         reserved.close()
         raise BackendError(f"{address}:{number}: cannot listen there: {error.strerror}; choose another port") from error
+    reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     return reserved
-
-
-def _probe(address: str, number: int) -> None:
-    """Raise OSError if the port is in use: without SO_REUSEADDR even a port that is only reserved is refused."""
-    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
-        probe.bind((address, number))
