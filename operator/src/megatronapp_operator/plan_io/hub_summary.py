@@ -139,15 +139,19 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
 
 
 def read_checkpoint(entry: Any) -> tuple[int | None, float | None]:  # noqa: ANN401 - JSON of another process
-    """Return step and time of the newest checkpoint; None and None without one, or of a release that reports no time.
+    """Return step and time of the newest checkpoint; None without one, and for the time of a release that has none.
 
     Times are rounded down: a checkpoint is never taken for younger than it is.
     """
     try:
-        taken_at = _moment(seconds_of(entry["takenAt"]))
-        return (None, None) if taken_at is None else (_limited(entry["iteration"], MAX_COUNT), float(int(taken_at)))
+        iteration = _limited(entry["iteration"], MAX_COUNT)
     except UNREADABLE:
         return None, None
+    try:
+        taken_at = _moment(seconds_of(entry["takenAt"]))
+    except UNREADABLE:
+        return iteration, None
+    return iteration, None if taken_at is None else float(int(taken_at))
 
 
 def read_plans(entries: Any) -> tuple[PipelinePlan, ...]:  # noqa: ANN401 - JSON of another process

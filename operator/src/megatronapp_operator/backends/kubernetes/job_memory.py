@@ -43,6 +43,8 @@ class JobMemory:
     """Nodes of the gang that are to be emptied."""
     nodes_again_at: float = float("-inf")
     """When the nodes of the gang are read next."""
+    nodes_reserved_at: float | None = None
+    """Time reserved for reading them, once that is due; None: no time is reserved."""
     pods_listed_at: float = float("-inf")
     """When the pods were last listed because some are being deleted."""
     agents_reported: frozenset[str] = frozenset()

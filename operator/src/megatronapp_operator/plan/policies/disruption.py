@@ -44,6 +44,9 @@ def guard(draft: PlanBuilder) -> None:
         _report_refusal(draft, refusal)
         draft.wake(draft.now + RETRY_S)
         return
+    if refuses and _was_refused(draft):
+        draft.actions.append(EnsureDisruptionBudget())  # the condition changes once it has succeeded
+        return
     _report(draft, leaving, refuses=refuses)
     has_had = draft.status.condition(ConditionType.EVICTIONS_REFUSED) is not None
     if has_had and draft.observed.disruption_budget is not refuses:
@@ -91,6 +94,12 @@ def _leaving(draft: PlanBuilder) -> tuple[LeavingNode, ...]:
     return tuple(known[name] for name in names if name in known)
 
 
+def _was_refused(draft: PlanBuilder) -> bool:
+    """Return True if the last budget was refused, and none is known to exist since."""
+    known = draft.status.condition(ConditionType.EVICTIONS_REFUSED)
+    return known is not None and known.reason == reasons.BUDGET_REFUSED and not draft.observed.disruption_budget
+
+
 def _report_refusal(draft: PlanBuilder, refusal: str) -> None:
     """Report why no budget could be set, once as an Event."""
     known = draft.status.condition(ConditionType.EVICTIONS_REFUSED)
@@ -134,9 +143,12 @@ def _allowed_text(draft: PlanBuilder) -> tuple[str, str]:
 
 def _newest(draft: PlanBuilder) -> str:
     progress = draft.status.current_progress
-    if progress is None or progress.checkpoint_time is None:
+    if progress is None or progress.checkpoint_iteration is None:
         return "this attempt has no checkpoint yet"
-    return f"the newest is of step {progress.checkpoint_iteration}, taken at {rfc3339(progress.checkpoint_time)}"
+    newest = f"the newest is of step {progress.checkpoint_iteration}"
+    if progress.checkpoint_time is None:
+        return f"{newest}, and the trainer, of an earlier release, does not report when it was taken"
+    return f"{newest}, taken at {rfc3339(progress.checkpoint_time)}"
 
 
 def _request(draft: PlanBuilder, leaving: Sequence[LeavingNode]) -> None:

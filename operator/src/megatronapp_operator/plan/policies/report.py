@@ -115,17 +115,34 @@ def progress(draft: PlanBuilder) -> None:
     if old is None or _mark(new) != _mark(old):
         draft.update(progress_time=draft.now)
     reported_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
-    draft.update(progress=dataclasses.replace(new, updated_at=reported_at, checkpoint_time=_taken_at(draft, new)))
+    iteration, taken_at = _checkpoint(draft, new)
+    draft.update(
+        progress=dataclasses.replace(
+            new, updated_at=reported_at, checkpoint_iteration=iteration, checkpoint_time=taken_at
+        )
+    )
 
 
-def _taken_at(draft: PlanBuilder, new: Progress) -> float | None:
-    """Return when the newest checkpoint was taken: never after it was first seen, so no clock makes it younger."""
+def _checkpoint(draft: PlanBuilder, new: Progress) -> tuple[int | None, float | None]:
+    """Return step and time of the newest checkpoint: it was taken when it was first seen or before, by our clock.
+
+    A hub of an earlier release than its ranks reports no time, and a launcher may report it meanwhile: the last
+    checkpoint of the attempt with a known time counts.
+    """
     old = draft.status.progress
+    known = None if old is None or old.attempt != new.attempt else old
     if new.checkpoint_time is None:
-        return None
-    same = old is not None and (old.attempt, old.checkpoint_iteration) == (new.attempt, new.checkpoint_iteration)
-    known = old.checkpoint_time if same and old is not None else None
-    return min(new.checkpoint_time, float(int(draft.now)) if known is None else known)
+        if known is not None and known.checkpoint_time is not None:
+            return known.checkpoint_iteration, known.checkpoint_time
+        return new.checkpoint_iteration, None
+    first_seen = float(int(draft.now))
+    if (
+        known is not None
+        and known.checkpoint_time is not None
+        and known.checkpoint_iteration == new.checkpoint_iteration
+    ):
+        first_seen = known.checkpoint_time
+    return new.checkpoint_iteration, min(new.checkpoint_time, first_seen)
 
 
 def stalls(draft: PlanBuilder) -> None:
