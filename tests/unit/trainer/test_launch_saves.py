@@ -1,8 +1,12 @@
 """Requests for a checkpoint: real launchers pass them on to their ranks, which continue."""
 
 import contextlib
+import ctypes
 import functools
+import os
 import pathlib
+import signal
+import threading
 
 import pytest
 from launchers import Gang, wait_until
@@ -10,6 +14,8 @@ from launchers import Gang, wait_until
 from megatronapp_common.names import ExitCode
 from megatronapp_common.save_request import SaveRequest
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
+from megatronapp_trainer.parallel.peer_loss import SAVE
+from megatronapp_trainer.training.signals import StopRequest
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -40,3 +46,29 @@ def test_the_progress_document_has_the_time_of_a_checkpoint_as_others_read_it() 
     report = CheckpointReport(iteration=20, taken_at=1.25)
     assert (report.to_json()["iteration"], report.to_json()["takenAt"]) == (20, "1970-01-01T00:00:01.250000Z")
     assert CheckpointReport().to_json()["takenAt"] is None
+
+
+def test_a_request_interrupts_no_system_call_of_a_library() -> None:
+    """Check that a read outside of Python, which does not try again by itself, continues after the signal."""
+    libc, place = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(1)
+    source, sink = os.pipe()
+    reader = threading.get_native_id()
+
+    def signal_and_write() -> None:
+        call, state = (pathlib.Path(f"/proc/self/task/{reader}/{name}") for name in ("syscall", "status"))
+        try:
+            wait_until(lambda: call.read_text().split()[1:2] == [hex(source)])
+            signal.pthread_kill(threading.main_thread().ident or 0, SAVE)
+            pending = "SigPnd:\t" + 16 * "0"
+            wait_until(lambda: pending in state.read_text())
+        finally:
+            os.write(sink, b"x")
+
+    with StopRequest() as request:
+        writer = threading.Thread(target=signal_and_write)
+        writer.start()
+        count = libc.read(source, place, 1)
+        writer.join()
+        assert (count, place.raw, request.save) == (1, b"x", True), os.strerror(ctypes.get_errno())
+    os.close(source)
+    os.close(sink)
