@@ -182,8 +182,12 @@ def test_a_job_is_protected_from_evictions_by_those_who_may_create_budgets(autho
         authors.create(GUARDIAN, TEAM, "guarded", PROTECT),
         authors.patch(GUARDIAN, "open", {"spec": PROTECT}),
         authors.create_profile(ProfileKind.NAMESPACE, GUARDIAN, **PROTECT),
+        authors.patch(AUTHOR, "guarded", {"spec": {"suspend": True}}),
     ):
         assert answer.is_success, answer.text
+    answer = authors.patch(AUTHOR, "guarded", {"spec": {"runPolicy": {"checkpointAgeSeconds": 1}}})
+    assert answer.status_code == 403 and text in answer.json()["message"], "a smaller age protects more"
+    assert authors.patch(AUTHOR, "guarded", {"spec": {"runPolicy": {"disruption": "Allow"}}}).is_success
 
 
 def test_the_namespace_with_the_key_takes_no_job(authors: JobAuthors) -> None:
