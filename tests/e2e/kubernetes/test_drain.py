@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 from cluster import chart
 from cluster.jobs import LONG_S, E2eJob, lasting, space, volume
-from cluster.runtime import Cluster, ClusterError
+from cluster.layout import ClusterError
+from cluster.runtime import Cluster
 
 from megatronapp_common.names import CHECKPOINT_TRACKER
 
@@ -103,7 +104,7 @@ def saved_for_drain(job: E2eJob, node: str) -> int:
 
 
 def continues_elsewhere(job: E2eJob, node: str, step: int) -> None:
-    """Check that the gang trains on another node from the checkpoint, or from that which it saved as it was evicted."""
+    """Check that the gang trains on another node from that checkpoint, or from one that it saved at its eviction."""
     job.wait_for_progress(1, step, "as attempt 1")
     assert node not in {pod["spec"]["nodeName"] for pod in job.pods()}
     logs = [
