@@ -11,11 +11,10 @@ from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import (
+    ApiError,
     ForbiddenError,
-    InvalidError,
     NamespaceTerminatingError,
     NameTakenError,
-    NotFoundError,
 )
 from megatronapp_operator.backends.kubernetes.client.resources import DISRUPTION_BUDGETS
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
@@ -26,8 +25,9 @@ from megatronapp_operator.plan.policies.disruption import RETRY_S
 
 REMEMBERED = 20_000
 """Most jobs whose budgets this process remembers."""
-LASTING = (ForbiddenError, InvalidError, NameTakenError, NotFoundError)
-"""Errors that do not pass by themselves. The gang trains without a budget meanwhile."""
+LASTING = frozenset({400, 403, 404, 413, 422})
+"""HTTP statuses of answers that do not change by themselves: no right, no such kind, or a policy of the cluster, which
+chooses its status. The gang trains without a budget meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,13 +52,13 @@ class DisruptionBudgets:
         return why if self.clock() < at + RETRY_S else ""
 
     async def ensure(self, work: JobContext) -> None:
-        """Set the budget of a job; without the right to do so, remember why. Raises ApiError."""
+        """Set the budget of a job; if that is refused, remember why. Raises ApiError for what may pass by itself."""
         uid = work.owner.uid
         try:
             await self.objects.put(work, [render.disruption_budget(work.job, work.owner)])
-        except NamespaceTerminatingError:
-            raise
-        except LASTING as error:
+        except (ApiError, NameTakenError) as error:
+            if not _lasts(error):
+                raise
             self._refused[uid] = self.clock(), str(error)
             if len(self._refused) > REMEMBERED:
                 self._refused.popitem(last=False)
@@ -99,3 +99,10 @@ class DisruptionBudgets:
         self._known[uid] = exists
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+
+
+def _lasts(error: ApiError | NameTakenError) -> bool:
+    """Return True for an error that does not pass by itself."""
+    if isinstance(error, NameTakenError):
+        return True
+    return error.status in LASTING and not isinstance(error, NamespaceTerminatingError)
