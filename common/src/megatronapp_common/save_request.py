@@ -6,9 +6,13 @@ the annotation `ANNOTATION_SAVE`, which the kubelet writes into a volume. Its te
 
 import dataclasses
 import pathlib
+import re
 from typing import Self
 
 SEPARATOR = ","
+_ATTEMPT = re.compile(r"[0-9]{1,9}")
+_TIME = re.compile(r"[0-9]{1,12}")
+"""Numbers that can be computed with: who may change pods may write anything into their annotations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,7 @@ class SaveRequest:
     def parse(cls, text: str) -> Self | None:
         """Return the request in a text; None if it has none."""
         match text.split():
-            case [attempt, time, *nodes] if attempt.isdecimal() and time.isdecimal() and len(nodes) <= 1:
+            case [attempt, time, *nodes] if _ATTEMPT.fullmatch(attempt) and _TIME.fullmatch(time) and len(nodes) <= 1:
                 names = nodes[0].split(SEPARATOR) if nodes else []
                 return cls(attempt=int(attempt), time=int(time), nodes=tuple(names))
         return None

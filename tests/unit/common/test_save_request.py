@@ -17,7 +17,11 @@ def test_a_request_is_read_as_it_was_written(attempt: int, time: int, nodes: tup
     assert SaveRequest.parse(request.text) == request
 
 
-@pytest.mark.parametrize("text", ["", "1", "x 1", "1 x", "1 -2", "1 2 a b", "0.5 1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "1", "x 1", "1 x", "1 -2", "1 2 a b", "0.5 1", "1 " + 400 * "9", 5000 * "9" + " 1", "1 \u0663"],
+    ids=lambda text: text[:8],
+)
 def test_other_texts_are_no_request(text: str) -> None:
     assert SaveRequest.parse(text) is None
 
