@@ -8,6 +8,7 @@ import pytest
 
 from megatronapp_common.job import read_status, status_document
 from megatronapp_common.job.api.status import ConditionType
+from megatronapp_common.text.times import rfc3339
 from megatronapp_operator.plan import (
     Disruption,
     EnsureDisruptionBudget,
@@ -277,6 +278,8 @@ def test_a_checkpoint_is_requested_again_for_another_node_or_after_a_while(caref
     assert carried_out(made) == [RemoveDisruptionBudget()]
     made.now += AGE_S
     assert carry_out_requests() == [], "the node stays cordoned, and nothing was evicted"
+    later = f"so the next is requested at {rfc3339(began + UNANSWERED_S + REPEAT_S)}"
+    assert made.job.status.condition(KIND).message.endswith(later)
     leaving = tuple(LeavingNode(name=name, reason="is cordoned") for name in ("n0", "n1"))
     made.observed = dataclasses.replace(made.observed, leaving_nodes=leaving)
     again = int(made.now)

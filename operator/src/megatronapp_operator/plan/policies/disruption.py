@@ -19,7 +19,7 @@ from megatronapp_operator.plan.actions import (
     RemoveDisruptionBudget,
     RequestCheckpoint,
 )
-from megatronapp_operator.plan.observed import LeavingNode
+from megatronapp_operator.plan.observed import LeavingNode, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.spec import Disruption
 
@@ -128,7 +128,8 @@ def _refused_text(draft: PlanBuilder, leaving: Sequence[LeavingNode]) -> tuple[s
     if draft.job.spec.policy.disruption is Disruption.PROTECT:
         return reasons.PROTECTED, "runPolicy.disruption is Protect: no worker may be evicted"
     if nodes:
-        return reasons.EVICTION_WAITS, f"{nodes}: an eviction waits for a checkpoint; {_newest(draft)}"
+        text = f"{nodes}: an eviction waits for a checkpoint; {_newest(draft)}{_postponed(draft, leaving)}"
+        return reasons.EVICTION_WAITS, text
     return reasons.CHECKPOINT_OLD, f"no worker may be evicted before the next checkpoint; {_newest(draft)}"
 
 
@@ -151,10 +152,29 @@ def _newest(draft: PlanBuilder) -> str:
     return f"{newest}, taken at {rfc3339(progress.checkpoint_time)}"
 
 
+def _postponed(draft: PlanBuilder, leaving: Sequence[LeavingNode]) -> str:
+    """Return when the next checkpoint is requested, if one was saved on request and is too old; empty otherwise."""
+    first = _first_worker(draft)
+    before = None if first is None else first.save_request
+    if before is None or (saved_at(draft) or 0.0) < before.time:
+        return ""
+    at = _request_at(draft, before, _names(leaving))
+    return f"; no eviction followed it in time, so the next is requested at {rfc3339(at)}" if draft.now < at else ""
+
+
+def _names(leaving: Sequence[LeavingNode]) -> tuple[str, ...]:
+    """Return the nodes that a request names."""
+    return tuple(node.name for node in leaving[:NAMED])
+
+
+def _first_worker(draft: PlanBuilder) -> Worker | None:
+    """Return worker 0, to which requests are made."""
+    return next((worker for worker in draft.gang if worker.index == 0), None)
+
+
 def _request(draft: PlanBuilder, leaving: Sequence[LeavingNode]) -> None:
     """Request a checkpoint from the ranks, for nodes without a request, or again after a while."""
-    names = tuple(node.name for node in leaving[:NAMED])
-    first = next((worker for worker in draft.gang if worker.index == 0), None)
+    names, first = _names(leaving), _first_worker(draft)
     if first is None or not first.live:
         return
     at = _request_at(draft, first.save_request, names)
