@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import playwright.sync_api as pw
 
-AXE = pathlib.Path(__file__).parents[2] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
+AXE = pathlib.Path(__file__).parents[3] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
