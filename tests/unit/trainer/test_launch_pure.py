@@ -238,7 +238,7 @@ def test_a_table_without_us_or_of_another_attempt_is_not_believed() -> None:
 
 def test_rank_environment() -> None:
     table = build_table([join(0, num_ranks=2), join(1, num_ranks=3)])
-    base = {"HOME": "/root", Env.JOB: "demo", Env.NODE_NAME: "", "RANK": "77", "GLOO_SOCKET_IFNAME": "lo"}
+    base = {Env.JOB: "demo", Env.NODE_NAME: "", Env.WORKER_INDEX: "4", "RANK": "77", "GLOO_SOCKET_IFNAME": "lo"}
     made = rank_environment(base, table, worker=1, local_rank=2, place=PLACE)
     assert made["RANK"] == "4"
     assert made["LOCAL_RANK"] == "2"
@@ -249,7 +249,7 @@ def test_rank_environment() -> None:
     assert made["OMP_NUM_THREADS"] == made["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert made["GLOO_SOCKET_IFNAME"] == "lo"
     assert made[Env.JOB] == "demo"
-    assert made[Env.NODE_NAME] == "node-1"
+    assert (made[Env.NODE_NAME], made[Env.WORKER_INDEX]) == ("node-1", "1")  # a spare has the index of its place
     assert (
         rank_environment({"OMP_NUM_THREADS": "4"}, table, worker=0, local_rank=0, place=PLACE)["OMP_NUM_THREADS"] == "4"
     )

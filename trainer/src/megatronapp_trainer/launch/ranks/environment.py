@@ -41,6 +41,7 @@ def rank_environment(
         **_node_ips(table),
         Env.ADDRESS: place.address,
         Env.NODE_NAME: entry.node,
+        Env.WORKER_INDEX: str(worker),  # of a spare that has taken a place, that of its place
         **({} if role is None else {Env.RANK_ROLE: role.value}),
         "RANK": str(entry.ranks[local_rank]),
         "LOCAL_RANK": str(local_rank),
