@@ -165,6 +165,25 @@ def test_a_part_that_is_not_whole_is_refused(run_ranks: Callable[..., list[Any]]
     assert other == "its header is damaged"
 
 
+def free_by_blocks() -> list[int]:
+    """Return the free bytes of a file system without a limit, and of one with a free block."""
+    from megatronapp_trainer.checkpoint.memory.place import free_bytes
+
+    found = []
+    for blocks in (0, 1):
+        space = mock.Mock(f_blocks=blocks, f_bavail=blocks, f_frsize=4096)
+        with mock.patch.object(os, "statvfs", lambda _path, space=space: space):
+            found.append(free_bytes(pathlib.Path("/")))
+    return found
+
+
+def test_a_file_system_in_memory_may_have_no_limit(run_ranks: Callable[..., list[Any]]) -> None:
+    """Such a file system has 0 blocks, and none of them is free."""
+    ((unlimited, limited),) = run_ranks(1, free_by_blocks)
+    assert limited == 4096
+    assert unlimited > limited
+
+
 @pytest.mark.parametrize(
     ("flags", "answer"),
     [

@@ -104,7 +104,8 @@ def _worker_index() -> str:
 def free_bytes(directory: pathlib.Path) -> int:
     """Return how much more memory files in a directory can take: of the file system, the host and the container."""
     found = os.statvfs(directory)
-    limits = [found.f_bavail * found.f_frsize, psutil.virtual_memory().available, _container_bytes()]
+    space = found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs may have no limit
+    limits = [space, psutil.virtual_memory().available, _container_bytes()]
     return min(limit for limit in limits if limit is not None)
 
 
