@@ -235,6 +235,20 @@ def test_a_save_waits_for_the_copies_of_the_former_and_a_failure_ends_saves(
     assert everyone[1][3] == failure
 
 
+def end_after_a_resume(folder: str) -> tuple[list[str], list[pathlib.Path]]:
+    """Save the last step in memory alone, then resume from it; return the checkpoints on the disk, and the files."""
+    train(*prepare(folder, "--train-iters 2"), 2)
+    run, _, trainer = prepare(folder, "--train-iters 2")
+    assert run.state.iteration == 2
+    trainer.train()
+    return [path.name for path in pathlib.Path(folder, "save").glob("iter_*")], files_of(folder, "*")
+
+
+def test_an_end_without_a_step_writes_what_was_in_memory_alone(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """Memory is deleted at the end, so that the step would be lost otherwise."""
+    assert run_ranks(1, end_after_a_resume, str(tmp_path), timeout_s=LIMIT_S) == [(["iter_0000002"], [])]
+
+
 def train_and_be_killed(folder: str, flags: str, seed: int) -> None:
     """Resume, and save every step in memory, until a random moment at which all ranks are killed."""
     run, manager, trainer = prepare(folder, f"{flags} --non-persistent-save-interval 1")

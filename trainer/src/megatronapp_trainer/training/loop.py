@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatronapp_common.names import UNSAVED_STOP, ExitCode
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
-from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.checkpoint.train_state import NO_STEP, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import NotFiniteError, UnsavedStopError
@@ -93,7 +93,8 @@ class Trainer:
         self._checkpoints = checkpoints
         self._memory = None if checkpoints is None else checkpoints.memory
         self._control = control
-        self._saved_iteration = run.state.iteration
+        is_from_disk = self._memory is None or self._memory.resumed is None
+        self._saved_iteration = run.state.iteration if is_from_disk else NO_STEP
         self._save_is_due = False
         self._delayed_by: int | None = None
         """Step of the pending checkpoint that the next was last delayed by."""
