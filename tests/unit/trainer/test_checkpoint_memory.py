@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -178,7 +179,7 @@ def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_p
         "the state of step 4 in memory cannot be used: that of rank 0 is there in no worker's memory"
     ]
     assert [text for text in other_flags if "left out" in text] == [
-        "12 files in the memory of workers are left out: other flags or another layout wrote them"
+        "12 files in the memory of workers are left out: other flags, another layout or another training wrote them"
     ]
 
 
@@ -233,6 +234,40 @@ def test_a_save_waits_for_the_copies_of_the_former_and_a_failure_ends_saves(
     assert failure.startswith("rank 1: FileNotFoundError")
     assert left == []
     assert everyone[1][3] == failure
+
+
+def change_the_directory(folder: str) -> list[int]:
+    """Return where runs begin after step 2 was saved in memory, and after changes of `--save`."""
+    found = []
+    save = pathlib.Path(folder, "save")
+
+    def begin(flags: str = "") -> tuple[Any, Any, Any]:
+        run, manager, trainer = prepare(folder, flags)
+        found.append(run.state.iteration)
+        train(run, manager, trainer, 2)
+        return run, manager, trainer
+
+    run, manager, trainer = begin()
+    trainer._save()
+    train(run, manager, trainer, 4)
+    begin()
+    (save / "iter_0000002").rename(save / "moved")
+    begin()  # which the user wanted to go back to the start, and which saves step 2
+    begin()
+    begin(f"--load {folder}/elsewhere")
+    begin(f"--load {folder}/elsewhere")
+    small_training.resumed(f"{MODEL} --save {save}")
+    begin()
+    shutil.rmtree(save)
+    begin()
+    begin()
+    return found
+
+
+def test_memory_is_resumed_by_the_same_training_alone(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """A removed checkpoint counts once. Others are another `--load`, a run without memory, and a new directory."""
+    (found,) = run_ranks(1, change_the_directory, str(tmp_path), timeout_s=LIMIT_S)
+    assert found == [0, 4, 0, 2, 0, 2, 0, 0, 2]
 
 
 def end_after_a_resume(folder: str) -> tuple[list[str], list[pathlib.Path]]:

@@ -3,6 +3,7 @@
     SAVE/
         latest_checkpointed_iteration.txt   the newest one, as Megatron's tools read it
         owner.json                          which life of the job may write here
+        memory.json                         token of the training that also saves in memory
         iter_0000100/                       whole, because it got this name last
             megatronapp.json                its manifest, with size and checksum of every file
         iter_0000150.tmp-a2-5f0c.../        being written by attempt 2
@@ -33,6 +34,7 @@ from megatronapp_trainer.utils.atomic_files import retry_transient_errors, sync_
 
 OWNER = "owner.json"
 MANIFEST = "megatronapp.json"
+MEMORY_TRAINING = "memory.json"
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
 """Formats that can be read; the first has no checksums, the second has one of each whole file."""
@@ -92,6 +94,26 @@ class CheckpointDirectory:
             return []
         found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _FINAL.fullmatch(entry.name))]
         return [entry for _, entry in sorted(found, reverse=True)]
+
+    def removed_iteration(self) -> int | None:
+        """Return the iteration published last if neither its checkpoint nor a later one is there; None if one is.
+
+        Raises OSError.
+        """
+        try:
+            published = int(retry_transient_errors((self.path / CHECKPOINT_TRACKER).read_bytes))
+        except (FileNotFoundError, ValueError):  # none yet, or of another program
+            return None
+        names = (entry.name.partition(".old-")[0] for entry in self.path.iterdir())  # one may be between two names
+        is_there = any(int(match[1]) >= published for name in names if (match := _FINAL.fullmatch(name)))
+        return None if is_there else published
+
+    def forget_memory(self) -> None:
+        """Let nothing that is in memory be resumed: a run without such checkpoints continues. Raises StorageError."""
+        try:
+            (self.path / MEMORY_TRAINING).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"--save {self.path} cannot be written: {error.strerror or error}") from error
 
     def has_whole(self) -> bool:
         """Return True if any of them has its manifest, and every file at its size."""

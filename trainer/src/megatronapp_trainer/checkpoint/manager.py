@@ -205,6 +205,8 @@ class CheckpointManager:
             def claim() -> OwnershipClaim:
                 mine = OwnershipClaim(uid=os.environ.get(Env.JOB_UID, ""), attempt=environment_integer(Env.ATTEMPT, 0))
                 directory.claim(mine)
+                if self.memory is None:
+                    directory.forget_memory()
                 return mine
 
             self._claim = broadcast_from_zero(claim)

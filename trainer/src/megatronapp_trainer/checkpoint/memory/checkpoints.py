@@ -2,20 +2,23 @@
 
 import datetime
 import hashlib
+import pathlib
 import time
 
 import torch.distributed as dist
 
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory
 from megatronapp_trainer.checkpoint.memory.live_state import restore_live_state
 from megatronapp_trainer.checkpoint.memory.parts import MappedPart
 from megatronapp_trainer.checkpoint.memory.place import MemoryPlace, find_place
 from megatronapp_trainer.checkpoint.memory.saves import CopyRule, MemorySaves
 from megatronapp_trainer.checkpoint.memory.search import MemorySearch, StoredStep
 from megatronapp_trainer.checkpoint.memory.selection import ranks_with_useless_copies
+from megatronapp_trainer.checkpoint.memory.training import training_token
 from megatronapp_trainer.checkpoint.train_state import NO_STEP, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.parallel.agreement import on_all_ranks, rank
+from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks, rank
 
 _STATE_SECTIONS = (
     "model",
@@ -39,12 +42,15 @@ class MemoryCheckpoints:
 
         Raises:
             UsageError: on every rank, if copies would not be on other workers, or a directory cannot be written.
+            StorageError: the same for `--save`.
         """
         flags, place = config.checkpoint, find_place(config)
         rule = copy_rule(config, place)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         group = dist.new_group(backend="gloo", timeout=timeout)
-        digest = flags_digest(config)
+        assert flags.save is not None, "a rule of the flags"
+        directory = CheckpointDirectory(pathlib.Path(flags.save))
+        digest = flags_digest(config, broadcast_from_zero(lambda: training_token(directory)))
         self.interval = flags.non_persistent_save_interval
         self.saves = MemorySaves(place, rule, digest, group)
         self._search = MemorySearch(place, digest, group)
@@ -132,7 +138,8 @@ def copy_rule(config: TrainerConfig, place: MemoryPlace) -> CopyRule:
     return CopyRule(jump=jump, factor=factor)
 
 
-def flags_digest(config: TrainerConfig) -> str:
-    """Return a digest of the flags that must be equal to resume from memory."""
-    texts = [repr(getattr(config, name)) for name in _STATE_SECTIONS]
+def flags_digest(config: TrainerConfig, training: str) -> str:
+    """Return a digest of the flags that must be equal to resume from memory, and of the token of the training."""
+    begins_from = config.checkpoint.load, config.checkpoint.finetune
+    texts = [training, repr(begins_from), *(repr(getattr(config, name)) for name in _STATE_SECTIONS)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]

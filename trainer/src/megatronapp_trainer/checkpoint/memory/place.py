@@ -87,11 +87,10 @@ def _job_prefix(config: TrainerConfig) -> str:
     assert config.checkpoint.save is not None, "a rule of the flags"
     folder = pathlib.Path(config.checkpoint.save)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{folder.resolve()} {folder.stat().st_ino}"  # a directory that was made again is another training's
+        name = os.fsencode(folder.resolve())
     except OSError as error:
-        raise StorageError(f"--save {folder} cannot be written: {error.strerror or error}") from error
-    return f"megatronapp-{hashlib.sha256(name.encode()).hexdigest()[:16]}-memory"
+        raise StorageError(f"--save {folder} cannot be read: {error.strerror or error}") from error
+    return f"megatronapp-{hashlib.sha256(name).hexdigest()[:16]}-memory"
 
 
 def _worker_index() -> str:

@@ -91,7 +91,8 @@ class MemorySearch:
         others = sum(files.others for files in everyone if files is not None)
         if others:
             self._note(
-                f"{others} files in the memory of workers are left out: other flags or another layout wrote them"
+                f"{others} files in the memory of workers are left out: other flags, another layout or another "
+                "training wrote them"
             )
         found_saves = generations(stored, len(self._place.workers))
         if not found_saves and dist.get_rank() == 0:
