@@ -172,11 +172,11 @@ def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_p
     for began, found, _ in lives[:3]:
         assert found == expected[began:]
     (_, _, neighbour_lost), (_, _, damaged), (_, _, pair_lost), (_, _, other_flags) = lives
-    assert not any("cannot be used" in text or "damaged" in text for text in neighbour_lost)
+    assert not any("cannot be resumed" in text or "damaged" in text for text in neighbour_lost)
     assert any("rank 0 in the memory of" in text and "damaged: its checksum" in text for text in damaged)
     assert any("it is shorter or longer than it was written" in text for text in damaged)
-    assert [text for text in pair_lost if "cannot be used" in text] == [
-        "the state of step 4 in memory cannot be used: that of rank 0 is there in no worker's memory"
+    assert [text for text in pair_lost if "cannot be resumed" in text] == [
+        "step 4 in memory cannot be resumed: no worker has the state of rank 0"
     ]
     assert [text for text in other_flags if "left out" in text] == [
         "12 files in the memory of workers are left out: other flags, another layout or another training wrote them"

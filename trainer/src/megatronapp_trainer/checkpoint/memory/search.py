@@ -136,10 +136,10 @@ class MemorySearch:
         while True:
             current = without(generation, damaged)
             if current.missing:
-                why = "whole" if damaged else "there"
+                what = "an intact state" if damaged else "the state"
                 self._note(
-                    f"the state of step {generation.step} in memory cannot be used: that of "
-                    f"{describe_ranks(current.missing)} is {why} in no worker's memory"
+                    f"step {generation.step} in memory cannot be resumed: no worker has {what} of "
+                    f"{describe_ranks(current.missing)}"
                 )
                 return None
             needed = [transfer for transfer in transfers(current, self._place.workers) if transfer.receiver in pending]
