@@ -258,6 +258,8 @@ def change_the_directory(folder: str) -> list[int]:
     begin(f"--load {folder}/elsewhere")
     small_training.resumed(f"{MODEL} --save {save}")
     begin()
+    (save / "memory.json").unlink()
+    begin()
     shutil.rmtree(save)
     begin()
     begin()
@@ -265,9 +267,9 @@ def change_the_directory(folder: str) -> list[int]:
 
 
 def test_memory_is_resumed_by_the_same_training_alone(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    """A removed checkpoint counts once. Others are another `--load`, a run without memory, and a new directory."""
+    """A removed checkpoint counts once. Then: another `--load`, a run without memory, no token, and no directory."""
     (found,) = run_ranks(1, change_the_directory, str(tmp_path), timeout_s=LIMIT_S)
-    assert found == [0, 4, 0, 2, 0, 2, 0, 0, 2]
+    assert found == [0, 4, 0, 2, 0, 2, 0, 0, 0, 2]
 
 
 def end_after_a_resume(folder: str) -> tuple[list[str], list[pathlib.Path]]:
