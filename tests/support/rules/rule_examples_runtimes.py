@@ -386,8 +386,16 @@ _MEMORY = [
     *bad(
         "memory-stays",
         "spec.checkpoint.memorySaveInterval",
-        (_IN_MEMORY | {"spec.runPolicy": {"restart": "Pods"}}, "needs runPolicy.restart: InPlace"),
-        (_IN_MEMORY | {"spec.fbd": _FBD}, "as new pods have no memory, and no fbd"),
+        (
+            _IN_MEMORY | {"spec.runPolicy": {"restart": "Pods"}},
+            "needs runPolicy.restart: InPlace, and so no scheduling.gang",
+        ),
+    ),
+    *good("memory-without-fbd", _IN_MEMORY),
+    *bad(
+        "memory-without-fbd",
+        "spec.checkpoint.memorySaveInterval",
+        (_IN_MEMORY | {"spec.fbd": _FBD}, "leave it out, and write asyncSave: true and a short saveInterval"),
     ),
 ]
 _CHANGES = stays(

@@ -91,7 +91,7 @@ class RunPolicy(ManifestModel):
     disruption: Literal["Allow", "Protect", "CheckpointFirst"] = "Allow"
     """Let drains and autoscalers evict the gang at any time, never, or while its newest checkpoint is young."""
     checkpoint_age_seconds: Seconds = 300
-    """Age up to which that checkpoint is young, with CheckpointFirst."""
+    """Age up to which that checkpoint is young, with CheckpointFirst; more than the time in which one is written."""
     backoff: Backoff = Backoff()
     """Pause before a restart."""
     reset_after_seconds: Seconds = 3600

@@ -151,7 +151,7 @@ class Checkpoint(ManifestModel):
     async_save: bool = False
     """Write checkpoints while training continues."""
     memory_save_interval: Count | None = None
-    """Steps between saves in the memory of workers, with copies on the next."""
+    """Steps between saves in the memory of workers, each with a copy on the next worker; needs restart: InPlace."""
     keep: Count | None = None
     """Number of newest checkpoints to keep, at least 2; defaults to all."""
     finetune: bool = False

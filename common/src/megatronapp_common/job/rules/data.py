@@ -115,8 +115,15 @@ _CHECKPOINT = (
     Rule(
         id="memory-stays",
         field=".checkpoint.memorySaveInterval",
-        rule="!has(self.checkpoint.memorySaveInterval) || self.runPolicy.restart == 'InPlace' && !self.fbd.enabled",
-        message="needs runPolicy.restart: InPlace, as new pods have no memory, and no fbd",
+        rule="!has(self.checkpoint.memorySaveInterval) || self.runPolicy.restart == 'InPlace'",
+        message="needs runPolicy.restart: InPlace, and so no scheduling.gang: new pods have no saves in their memory",
+    ),
+    Rule(
+        id="memory-without-fbd",
+        field=".checkpoint.memorySaveInterval",
+        rule="!has(self.checkpoint.memorySaveInterval) || !self.fbd.enabled",
+        message="does not work with fbd.enabled, whose forward ranks have no optimizer; leave it out, and write "
+        "asyncSave: true and a short saveInterval",
     ),
     _belongs_to("keep", "save", given="has(self.checkpoint.keep)"),
     _belongs_to("finetune", "load"),
