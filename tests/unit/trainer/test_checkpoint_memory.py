@@ -1,6 +1,7 @@
 """Checkpoints in the memory of the workers, by real ranks: each rank here is a worker, whose memory is a directory."""
 
 import contextlib
+import io
 import itertools
 import json
 import logging
@@ -126,7 +127,9 @@ def lose_and_resume(folder: str, flags: str) -> list[tuple[int, list[float], lis
             action()
         dist.barrier()
         messages.clear()
-        run, manager, trainer = prepare(folder, flags)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            run, manager, trainer = prepare(folder, flags)
+        messages.append(output.getvalue())
         began = run.state.iteration
         found.append((began, train(run, manager, trainer, 7), list(messages)))
 
@@ -172,14 +175,19 @@ def test_the_newest_whole_step_is_resumed_bit_for_bit(run_ranks: RunRanks, tmp_p
     for began, found, _ in lives[:3]:
         assert found == expected[began:]
     (_, _, neighbour_lost), (_, _, damaged), (_, _, pair_lost), (_, _, other_flags) = lives
-    assert not any("cannot be resumed" in text or "damaged" in text for text in neighbour_lost)
+    assert not any("cannot be used" in text or "damaged" in text for text in neighbour_lost)
+    assert any(
+        "1 ranks received" in text and "on the disk the newest checkpoint is of step 2" in text
+        for text in neighbour_lost
+    )
     assert any("rank 0 in the memory of" in text and "damaged: its checksum" in text for text in damaged)
-    assert any("it is shorter or longer than it was written" in text for text in damaged)
-    assert [text for text in pair_lost if "cannot be resumed" in text] == [
-        "step 4 in memory cannot be resumed: no worker has the state of rank 0"
+    assert any("is not used: it is shorter or longer than it was written" in text for text in damaged)
+    assert [text for text in pair_lost if "cannot be used" in text] == [
+        "step 4 in memory cannot be used: no worker has the state of rank 0"
     ]
-    assert [text for text in other_flags if "left out" in text] == [
-        "12 files in the memory of workers are left out: other flags, another layout or another training wrote them"
+    assert [text for text in other_flags if "not used" in text] == [
+        "12 files in the memory of workers are not used: "
+        "they were written with other flags, in another layout or by another training"
     ]
 
 
@@ -229,7 +237,7 @@ def test_a_save_waits_for_the_copies_of_the_former_and_a_failure_ends_saves(
     assert [name for name in at_6 if "-step2-" in name] and len(at_6) == 4 + 2
     assert {name.split("-")[4] for name in at_6} == {"step2", "step4"}
     assert {name.split("-")[4] for name in at_9} == {"step4", "step8"} and len(at_9) == 8
-    assert sum("step 6 is not saved in memory" in text for text in messages) == 1
+    assert sum("step 6 is not saved in memory: the save before" in text for text in messages) == 1
     assert sum("no longer saved in memory in this attempt: rank 1: FileNotFoundError" in text for text in messages) == 1
     assert failure.startswith("rank 1: FileNotFoundError")
     assert left == []

@@ -241,10 +241,14 @@ def test_settings_that_cannot_work_are_refused_before_the_start(
     run_ranks: Callable[..., list[Any]], tmp_path: pathlib.Path
 ) -> None:
     free, limited, jump, factor, directory = run_ranks(2, refused_settings, str(tmp_path))[0]
-    assert free.startswith("UsageError: --non-persistent-save-interval: two saves of the state of rank 0, and of the")
+    assert free.startswith("UsageError: --non-persistent-save-interval: two saves of the state of rank 0, and of each")
+    assert free.endswith("or leave the flag (checkpoint.memorySaveInterval) out")
     assert f"{tmp_path} has 1024KiB free, and " in free and "(spec.shm.sizeLimit" in free
     assert f"{tmp_path} has less (File too large)" in limited
     assert jump.startswith("UsageError: --replication-jump 2: copies of the state of rank 0 would not all be on other")
     assert "give --replication-jump 1, or a multiple" in jump
-    assert factor.startswith("UsageError: --replication-factor 3 needs as many workers, and the job has 2")
+    assert factor.startswith(
+        "UsageError: --replication stores each state on 3 workers (--replication-factor), and the job"
+    )
+    assert factor.endswith("has 2; give --replication-factor 2, or start more workers")
     assert f"files in {tmp_path}/missing, which is no directory" in directory

@@ -78,12 +78,11 @@ class MemoryCheckpoints:
         self._text_tokens = on_all_ranks(lambda: _restore(stored, state))
         self.resumed = stored
         if rank() == 0:
-            on_disk = f"of iteration {after}" if after > NO_STEP else "none"
+            on_disk = f"the newest checkpoint is of step {after}" if after > NO_STEP else "there is no checkpoint"
             print(
                 f"resumed from the memory of the workers: iteration {state.iteration}, {state.consumed_samples} "
                 f"samples consumed; {stored.received} ranks received their state from another worker; searching took "
-                f"{stored.seconds:.3f} s, reading {time.monotonic() - began_s:.3f} s; the newest checkpoint on the "
-                f"disk is {on_disk}",
+                f"{stored.seconds:.3f} s, reading {time.monotonic() - began_s:.3f} s; on the disk {on_disk}",
                 flush=True,
             )
         return True
@@ -123,10 +122,11 @@ def copy_rule(config: TrainerConfig, place: MemoryPlace) -> CopyRule:
         return CopyRule(jump=1, factor=1)
     ranks_of_worker = max(workers.count(worker) for worker in workers)
     jump, factor = flags.replication_jump or ranks_of_worker, flags.replication_factor
-    if len(set(workers)) < factor:
+    if (count := len(set(workers))) < factor:
+        smaller = f"give --replication-factor {count}" if count > 1 else "leave --replication out"
         raise UsageError(
-            f"--replication-factor {factor} needs as many workers, and the job has {len(set(workers))}; leave "
-            "--replication out, so that states are only in the memory of their own worker, or start more workers"
+            f"--replication stores each state on {factor} workers (--replication-factor), and the job has {count}; "
+            f"{smaller}, or start more workers"
         )
     useless = ranks_with_useless_copies(workers, jump=jump, factor=factor)
     if useless:

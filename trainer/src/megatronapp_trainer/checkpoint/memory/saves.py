@@ -139,10 +139,11 @@ class MemorySaves:
     def _too_little(self, everything: int, why: str) -> TrainerError:
         directory, ranks = self._place.directory, self._place.ranks
         return self._shortage(
-            f"--non-persistent-save-interval: two saves of the state of {describe_ranks(ranks)}, and of the copies "
-            f"that they store of others, take {bytes_text(everything)} of memory; {directory} {why}. Give it at least "
+            f"--non-persistent-save-interval: two saves of the state of {describe_ranks(ranks)}, and of each copy of "
+            f"another rank's state, take {bytes_text(everything)} of memory; {directory} {why}. Give it at least "
             f"{bytes_text(everything)} besides what is used (spec.shm.sizeLimit, within the memory limit; or "
-            "--non-persistent-local-ckpt-dir), store fewer copies (--replication-factor), or leave the flag out"
+            "--non-persistent-local-ckpt-dir), store fewer copies (--replication-factor), or leave the flag "
+            "(checkpoint.memorySaveInterval) out"
         )
 
     def _open(self, pair: SlotPair, everything: int) -> None:
@@ -217,7 +218,7 @@ class MemorySaves:
         if not all(done for done, _ in found):
             former = None if running is None else running.step
             if self._late != former:
-                self._warn("step %d is not saved in memory: the save before is still on its way to its copies", step)
+                self._warn("step %d is not saved in memory: the save before it is not complete on all ranks yet", step)
             self._late = former
             return False
         self.poll()

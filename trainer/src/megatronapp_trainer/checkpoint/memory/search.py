@@ -91,8 +91,8 @@ class MemorySearch:
         others = sum(files.others for files in everyone if files is not None)
         if others:
             self._note(
-                f"{others} files in the memory of workers are left out: other flags, another layout or another "
-                "training wrote them"
+                f"{others} files in the memory of workers are not used: they were written with other flags, "
+                "in another layout or by another training"
             )
         found_saves = generations(stored, len(self._place.workers))
         if not found_saves and dist.get_rank() == 0:
@@ -117,7 +117,7 @@ class MemorySearch:
             try:
                 header = read_header(path)
             except BrokenPartError as error:
-                flaws.append(f"{path} in the memory of a worker is left out: {error}")
+                flaws.append(f"{path} in the memory of a worker is not used: {error}")
                 continue
             if header.world != len(self._place.workers) or header.flags != self._flags:
                 others += 1
@@ -136,9 +136,9 @@ class MemorySearch:
         while True:
             current = without(generation, damaged)
             if current.missing:
-                what = "an intact state" if damaged else "the state"
+                what = "an undamaged copy of the state" if damaged else "the state"
                 self._note(
-                    f"step {generation.step} in memory cannot be resumed: no worker has {what} of "
+                    f"step {generation.step} in memory cannot be used: no worker has {what} of "
                     f"{describe_ranks(current.missing)}"
                 )
                 return None
