@@ -29,11 +29,7 @@ ANSWER_S, CONTROLLER_S = 180, 120
 
 async def begun(stage: OperatorSimulation, **spec: Any) -> None:
     """Start a job whose two workers train."""
-    await stage.api.create(JOBS, manifest(stage.namespace, **spec))
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
+    await stage.train(manifest(stage.namespace, **spec))
 
 
 async def evict(stage: OperatorSimulation, pod: str) -> int:

@@ -18,11 +18,7 @@ IN_PLACE: dict[str, Any] = {"runPolicy": {"restart": "InPlace"}}
 
 async def begun(stage: OperatorSimulation, **spec: Any) -> dict[str, str]:
     """A job whose pods run and train; their uids by name."""
-    await stage.api.create(JOBS, manifest(stage.namespace, **(IN_PLACE | spec)))
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
+    await stage.train(manifest(stage.namespace, **(IN_PLACE | spec)))
     return await uids(stage)
 
 

@@ -28,11 +28,7 @@ HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}
 
 async def begun(stage: OperatorSimulation, **spec: Any) -> Object:
     """A job whose pods run and train."""
-    await stage.api.create(JOBS, manifest(stage.namespace, **spec))
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
+    await stage.train(manifest(stage.namespace, **spec))
     return await stage.job()
 
 

@@ -12,11 +12,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def begun(stage: OperatorSimulation, **spec: Any) -> None:
-    await stage.api.create(JOBS, manifest(stage.namespace, **spec))
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
+    await stage.train(manifest(stage.namespace, **spec))
 
 
 def condition(stage: OperatorSimulation, kind: str, status: bool, **others: str) -> Object:

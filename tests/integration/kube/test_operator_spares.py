@@ -7,7 +7,6 @@ import pytest
 from operator_simulation import KillableApi, OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_common.names import ANNOTATION_RESTART, LABEL_ATTEMPT, LABEL_REPLICA_INDEX, LABEL_SPARE
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, SlowRank, WorkerOutcome
 from megatronapp_operator.plan_io.hub_summary import HubSummary
@@ -19,11 +18,7 @@ FIRST_SPARE, NEXT_SPARE = "job-spare-0-0", "job-spare-0-1"
 
 async def begun(stage: OperatorSimulation, **spec: Any) -> None:
     """Start a job whose two workers train while a spare waits."""
-    await stage.api.create(JOBS, manifest(stage.namespace, **(SPARES | spec)))
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
+    await stage.train(manifest(stage.namespace, **(SPARES | spec)))
 
 
 async def seen(stage: OperatorSimulation) -> dict[str, tuple[str, str, str | None, str | None]]:

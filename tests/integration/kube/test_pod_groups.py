@@ -27,14 +27,6 @@ def gang(namespace: str, scheduler: str, **spec: Any) -> Object:
     return manifest(namespace, scheduling={"gang": scheduler}, resources=resources, **spec)
 
 
-async def begun(stage: OperatorSimulation, job: Object) -> None:
-    await stage.api.create(JOBS, job)
-    await stage.begin()
-    await stage.rest()
-    stage.report_progress("job")
-    await stage.rest()
-
-
 async def groups(stage: OperatorSimulation, scheduler: str) -> set[str]:
     listing = await stage.nodes.api.list_objects(GROUPS[scheduler], stage.namespace)
     return {item["metadata"]["name"] for item in listing.items}
@@ -53,7 +45,7 @@ async def test_a_group_is_removed_with_its_attempt(
     schedulers: kube.ControlPlane, namespace: str, scheduler: str
 ) -> None:
     async with simulated_operator(schedulers, namespace) as stage:
-        await begun(stage, gang(namespace, scheduler))
+        await stage.train(gang(namespace, scheduler))
         assert await groups(stage, scheduler) == {"job-a0"}
         await stage.nodes.end("job-worker-1", 42)
         await stage.rest()
@@ -80,7 +72,7 @@ async def test_a_restarted_gang_is_admitted_by_a_queue_of_its_own_size(
 ) -> None:
     async with simulated_operator(schedulers, namespace) as stage:
         stage.nodes = VolcanoNodes(stage.nodes.api, namespace, stage.nodes.client, stage.now, cpus=2)
-        await begun(stage, gang(namespace, "Volcano"))
+        await stage.train(gang(namespace, "Volcano"))
         for attempt in (1, 2, 3):
             await stage.nodes.end("job-worker-0", 42)
             await stage.rest()
@@ -95,7 +87,7 @@ async def test_a_group_that_is_left_by_an_operator_that_ends_is_removed_by_the_n
     schedulers: kube.ControlPlane, namespace: str
 ) -> None:
     async with simulated_operator(schedulers, namespace) as stage:
-        await begun(stage, gang(namespace, "Coscheduling"))
+        await stage.train(gang(namespace, "Coscheduling"))
         pods = await stage.nodes.pods()
         stage.api.kill_at = lambda _number: "before"
         await set_suspend(stage, suspend=True)
@@ -122,7 +114,7 @@ async def test_a_group_that_may_not_be_removed_is_reported_once_and_blocks_nothi
 
     monkeypatch.setattr(KillableApi, "delete", refusing)
     async with simulated_operator(schedulers, namespace) as stage:
-        await begun(stage, gang(namespace, "KAI"))
+        await stage.train(gang(namespace, "KAI"))
         await stage.nodes.end("job-worker-1", 42)
         await stage.rest()
         await stage.pass_time(11)
@@ -136,7 +128,7 @@ async def test_a_group_that_may_not_be_removed_is_reported_once_and_blocks_nothi
 
 async def test_a_group_of_another_owner_stays(schedulers: kube.ControlPlane, namespace: str) -> None:
     async with simulated_operator(schedulers, namespace) as stage:
-        await begun(stage, gang(namespace, "Volcano"))
+        await stage.train(gang(namespace, "Volcano"))
         headers = {"Content-Type": "application/merge-patch+json"}
         path = GROUPS["Volcano"].path(namespace, "job-a0")
         labels = {"metadata": {"labels": {"megatronapp.io/job-uid": "another"}}}

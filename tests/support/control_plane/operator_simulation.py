@@ -182,6 +182,14 @@ class OperatorSimulation:
         self.skipped_s += seconds
         await self.rest()
 
+    async def train(self, job: Object) -> None:
+        """Create a job, and let its pods start and train."""
+        await self.api.create(JOBS, job)
+        await self.begin()
+        await self.rest()
+        self.report_progress(job["metadata"]["name"])
+        await self.rest()
+
     def report_progress(self, name: str, **progress: Any) -> None:
         """Send the operator a report of the hub or the launcher of a job."""
         memory = self.reconciler.memory((self.namespace, name))
