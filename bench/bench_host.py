@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_layouts import Samples, arguments, free_port, ours
+from gpu_layouts import Samples, free_port, open_groups, ours
 from plain_megatron import Layout, PlainTraining, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatronapp_trainer.config import parse
 from megatronapp_trainer.parallel.groups import destroy_groups
 
 STEPS_OF_BLOCK = 2
@@ -51,9 +50,9 @@ def variants(layers: int, microbatches: int, implementation: str) -> dict[str, C
     """Return a step of each trainer; they share only the process groups."""
     size = shape(layers, microbatches)
     samples = Samples(size)
-    _, trainer, _, _ = ours(parse(arguments(size, Layout(), implementation, 100_000)), samples)
+    mine = ours(size, Layout(), implementation, samples, open_groups(size, Layout()))
     plain, steps = PlainTraining(size, Layout(), samples, "cpu"), itertools.count()
-    return {"plain": lambda: plain.step(next(steps)), "ours": trainer.step}
+    return {"plain": lambda: plain.step(next(steps)), "ours": mine.step}
 
 
 def operations(step: Callable[[], object]) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 import yaml
-from fault_campaign import POLL_S, Disturbance, FaultCampaign, ProcessDisturber, is_right, table
+from fault_campaign import BUSY, POLL_S, Disturbance, FaultCampaign, ProcessDisturber, is_right, table
 from gpu_crowded_host import MEGATRONAPP, hub_client, pin, process_of_rank
 
 from megatronapp_common.state import jobs_dir
@@ -52,7 +52,6 @@ BURST_S, PAUSE_S = (0.2, 0.8), (4.0, 12.0)
 """Shortest and longest burst, and time between two."""
 START_S = 180.0
 """Time in which a job must have made its first steps."""
-BUSY = "while True: pass"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ LATE = 20
 BEFORE = 20
 """Steps before a disturbance that are its healthy steps, without the newest."""
 POLL_S = 0.1
+BUSY = "while True: pass"
+"""A program that uses a processor all the time."""
 
 
 class ProcessDisturber:

@@ -1,17 +1,20 @@
-"""Disturbs a training job on two GPUs in several ways, one after the other, and prints what the detector says of each.
+"""Disturbs a training job on GPUs in several ways, one after the other, and prints what the detector says of each.
 
     CUDA_VISIBLE_DEVICES=0,1 python bench/gpu_faults.py --layout tensor --out faults_tensor.json
+    python bench/gpu_faults.py --layout tensor-data --out faults_tensor_data.json    # four GPUs
 
-Layouts are TP2 with sequence parallel, PP2 and DP2. A disturbance lasts 35 steps, between healthy stretches of 30.
-Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to the other; a kernel of known length
-runs after each pass of a rank; a rank's host stalls; its process is stopped and continued. The truth of a cost is the
-median step in the disturbance less that of the healthy steps before it. A disturbance that makes steps less than 3 %
-longer may be named or not. Exit code 1 if another one is not named with its subject and cause, or a healthy subject is.
+Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 and PP4. A disturbance lasts 35 steps,
+between healthy stretches of 30. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
+the other; a kernel of known length runs after each pass of a rank; a rank's host stalls; its process is stopped and
+continued, or shares its processor with busy loops. The truth of a cost is the median step in the disturbance less
+that of the healthy steps before it. A disturbance that makes steps less than 3 % longer may be named or not. Exit
+code 1 if another one is not named with its subject and cause, or a healthy subject is.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -19,20 +22,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import yaml
-from fault_campaign import LATE, Disturbance, FaultCampaign, ProcessDisturber, is_right, newest_step, table
-from gpu_crowded_host import MEGATRONAPP, hub_client, process_of_rank
+from fault_campaign import BUSY, LATE, Disturbance, FaultCampaign, ProcessDisturber, is_right, newest_step, table
+from gpu_crowded_host import MEGATRONAPP, hub_client, pin, process_of_rank
 
 from megatronapp_common.state import jobs_dir
 
 JOB = "crowded"
 """Name of the job: that of `gpu_crowded_host.hub_client`."""
 MANIFEST = pathlib.Path(__file__).with_name("gpu_slow_rank_pp2.yaml")
-LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "data": (1, 1)}
+LAYOUTS = {
+    "tensor": (2, 1, 1),
+    "pipeline": (1, 2, 1),
+    "data": (1, 1, 2),
+    "tensor-data": (2, 1, 2),
+    "pipeline-4": (1, 4, 1),
+}
+"""Sizes of the tensor, pipeline and data-parallel groups."""
 FIRST, HOLD, CALM = 50, 35, 30
-HIDDEN, LENGTH, SAMPLES = 4096, 4096, {"tensor": 4, "pipeline": 2, "data": 2}
+HIDDEN, LENGTH = 4096, 4096
+SAMPLES = {"tensor": 4, "pipeline": 2, "data": 2, "tensor-data": 4, "pipeline-4": 2}
 """Hidden size, tokens of a sample and samples of a microbatch, with which devices decide the length of passes.
 
 Hosts that take 3 ms to launch a layer would, with smaller ones, and then no disturbance of a device matters.
@@ -60,6 +72,7 @@ class GpuDisturber(ProcessDisturber):
         super().__init__()
         self._hub = hub
         self._fault: str | None = None
+        self._crowded: int | None = None
 
     def compete(self, device: str, what: str, duty: float) -> None:
         """Use a GPU from another process, for a part of the time."""
@@ -77,9 +90,20 @@ class GpuDisturber(ProcessDisturber):
         """Stop the process of rank 1 for a part of each cycle."""
         self.stop_processes([process_of_rank(1)], duty, cycle_s)
 
+    def crowd(self, loops: int) -> None:
+        """Let rank 1 share a single processor with busy loops."""
+        self._crowded = process_of_rank(1)
+        cpu = {min(os.sched_getaffinity(0))}
+        pin(self._crowded, cpu)
+        for _ in range(loops):
+            os.sched_setaffinity(self.run([sys.executable, "-c", BUSY]).pid, cpu)
+
     def calm(self) -> None:
         """End what was started."""
         super().calm()
+        if self._crowded is not None:
+            pin(self._crowded, os.sched_getaffinity(0))
+            self._crowded = None
         if self._fault is not None:
             self._hub.delete(f"/api/v1/faults/{self._fault}").raise_for_status()
             self._fault = None
@@ -102,6 +126,7 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
         Disturbance(name="kernels after passes, 1.05", start=lambda d: d.inject("compute", 1.05), cause="compute"),
         Disturbance(name="host stalls, 0.5 of a pass", start=lambda d: d.inject("host", 1.5), cause="host"),
         Disturbance(name="stopped half of 0.2 s", start=lambda d: d.stop(0.5, 0.2), cause="host"),
+        Disturbance(name="processor shared with 2 loops", start=lambda d: d.crowd(2), cause="host"),
         Disturbance(
             name="copies from GPU 0 to 1",
             start=lambda d: d.compete("cuda:0", "peer", 1.0),
@@ -116,27 +141,35 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
     return found
 
 
+def manifest_of(options: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Return the manifest of the job."""
+    tensor, pipeline, data = LAYOUTS[options.layout]
+    manifest: dict[str, Any] = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
+    spec = manifest["spec"]
+    del spec["faults"]
+    spec["procPerNode"] = spec["gpusPerNode"] = tensor * pipeline * data
+    spec["parallelism"] = {"tensor": tensor, "pipeline": pipeline, "data": data}
+    if tensor > 1:
+        spec["parallelism"]["sequenceParallel"] = True
+    spec["model"] |= {"hiddenSize": HIDDEN, "numAttentionHeads": HIDDEN // 128, "seqLength": LENGTH}
+    spec["training"] |= {"microBatchSize": SAMPLES[options.layout], "globalBatchSize": options.global_batch}
+    spec["training"]["trainIters"] = steps
+    return manifest
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
     parser.add_argument("--out", type=pathlib.Path, help="write rows and verdicts to this file")
     parser.add_argument("--only", nargs="+", default=[""], help="disturbances whose name contains one of these texts")
     parser.add_argument("--minutes", type=float, default=7.0, help="of the job, without its start (%(default)s)")
+    parser.add_argument("--global-batch", type=int, default=16, help="samples of a step (%(default)s)")
     parser.add_argument(
         "--records", type=pathlib.Path, help="copy the job's records to this folder, for megatronapp scan analyze"
     )
     options = parser.parse_args()
-    tensor, pipeline = LAYOUTS[options.layout]
     planned = disturbances(options.only)
-    manifest = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
-    spec = manifest["spec"]
-    del spec["faults"]
-    spec["parallelism"] = {"tensor": tensor, "pipeline": pipeline, "data": 2 // (tensor * pipeline)}
-    if tensor > 1:
-        spec["parallelism"]["sequenceParallel"] = True
-    spec["model"] |= {"hiddenSize": HIDDEN, "numAttentionHeads": HIDDEN // 128, "seqLength": LENGTH}
-    spec["training"]["microBatchSize"] = SAMPLES[options.layout]
-    spec["training"]["trainIters"] = planned[-1].end + 10 * LATE
+    manifest = manifest_of(options, steps=planned[-1].end + 10 * LATE)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "job.yaml"
         path.write_text(yaml.safe_dump(manifest), encoding="utf-8")

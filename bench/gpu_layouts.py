@@ -2,12 +2,15 @@
 
     python bench/gpu_layouts.py --out results.json
 
-Starts one process per GPU. For each layout three variants take turns on the same data: plain megatron-core with its
-local layers, our trainer with the same layers (--transformer-impl local), and our trainer with its own (torch). Then,
-with one layout, tracing on against off in alternating blocks. CUDA_DEVICE_MAX_CONNECTIONS is 1 throughout.
+Starts one process per GPU. For each layout three trainings exist in the same processes and take turns in blocks of
+steps on the same data: plain megatron-core with its local layers, our trainer with the same layers (--transformer-impl
+local), and our trainer with its own (torch). Prints the median block of each, and the ratio of our local layers to
+plain's in each round, by which a host whose speed changes is not taken for a difference. CUDA_DEVICE_MAX_CONNECTIONS is
+1 throughout. `gpu_trace_cost.py` measures what tracing costs.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -25,18 +28,18 @@ import torch
 import torch.distributed as dist
 from plain_megatron import Layout, PlainTraining, Shape
 
-from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.config import parse
 from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
 from megatronapp_trainer.data.mock_data import mock_sample
-from megatronapp_trainer.device import prepare_device
+from megatronapp_trainer.device import Device, prepare_device
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.training.build import TrainingRun, build_run, build_schedule, layout_of
+from megatronapp_trainer.training.build import build_run, build_schedule, layout_of
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.metrics import flops_per_token, flops_per_token_full_attention
 from megatronapp_trainer.training.signals import StopRequest
 
-WARM, MEASURED = 5, 10
-BLOCKS, BLOCK_STEPS = 12, 10
+WARM, ROUNDS, BLOCK = 6, 7, 3
+PLAIN, LOCAL, TORCH, RATIO = "plain local", "ours local", "ours torch", "ours local over plain"
 
 
 def layouts(gpus: int) -> list[Layout]:
@@ -117,144 +120,119 @@ class Losses:
         return None
 
 
-def span_of_steps(step: Callable[[], object], count: int) -> float:
-    """Mean seconds of `count` steps in a row."""
-    dist.barrier()
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began_s) / count
+@dataclasses.dataclass(kw_only=True)
+class Arm:
+    """A training that is ready to step, and what was measured of it."""
+
+    step: Callable[[], object]
+    close: Callable[[], None] = lambda: None
+    losses: Losses | None = None
+    tera_per_gpu: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Floating-point operations of a step, by the name of the rate that follows from it."""
+    blocks_s: list[float] = dataclasses.field(default_factory=list)
+
+    def block(self, steps: int) -> float:
+        """Return the mean seconds of some steps in a row, begun by all ranks together."""
+        torch.cuda.synchronize()
+        dist.barrier()
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began_s) / steps
+
+    def results(self) -> dict[str, Any]:
+        seconds = statistics.median(self.blocks_s)
+        return {
+            "step_ms": seconds * 1e3,
+            "blocks_ms": [value * 1e3 for value in self.blocks_s],
+            **{name: tera / seconds for name, tera in self.tera_per_gpu.items()},
+            "loss": [] if self.losses is None else self.losses.values,
+        }
 
 
-def groups_for(config: TrainerConfig) -> tuple[Any, Any]:
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
+def open_groups(shape: Shape, layout: Layout) -> Device:
+    """Initialize the process groups of a layout, which all arms share. Returns the device of this rank."""
+    config = parse(arguments(shape, layout, "local", 1))
+    rank_layout = layout_of(config)
+    device = prepare_device(rank_layout.local_rank)
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    initialize_groups(config, layout, device)
-    return layout, device
+    initialize_groups(config, rank_layout, device)
+    return device
 
 
-def release() -> None:
+def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, device: Device) -> Arm:
+    config = parse(arguments(shape, layout, implementation, 10_000))
+    rank_layout = layout_of(config)
+    run = build_run(config, rank_layout, device, vocab_size=shape.vocabulary)
+    losses, schedule = Losses(), build_schedule(run)
+    iterators = DataIterators(
+        train=samples.batches(rank_layout.data_size, rank_layout.data_rank), valid=None, test=None
+    )
+    trainer = Trainer(run, iterators, schedule, stop_request=StopRequest(), reporter=losses)  # type: ignore[arg-type]
+    model, vocabulary = config.model, run.padded_vocab_size
+    tokens_tera = shape.global_batch * shape.sequence / rank_layout.world_size / 1e12
+    return Arm(
+        step=trainer.step,
+        close=schedule.close,
+        losses=losses,
+        tera_per_gpu={
+            "tflops_per_gpu": flops_per_token(model, vocabulary) * tokens_tera,
+            "tflops_per_gpu_full_attention": flops_per_token_full_attention(model, vocabulary) * tokens_tera,
+        },
+    )
+
+
+def plain(shape: Shape, layout: Layout, samples: Samples) -> Arm:
+    training, steps = PlainTraining(shape, layout, samples), itertools.count()
+    return Arm(step=lambda: training.step(next(steps)))
+
+
+def measure(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:
+    """Measure the arms of a layout on this rank, in the same order as its peers."""
+    device = open_groups(shape, layout)
+    arms = {
+        PLAIN: plain(shape, layout, samples),
+        LOCAL: ours(shape, layout, "local", samples, device),
+        TORCH: ours(shape, layout, "torch", samples, device),
+    }
+    for arm in arms.values():
+        arm.block(WARM)
+    for number in range(ROUNDS):
+        for arm in arms.values() if number % 2 else reversed(arms.values()):
+            arm.blocks_s.append(arm.block(BLOCK))
+    for arm in arms.values():
+        arm.close()
+    pairs = zip(arms[LOCAL].blocks_s, arms[PLAIN].blocks_s, strict=True)
+    ratios = sorted(local_s / plain_s for local_s, plain_s in pairs)
+    results = {name: arm.results() for name, arm in arms.items()}
+    arms.clear()
     destroy_groups()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def ours(config: TrainerConfig, samples: Samples) -> tuple[TrainingRun, Trainer, Losses, StopRequest]:
-    layout, device = groups_for(config)
-    run = build_run(config, layout, device, vocab_size=samples.shape.vocabulary)
-    feed = samples.batches(layout.data_size, layout.data_rank)
-    losses, stop_request = Losses(), StopRequest()
-    iterators = DataIterators(train=feed, valid=None, test=None)
-    trainer = Trainer(run, iterators, build_schedule(run), stop_request=stop_request, reporter=losses)  # type: ignore[arg-type]
-    return run, trainer, losses, stop_request
-
-
-def measure_ours(shape: Shape, layout: Layout, implementation: str, samples: Samples) -> dict[str, Any]:
-    config = parse(arguments(shape, layout, implementation, WARM + MEASURED))
-    run, trainer, losses, _ = ours(config, samples)
-    span_of_steps(trainer.step, WARM)
-    seconds = span_of_steps(trainer.step, MEASURED)
-    tokens = shape.global_batch * shape.sequence
-    model, vocabulary = run.config.model, run.padded_vocab_size
-    scale = tokens / seconds / run.layout.world_size / 1e12
-    tflops = flops_per_token(model, vocabulary) * scale
-    tflops_full_attention = flops_per_token_full_attention(model, vocabulary) * scale
-    del run, trainer
-    release()
-    return {
-        "step_ms": seconds * 1e3,
-        "tflops_per_gpu": tflops,
-        "tflops_per_gpu_full_attention": tflops_full_attention,
-        "loss": losses.values,
-    }
-
-
-def measure_plain(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:
-    groups_for(parse(arguments(shape, layout, "local", WARM + MEASURED)))
-    seconds = time_plain(PlainTraining(shape, layout, samples))
-    release()
-    return {"step_ms": seconds * 1e3}
-
-
-def time_plain(training: PlainTraining) -> float:
-    """Mean seconds of a step; what it trained dies with this frame."""
-    steps = itertools.count()
-    span_of_steps(lambda: training.step(next(steps)), WARM)
-    return span_of_steps(lambda: training.step(next(steps)), MEASURED)
-
-
-def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:
-    """Seconds per step with the tracer and without, in alternating blocks of one run."""
-    from megatronapp_trainer import scan
-    from megatronapp_trainer.scan.run_context import RunContext
-
-    config = parse([*arguments(shape, layout, "torch", 10_000), "--trace"])
-    run, plain, _, stop_request = ours(config, samples)
-    off = switches(run)
-    context = RunContext(
-        config=config,
-        layout=run.layout,
-        device_name=run.device.name,
-        chunks=run.state.chunks,
-        num_microbatches=shape.global_batch,
-    )
-    observer = scan.start(context)
-    iterators = DataIterators(train=samples.batches(run.layout.data_size, run.layout.data_rank), valid=None, test=None)
-    traced = Trainer(run, iterators, build_schedule(run, observer), stop_request=stop_request, observer=observer)
-    on = switches(run)
-    span_of_steps(traced.step, WARM)
-    switch(run, off)
-    span_of_steps(plain.step, WARM)
-    blocks: dict[str, list[float]] = {"off": [], "on": []}
-    for block in range(2 * BLOCKS):
-        name, trainer, values = ("on", traced, on) if block % 2 else ("off", plain, off)
-        switch(run, values)
-        blocks[name].append(span_of_steps(trainer.step, BLOCK_STEPS))
-    observer.close()
-    ratios = [on_s / off_s for on_s, off_s in zip(blocks["on"], blocks["off"], strict=True)]
-    release()
-    return {"blocks_ms": {name: [s * 1e3 for s in values] for name, values in blocks.items()}, "on_over_off": ratios}
-
-
-def switches(run: TrainingRun) -> tuple[Any, ...]:
-    """Return the places of observers: megatron-core's timers and the timed gradient norm."""
-    return run.core_config.timers, run.state.optimizer.config.timers, run.state.optimizer.get_grad_norm
-
-
-def switch(run: TrainingRun, values: tuple[Any, ...]) -> None:
-    run.core_config.timers, run.state.optimizer.config.timers, run.state.optimizer.get_grad_norm = values
+    return results | {RATIO: {"median": statistics.median(ratios), "rounds": ratios}}
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank: all measurements in the same order as its peers."""
+    """Measure all layouts on this rank, in the same order as its peers; the last rank, which has the losses, prints."""
     shape = Shape(layers=options.layers, hidden=options.hidden, sequence=options.sequence)
     samples = Samples(shape)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "layouts": {}}
     for layout in layouts(options.gpus):
-        row = {
-            "plain local": measure_plain(shape, layout, samples),
-            "ours local": measure_ours(shape, layout, "local", samples),
-            "ours torch": measure_ours(shape, layout, "torch", samples),
-        }
-        results["layouts"][layout.name] = row
-        show(options.out, layout.name, results)
-    results["tracing"] = measure_tracing(shape, Layout(pipeline=options.gpus), samples)
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        ratio = statistics.median(results["tracing"]["on_over_off"])
-        print(f"tracing on over off: median of {BLOCKS} pairs of blocks {ratio:.5f}", flush=True)
-        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        row = results["layouts"][layout.name] = measure(shape, layout, samples)
+        if int(os.environ["RANK"]) == options.gpus - 1:
+            options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            show(layout.name, row)
 
 
-def show(out: pathlib.Path, name: str, results: dict[str, Any]) -> None:
-    """Print a layout's figures and keep all so far; the reporting rank, which knows the losses, is the last."""
-    row = results["layouts"][name]
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        figures = "  ".join(f"{variant} {value['step_ms']:8.1f} ms" for variant, value in row.items())
-        print(f"{name:10} {figures}  loss {row['ours torch']['loss'][-1]:.4f}", flush=True)
+def show(name: str, row: dict[str, Any]) -> None:
+    figures = "  ".join(f"{arm} {row[arm]['step_ms']:7.1f} ms" for arm in (PLAIN, LOCAL, TORCH))
+    ratio = row[RATIO]
+    print(
+        f"{name:10} {figures}  {RATIO} {ratio['median']:.3f} ({ratio['rounds'][0]:.3f} to {ratio['rounds'][-1]:.3f})  "
+        f"{TORCH} {row[TORCH]['tflops_per_gpu_full_attention']:.0f} TFLOP/s per GPU, loss {row[TORCH]['loss'][-1]:.4f}",
+        flush=True,
+    )
 
 
 def free_port() -> int:

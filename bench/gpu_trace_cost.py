@@ -1,6 +1,7 @@
 """Cost of tracing on GPUs: the tracer is removed and installed every ten steps, in the order ABBA.
 
     python bench/gpu_trace_cost.py --seconds 110 --out gpu_trace_cost.json
+    python bench/gpu_trace_cost.py --layouts tp2pp2 --seconds 200    # four GPUs
 
 Two GPUs, CUDA_DEVICE_MAX_CONNECTIONS=1, one layout after the other: tensor parallelism with sequence parallelism, a
 pipeline, and data parallelism with overlapped reduction. A GPT with random weights (1.2 billion parameters in bf16)
@@ -70,6 +71,7 @@ LAYOUTS = {
     "one": BenchLayout("", 1, 8),
     "tp2": BenchLayout("--tensor-model-parallel-size 2 --sequence-parallel", 2, 8),
     "pp2": BenchLayout("--pipeline-model-parallel-size 2", 2, 12),
+    "tp2pp2": BenchLayout("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4, 16),
     "dp2": BenchLayout("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2, 16),
 }
 
