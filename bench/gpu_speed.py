@@ -261,8 +261,8 @@ def show(results: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def measure_parts(device: Device, layers: int, only: str) -> dict[str, Any]:
-    bench = SpeedBench(Shape(layers=layers, global_batch=8), device, only)
+def measure_parts(device: Device, shape: Shape, only: str) -> dict[str, Any]:
+    bench = SpeedBench(shape, device, only)
     for name, in_fp32 in PLAIN.items():
         bench.add(name, lambda name=name, in_fp32=in_fp32: bench.plain(name, softmax_in_fp32=in_fp32))  # type: ignore[misc]
     parts = list(OFF)
@@ -276,8 +276,8 @@ def measure_parts(device: Device, layers: int, only: str) -> dict[str, Any]:
     return bench.results()
 
 
-def measure_deep(device: Device, layers: int, only: str) -> dict[str, Any]:
-    bench = SpeedBench(Shape(layers=layers, global_batch=8), device, only)
+def measure_deep(device: Device, shape: Shape, only: str) -> dict[str, Any]:
+    bench = SpeedBench(shape, device, only)
     every = [flag for flags in OFF.values() for flag in flags]
     bench.add("ours, all off", lambda: bench.ours("ours, all off", every))
     bench.add("ours, defaults", lambda: bench.ours("ours, defaults", []))
@@ -289,6 +289,7 @@ def measure_deep(device: Device, layers: int, only: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size, in heads of 128 (%(default)s)")
     parser.add_argument("--deep", type=int, default=24, help="layers of the deep model; 0: leave it out")
     parser.add_argument("--only", default="", help="regular expression of the arms to measure")
     parser.add_argument("--only-deep", default="", help="the same for the deep model")
@@ -297,12 +298,14 @@ def main() -> int:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     device = prepare_device(0)
-    config = parse(arguments(Shape(layers=options.layers, global_batch=8), Layout(), "torch", 1))
+    shape = Shape(layers=options.layers, hidden=options.hidden, heads=options.hidden // 128, global_batch=8)
+    config = parse(arguments(shape, Layout(), "torch", 1))
     initialize_groups(config, layout_of(config), device)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    measurements = {"parts": functools.partial(measure_parts, device, options.layers, options.only)}
+    measurements = {"parts": functools.partial(measure_parts, device, shape, options.only)}
     if options.deep:
-        measurements["deep"] = functools.partial(measure_deep, device, options.deep, options.only_deep)
+        deep = dataclasses.replace(shape, layers=options.deep)
+        measurements["deep"] = functools.partial(measure_deep, device, deep, options.only_deep)
     for name, measure in measurements.items():
         found[name] = measure()
         show(found[name])

@@ -1,5 +1,6 @@
 """Products of linear layers in 8 bits: rounding, products, whole trainings, and the flags."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ def test_infinity_and_nan_reach_the_product() -> None:
     for bad in (float("inf"), float("nan")):
         inputs = torch.ones(2, 16)
         inputs[1, 3] = bad
-        output = fp8.linear(inputs, torch.ones(16, 16), None)
+        output = fp8.linear(inputs, fp8.quantize_rows(torch.ones(16, 16)), None)
         assert output[0].isfinite().all()
         assert output[1].isnan().all()
 
@@ -84,15 +85,62 @@ def test_products_are_those_of_the_rounded_operands() -> None:
     torch.manual_seed(0)
     inputs, weight, bias = torch.randn(5, 3, 32) * 7, torch.randn(48, 32), torch.randn(48)
     gradient = torch.randn(5, 3, 48) * 1e-4
-    rounded = fp8.quantize_rows(inputs.flatten(0, 1)).restored(), fp8.quantize_rows(weight).restored()
-    expected = (rounded[0] @ rounded[1].t() + bias).view(5, 3, 48)
-    torch.testing.assert_close(fp8.linear(inputs, weight, bias), expected, rtol=1e-5, atol=1e-5)
-    backward = fp8.quantize_rows(gradient.flatten(0, 1)).restored(), fp8.quantize_columns(weight).restored().t()
-    expected = (backward[0] @ backward[1]).view(5, 3, 32)
-    torch.testing.assert_close(fp8.input_gradient(gradient, weight), expected, rtol=1e-5, atol=1e-9)
+    rows, columns = fp8.quantize_rows(weight), fp8.quantize_columns(weight)
+    expected = (fp8.quantize_rows(inputs.flatten(0, 1)).restored() @ rows.restored().t() + bias).view(5, 3, 48)
+    torch.testing.assert_close(fp8.linear(inputs, rows, bias), expected, rtol=1e-5, atol=1e-5)
+    expected = (fp8.quantize_rows(gradient.flatten(0, 1)).restored() @ columns.restored().t()).view(5, 3, 32)
+    torch.testing.assert_close(fp8.input_gradient(gradient, columns), expected, rtol=1e-5, atol=1e-9)
     # Rounding errors of a sum of products with three bits of mantissa each.
     plain = torch.nn.functional.linear(inputs, weight, bias)
-    assert float((fp8.linear(inputs, weight, bias) - plain).norm() / plain.norm()) < 0.05
+    assert float((fp8.linear(inputs, rows, bias) - plain).norm() / plain.norm()) < 0.05
+
+
+def test_a_weight_is_rounded_once_in_a_step_and_at_each_use_outside() -> None:
+    import torch
+
+    from megatronapp_trainer.models.kernels import fp8
+    from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
+
+    parameter = torch.nn.Parameter(torch.randn(6, 4))
+    weights = Fp8Weights(range(1, 3))
+    weight = weights.add(0, parameter)
+
+    def doubled() -> fp8.Quantized:
+        parameter.detach().mul_(2)
+        return fp8.quantize_rows(parameter.detach())
+
+    assert torch.equal(weight.rows().scales, fp8.quantize_rows(parameter.detach()).scales)
+    assert torch.equal(weight.rows().scales, doubled().scales / 2)
+    with weights.constant():
+        rows, columns = weight.rows(), weight.columns()
+        before = rows.scales.clone()
+        after = doubled()
+        assert weight.rows() is rows and torch.equal(rows.scales, before)
+        weights.prepare(0)  # finds nothing to do
+        assert torch.equal(rows.scales, before)
+    with weights.constant():
+        weights.prepare(0)
+        assert torch.equal(rows.scales, after.scales)  # in the same memory
+        assert torch.equal(columns.restored().t(), fp8.quantize_columns(parameter.detach()).restored().t())
+        assert weight.rows() is rows and weight.columns() is columns
+
+
+def trained_without_memory(flags: str) -> tuple[list[float], list[float]] | None:
+    """Train with weights that are rounded at each use."""
+    from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
+
+    Fp8Weights.constant = lambda _weights: contextlib.nullcontext()  # type: ignore[method-assign, assignment, return-value]
+    return trained(flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--use-dpp --pipeline-model-parallel-size 2"], ids=["one", "MegaDPP"])
+def test_weights_rounded_once_change_no_bit(run_ranks: RunRanks, flags: str) -> None:
+    world = 2 if flags else 1
+    flags = f"{FP8} {flags} --eval-interval 2 --eval-iters 1"
+    (found,), (expected,) = (
+        [result for result in run_ranks(world, train, flags) if result] for train in (trained, trained_without_memory)
+    )
+    assert found == expected
 
 
 def trained(flags: str) -> tuple[list[float], list[float]] | None:

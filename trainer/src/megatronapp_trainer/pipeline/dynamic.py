@@ -13,7 +13,7 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.dpp import REACTION, DppPlan
 from megatronapp_trainer.pipeline.executor import StepTasks, run_tasks
 from megatronapp_trainer.pipeline.leader import Following, Leading
-from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule, within_step
 from megatronapp_trainer.pipeline.memory.measured_passes import MeasuredPasses, gather_measured
 from megatronapp_trainer.pipeline.plan_tuner import PlanTuner
 from megatronapp_trainer.pipeline.planning.lateness import LaunchRule, SenderWatch, UsualTimes
@@ -119,7 +119,8 @@ class DynamicSchedule:
         """Run the forward passes alone, with no gradients and no spans."""
         self._read_times()
         try:
-            return self._evaluation.evaluate(feed, num_microbatches)
+            with within_step(self._passes.fp8_weights):
+                return self._evaluation.evaluate(feed, num_microbatches)
         except BaseException:
             self._transport.abort()
             raise

@@ -1,5 +1,6 @@
 """Forward and backward passes of one step through megatron-core's schedules."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,6 +9,8 @@ import torch
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config.rules.graphs import uses_slots
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
+from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
+from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
 from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.layout import Layout
@@ -79,23 +82,31 @@ class StaticSchedule:
         self._forward_backward = get_forward_backward_func()
         self._graphed: GraphedStep | None = None
         self._replayed: ReplayedPasses | None = None
+        self._fp8_weights: Fp8Weights | None = None
         if context.optimizer is not None:
             connect_gradients(context)
-            _fuse_gradients(context)
+            self._fp8_weights = fp8_weights_of(context)
+            _fuse_gradients(context, self._fp8_weights)
         self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
         self._plain_forward_step = ForwardStep(context.family, None)
         recorders = None if context.optimizer is None else pass_recorders(context)
         if recorders is not None and uses_slots(context.config):
-            self._replayed = ReplayedPasses(context, self._forward_step, recorders)
+            self._replayed = ReplayedPasses(context, self._forward_step, recorders, fp8_weights=self._fp8_weights)
         elif recorders is not None:
-            self._graphed = GraphedStep(context, self._forward_step, self._plain_forward_step, self._timers)
+            self._graphed = GraphedStep(
+                context, self._forward_step, self._plain_forward_step, self._timers, self._fp8_weights
+            )
         self._transport = _transport_options(context.transport, context.core_config)
         self._shared_transport = context.evaluation_transport
         self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; gradients are reduced. Returns reports on the last stage."""
+        with within_step(self._fp8_weights):
+            return self._train(feed, num_microbatches)
+
+    def _train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         if self._graphed is not None:
             return self._graphed.train(feed, num_microbatches)
         if self._timers is not None:
@@ -108,9 +119,9 @@ class StaticSchedule:
     @torch.no_grad()
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run forward passes only, without spans."""
-        return self._run(
-            feed, num_microbatches, self._plain_forward_step, forward_only=True, **self._evaluation_transport
-        )
+        options = self._evaluation_transport
+        with within_step(self._fp8_weights):
+            return self._run(feed, num_microbatches, self._plain_forward_step, forward_only=True, **options)
 
     def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End the transport; what was sent is delivered first."""
@@ -169,25 +180,34 @@ def install_pass_timers(context: ScheduleContext) -> PassTimers | None:
     return timers
 
 
-def _fuse_gradients(context: ScheduleContext) -> None:
+def fp8_weights_of(context: ScheduleContext) -> Fp8Weights | None:
+    """Return the memory for weights in 8 bits; None if no layer multiplies in them. Errors as of `layers_in_fp8`."""
+    layers = layers_in_fp8(context.config, next(context.chunks[0].parameters()).device)
+    return Fp8Weights(layers) if layers else None
+
+
+def within_step(fp8_weights: Fp8Weights | None) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a step or an evaluation, in which weights in 8 bits are rounded once."""
+    return contextlib.nullcontext() if fp8_weights is None else fp8_weights.constant()
+
+
+def _fuse_gradients(context: ScheduleContext, fp8_weights: Fp8Weights | None) -> None:
     # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
-    from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
     from megatronapp_trainer.pipeline.split_backward import (
         fused_gradients,
         install_direct_gradients,
         uses_small_kernels,
     )
 
-    in_fp8 = layers_in_fp8(context.config, next(context.chunks[0].parameters()).device)
     if (gradients := fused_gradients(context)) is not None:
         install_direct_gradients(
             context.chunks,
             sum_rows=gradients,
             embedding_rows=uses_small_kernels(context.config),
-            fp8_layers=in_fp8,
+            fp8_weights=fp8_weights,
         )
-    elif in_fp8:
-        install_direct_gradients(context.chunks, fused=False, fp8_layers=in_fp8)
+    elif fp8_weights is not None:
+        install_direct_gradients(context.chunks, fused=False, fp8_weights=fp8_weights)
 
 
 def connect_gradients(context: ScheduleContext) -> None:

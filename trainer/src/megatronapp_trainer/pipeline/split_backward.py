@@ -8,7 +8,7 @@ docs/megadpp.md says what is split, and what that costs.
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.kernels import fp8
 from megatronapp_trainer.models.kernels.choice import launches_are_replayed, reason_against_kernels
+from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weight, Fp8Weights
 from megatronapp_trainer.models.layers import implementation_of
 from megatronapp_trainer.pipeline.reduction_order import order_reductions
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
@@ -46,7 +47,7 @@ def install_split_backward(
     output_layer: bool = True,
     fused: bool = False,
     sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
-    fp8_layers: Collection[int] = (),
+    fp8_weights: Fp8Weights | None = None,
 ) -> list[WeightGradientStore]:
     """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
 
@@ -61,7 +62,7 @@ def install_split_backward(
             layers: the product is not rounded to the precision of the weights before it is added. Split and whole
             passes both do it, so results do not depend on which of them run.
         sum_rows: sums the gradients of outputs over tokens, for biases.
-        fp8_layers: numbers of the transformer layers, from 1 over all stages, whose linear layers multiply in 8 bits.
+        fp8_weights: of the linear layers that multiply in 8 bits; None: no layer does.
 
     Raises:
         UsageError: the device has no fused product for the model's precision.
@@ -69,7 +70,7 @@ def install_split_backward(
     stores = []
     for index, chunk in enumerate(chunks):
         store = WeightGradientStore(chunk, index=index, fused=fused, sum_rows=sum_rows)
-        _install(chunk, store, output_layer=output_layer, fp8_layers=fp8_layers)
+        _install(chunk, index, store, output_layer=output_layer, fp8_weights=fp8_weights)
         stores.append(store)
     order_reductions(chunks)
     return stores
@@ -81,16 +82,16 @@ def install_direct_gradients(
     fused: bool = True,
     sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
     embedding_rows: bool = False,
-    fp8_layers: Collection[int] = (),
+    fp8_weights: Fp8Weights | None = None,
 ) -> None:
     """Let the linear layers of model chunks add their own weight gradients, by default to fp32 within the product.
 
     For schedules whose backward passes are whole. `embedding_rows`: the embedding of tokens adds its gradient row by
     row, in our own Triton kernel. Other arguments and errors as of `install_split_backward`.
     """
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         gradients = DirectGradients(chunk, fused=fused, sum_rows=sum_rows)
-        _install(chunk, gradients, output_layer=True, fp8_layers=fp8_layers)
+        _install(chunk, index, gradients, output_layer=True, fp8_weights=fp8_weights)
         if embedding_rows:
             for module in _own_embeddings(chunk):
                 module.forward = _RowEmbedding(module, chunk, module.forward)
@@ -131,15 +132,16 @@ class _RowEmbedding:
 
 def _install(
     chunk: Any,  # noqa: ANN401 - DDP
+    index: int,
     gradients: WeightGradients,
     *,
     output_layer: bool,
-    fp8_layers: Collection[int],
+    fp8_weights: Fp8Weights | None,
 ) -> None:
     in_fp8 = {
         id(module)
         for layer in chunk.modules()
-        if isinstance(layer, BaseTransformerLayer) and layer.layer_number in fp8_layers
+        if fp8_weights and isinstance(layer, BaseTransformerLayer) and layer.layer_number in fp8_weights.layers
         for module in layer.modules()
     }
     for module in _split_layers(chunk, output_layer=output_layer)[0].values():
@@ -148,7 +150,8 @@ def _install(
         whole = module._forward_impl
         if isinstance(whole, _SplitLayer):
             whole = whole.whole
-        module._forward_impl = _SplitLayer(module.weight, gradients, whole, in_fp8=id(module) in in_fp8)
+        in_8_bits = fp8_weights.add(index, module.weight) if fp8_weights and id(module) in in_fp8 else None
+        module._forward_impl = _SplitLayer(module.weight, gradients, whole, in_8_bits)
 
 
 def fused_gradients(context: ScheduleContext) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -251,8 +254,8 @@ class _SplitLayer:
     store: WeightGradients
     whole: Callable[..., torch.Tensor]
     """The module's own, for any weight but its parameter, and for a frozen one."""
-    in_fp8: bool = False
-    """Outputs and gradients of inputs are products in 8 bits, those of weights are not."""
+    in_8_bits: Fp8Weight | None = None
+    """The weight for outputs and gradients of inputs in 8 bits; gradients of weights are not."""
 
     def __call__(
         self,
@@ -281,7 +284,7 @@ class _SplitLayer:
             store=self.store,
             reduce_group=tp_group if allreduce_dgrad else None,
             gather_group=tp_group if sequence_parallel else None,
-            in_fp8=self.in_fp8,
+            in_8_bits=self.in_8_bits,
         )
         # Autograd gets a leaf of its own with the weight's memory: it then never visits the parameter, whose hook would
         # count the gradient of the last microbatch as complete, and which has no gradient in a split pass.
@@ -300,7 +303,7 @@ class _LayerCall:
     """Ranks over which the input's gradient is summed."""
     gather_group: dist.ProcessGroup | None
     """Ranks that hold the parts of the input's sequence, and get those of its gradient."""
-    in_fp8: bool
+    in_8_bits: Fp8Weight | None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -323,8 +326,8 @@ class _LinearFunction(torch.autograd.Function):
         whole, gather = _gather_shared(input, call.gather_group)
         if gather is not None:
             gather.wait()
-        if call.in_fp8:
-            return fp8.linear(whole, weight, bias)
+        if call.in_8_bits is not None:
+            return fp8.linear(whole, call.in_8_bits.rows(), bias)
         if call.store.fused:  # the bias is added before the product is rounded
             return torch.nn.functional.linear(whole, weight, bias)
         output = torch.matmul(whole, weight.t())
@@ -336,7 +339,10 @@ class _LinearFunction(torch.autograd.Function):
         call: _LayerCall = ctx.call
         splits = call.store.is_collecting
         whole, gather = (input, None) if splits else _gather_shared(input, call.gather_group)
-        input_gradient = fp8.input_gradient(output_gradient, weight) if call.in_fp8 else output_gradient.matmul(weight)
+        if call.in_8_bits is not None:
+            input_gradient = fp8.input_gradient(output_gradient, call.in_8_bits.columns())
+        else:
+            input_gradient = output_gradient.matmul(weight)
         if gather is not None:
             gather.wait()
         product = weight_product(call.weight, input, output_gradient, call.gather_group)

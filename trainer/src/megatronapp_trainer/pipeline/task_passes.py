@@ -2,19 +2,24 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megatronapp_trainer.data.microbatches import StepFeed
-from megatronapp_trainer.models.kernels.fp8 import layers_in_fp8
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.vee_gradients import finalize_vee
 from megatronapp_trainer.pipeline.graphs.choice import pass_recorders
 from megatronapp_trainer.pipeline.graphs.replayed_passes import ReplayedPasses
 from megatronapp_trainer.pipeline.graphs.slots import SlotLimits
-from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
+from megatronapp_trainer.pipeline.megatron_schedules import (
+    ForwardStep,
+    connect_gradients,
+    fp8_weights_of,
+    install_pass_timers,
+    within_step,
+)
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import fused_gradients, install_split_backward
@@ -57,27 +62,31 @@ class TaskPasses:
         self._core_config = copy.copy(context.core_config)
         self._core_config.deallocate_pipeline_outputs = True
         self._split = split
+        self.fp8_weights = fp8_weights_of(context)
         gradients = fused_gradients(context)
         self._stores = install_split_backward(
             context.chunks,
             fused=gradients is not None,
             sum_rows=sum_rows if gradients is None else gradients,
-            fp8_layers=layers_in_fp8(context.config, next(context.chunks[0].parameters()).device),
+            fp8_weights=self.fp8_weights,
         )
         self._replayed: ReplayedPasses | None = None
         if (recorders := pass_recorders(context)) is not None:
-            self._replayed = ReplayedPasses(context, self._forward_step, recorders, self._stores, split=split)
+            self._replayed = ReplayedPasses(
+                context, self._forward_step, recorders, self._stores, split=split, fp8_weights=self.fp8_weights
+            )
             self._forward_step = self._replayed
         self._random = TaskRandom() if context.config.model.has_dropout else None
         self._device = next(context.chunks[0].parameters()).device
 
-    def step(
-        self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a step, from `begin_step` to `end_step`; `limits` as in `ReplayedPasses`."""
-        if self._replayed is None:
-            return contextlib.nullcontext()
-        return self._replayed.step(feed, num_microbatches, limits)
+    @contextlib.contextmanager
+    def step(self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]) -> Iterator[None]:
+        """Give the context of a step, from `begin_step` to `end_step`; `limits` as in `ReplayedPasses`."""
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(within_step(self.fp8_weights))
+            if self._replayed is not None:
+                contexts.enter_context(self._replayed.step(feed, num_microbatches, limits))
+            yield
 
     def close(self) -> None:
         """Let recordings of passes go."""

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
@@ -111,8 +113,6 @@ def build_schedule(
 
     `report` takes a line of text for the log, `publish_plan` the plan of later steps; None on ranks that do not report.
     """
-    from megatron.core import parallel_state
-
     transport: Transport | None = None
     # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
     if run.config.dpp.replaces_transfers:
@@ -120,9 +120,7 @@ def build_schedule(
 
         transport = connect_stages(run.config, run.layout)
     elif run.layout.pipeline_size > 1:
-        from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
-
-        transport = MegatronTransport(parallel_state.get_pipeline_model_parallel_group(), run.core_config)
+        transport = _stage_transport(run)
     observed_transport = transport
     if observer is not None:
         observe_megatron(run, observer)
@@ -142,6 +140,19 @@ def build_schedule(
         publish_plan=publish_plan,
     )
     return create_schedule(run.config.schedule, context)
+
+
+def _stage_transport(run: TrainingRun) -> Transport:
+    """Return the transport of torch.distributed between the stages of a run."""
+    from megatron.core import parallel_state
+
+    from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
+    from megatronapp_trainer.pipeline.transport.host_transport import HostTransport
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if run.device.is_cuda and dist.get_backend(group) == "gloo":
+        return HostTransport(group, run.core_config.pipeline_dtype, run.device.torch_device)
+    return MegatronTransport(group, run.core_config)
 
 
 def observe_megatron(run: TrainingRun, observer: StepObserver) -> None:

@@ -39,24 +39,38 @@ class Quantized:
         return self.values.float() * self.scales
 
 
-def quantize_rows(matrix: torch.Tensor) -> Quantized:
-    """Round a matrix [R, C] to e4m3 with a scale for each row."""
+def quantize_rows(matrix: torch.Tensor, into: Quantized | None = None) -> Quantized:
+    """Round a matrix [R, C] to e4m3 with a scale for each row, by default into new memory."""
+    rows, columns = matrix.shape
+    into = _empty(rows, columns, matrix.device) if into is None else into
     if matrix.is_cuda:
         from megatronapp_trainer.models.kernels.quantize import quantize_rows as on_gpu
 
-        return Quantized(*on_gpu(matrix.contiguous(), LARGEST, SMALLEST_SCALE))
+        on_gpu(matrix.contiguous(), into.values, into.scales, LARGEST, SMALLEST_SCALE)
+        return into
     wide = matrix.float()
-    scales = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
-    return Quantized((wide / scales).to(E4M3), scales)
+    into.scales.copy_((wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE))
+    into.values.copy_(wide / into.scales)
+    return into
 
 
-def quantize_columns(matrix: torch.Tensor) -> Quantized:
+def quantize_columns(matrix: torch.Tensor, into: Quantized | None = None) -> Quantized:
     """Round a matrix [R, C] to e4m3 with a scale for each column; returns the transposed matrix [C, R]."""
+    rows, columns = matrix.shape
+    into = _empty(columns, rows, matrix.device) if into is None else into
     if matrix.is_cuda:
         from megatronapp_trainer.models.kernels.quantize import quantize_columns as on_gpu
 
-        return Quantized(*on_gpu(matrix.contiguous(), LARGEST, SMALLEST_SCALE))
-    return quantize_rows(matrix.t().contiguous())
+        on_gpu(matrix.contiguous(), into.values, into.scales, LARGEST, SMALLEST_SCALE)
+        return into
+    return quantize_rows(matrix.t().contiguous(), into)
+
+
+def _empty(rows: int, columns: int, device: torch.device) -> Quantized:
+    return Quantized(
+        torch.empty((rows, columns), dtype=E4M3, device=device),
+        torch.empty((rows, 1), dtype=torch.float32, device=device),
+    )
 
 
 def scaled_product(
@@ -81,16 +95,19 @@ def scaled_product(
     return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(inputs: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute inputs [.., K] times weight [N, K] transposed, plus bias [N] -> [.., N], in the precision of inputs."""
-    product = scaled_product(quantize_rows(inputs.flatten(0, -2)), quantize_rows(weight), inputs.dtype, bias)
+    product = scaled_product(quantize_rows(inputs.flatten(0, -2)), weight, inputs.dtype, bias)
     return product.view(*inputs.shape[:-1], -1)
 
 
-def input_gradient(output_gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient [.., N] of an output times weight [N, K] -> [.., K], the gradient of the input."""
+def input_gradient(output_gradient: torch.Tensor, weight: Quantized) -> torch.Tensor:
+    """Compute the gradient [.., N] of an output times a weight [N, K] -> [.., K], the gradient of the input.
+
+    `weight`: by its columns, [K, N].
+    """
     gradient = quantize_rows(output_gradient.flatten(0, -2))
-    product = scaled_product(gradient, quantize_columns(weight), output_gradient.dtype)
+    product = scaled_product(gradient, weight, output_gradient.dtype)
     return product.view(*output_gradient.shape[:-1], -1)
 
 

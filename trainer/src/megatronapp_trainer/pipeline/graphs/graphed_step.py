@@ -10,6 +10,7 @@ import torch
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.device.cuda_graphs import own_workspace
 from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
+from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.graphs.pass_slot import copied_tensors, count_hooks
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
@@ -85,12 +86,20 @@ class GraphedStep:
     graphs, and so does the one after it: the memory of the graphs is free until they are captured again.
     """
 
-    def __init__(self, context: ScheduleContext, forward_step: Any, plain_step: Any, timers: PassTimers | None) -> None:  # noqa: ANN401 - ForwardStep
+    def __init__(
+        self,
+        context: ScheduleContext,
+        forward_step: Any,  # noqa: ANN401 - ForwardStep
+        plain_step: Any,  # noqa: ANN401 - ForwardStep
+        timers: PassTimers | None,
+        fp8_weights: Fp8Weights | None,
+    ) -> None:
         """Take a run; `forward_step` announces its passes to `timers`, `plain_step` does not."""
         (self._chunk,) = context.chunks
         self._core_config = context.core_config
         self._forward_step, self._plain_step = forward_step, plain_step
         self._timers = timers
+        self._fp8_weights = fp8_weights
         self._groups = schedule_groups()
         self._device = next(self._chunk.parameters()).device
         parallel = context.config.parallel
@@ -135,6 +144,8 @@ class GraphedStep:
         return reports, total
 
     def _replay(self, batch: Any, microbatch: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401 - the family's microbatch
+        if self._fp8_weights is not None:
+            self._fp8_weights.prepare(0)
         graph = self._graph_for(batch, num_microbatches)
         if self._timers is None:
             result = graph.forward(batch)

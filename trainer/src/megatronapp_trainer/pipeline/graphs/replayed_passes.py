@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
 from megatronapp_trainer.pipeline.graphs.pass_slot import (
     ChunkPasses,
     PassExample,
@@ -71,6 +72,7 @@ class ReplayedPasses:
         stores: Sequence[WeightGradientStore] = (),
         *,
         split: bool = False,
+        fp8_weights: Fp8Weights | None = None,
     ) -> None:
         """Take a run.
 
@@ -84,6 +86,7 @@ class ReplayedPasses:
             for index in range(len(context.chunks))
         ]
         self._chunks: list[Any] = context.chunks
+        self._fp8_weights = fp8_weights
         parallel = context.config.parallel
         self._gathers, self._reduces = parallel.overlap_param_gather, parallel.overlap_grad_reduce
         self._examples: list[PassExample | None] = [None] * len(self._chunks)
@@ -129,6 +132,7 @@ class ReplayedPasses:
         slot = None if communicates or not self._replays else self._pool.take(chunk, microbatch)
         if slot is None:
             return self._plain(chunk, model, batch)
+        self._prepare_weights(chunk)
         recorded, passes = self._slots[chunk][slot], self._passes[chunk]
         received = _input_of(model)
         passes.set_input(None)  # what was received is the schedule's to free
@@ -168,6 +172,7 @@ class ReplayedPasses:
             self._finish_gathers()
         before = self._recorders.reserved_bytes()
         for chunk, count in enumerate(missing):
+            self._prepare_weights(chunk)
             for _ in range(count):
                 example = self._examples[chunk]
                 assert example is not None, "a chunk whose passes are recorded has run"
@@ -178,6 +183,10 @@ class ReplayedPasses:
             ", ".join(str(len(slots)) for slots in self._slots),
             bytes_text(added),
         )
+
+    def _prepare_weights(self, chunk: int) -> None:
+        if self._fp8_weights is not None:
+            self._fp8_weights.prepare(chunk)
 
     def _finish_gathers(self) -> None:
         """Wait for weights that are gathered: a capture must not wait for what began outside of it."""
