@@ -53,9 +53,9 @@ def flags_of(options: argparse.Namespace, folder: str, *, in_background: bool) -
     extra = f"--async-save {memory}".split() if in_background else []
     text = (
         f"--num-layers {options.layers} --hidden-size {options.hidden} --num-attention-heads {options.heads} "
-        f"--seq-length {options.seq} --micro-batch-size 1 --global-batch-size {options.ranks} --train-iters 100000 "
-        f"--lr 1e-4 --mock-data --vocab-size {options.vocab} --eval-iters 0 --swiglu --use-distributed-optimizer "
-        f"--keep-last 2 --save {folder}"
+        f"--seq-length {options.seq} --micro-batch-size 1 --global-batch-size {options.ranks * options.batch} "
+        f"--train-iters 100000 --lr 1e-4 --mock-data --vocab-size {options.vocab} --eval-iters 0 --swiglu "
+        f"--use-distributed-optimizer --keep-last 2 --save {folder}"
     )
     return [*text.split(), *(["--bf16"] if options.bf16 else []), *extra]
 
@@ -179,6 +179,7 @@ def main() -> None:
     for name, default in {"layers": 4, "hidden": 512, "heads": 8, "seq": 64, "vocab": 8000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks of this host")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a rank in a step")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="undisturbed steps of a block")
     parser.add_argument("--bf16", action="store_true")

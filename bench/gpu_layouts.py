@@ -121,7 +121,7 @@ class Losses:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Arm:
+class LayoutTraining:
     """A training that is ready to step, and what was measured of it."""
 
     step: Callable[[], object]
@@ -161,7 +161,7 @@ def open_groups(shape: Shape, layout: Layout) -> Device:
     return device
 
 
-def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, device: Device) -> Arm:
+def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, device: Device) -> LayoutTraining:
     config = parse(arguments(shape, layout, implementation, 10_000))
     rank_layout = layout_of(config)
     run = build_run(config, rank_layout, device, vocab_size=shape.vocabulary)
@@ -172,7 +172,7 @@ def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, de
     trainer = Trainer(run, iterators, schedule, stop_request=StopRequest(), reporter=losses)  # type: ignore[arg-type]
     model, vocabulary = config.model, run.padded_vocab_size
     tokens_tera = shape.global_batch * shape.sequence / rank_layout.world_size / 1e12
-    return Arm(
+    return LayoutTraining(
         step=trainer.step,
         close=schedule.close,
         losses=losses,
@@ -183,9 +183,9 @@ def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, de
     )
 
 
-def plain(shape: Shape, layout: Layout, samples: Samples) -> Arm:
+def plain(shape: Shape, layout: Layout, samples: Samples) -> LayoutTraining:
     training, steps = PlainTraining(shape, layout, samples), itertools.count()
-    return Arm(step=lambda: training.step(next(steps)))
+    return LayoutTraining(step=lambda: training.step(next(steps)))
 
 
 def measure(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:

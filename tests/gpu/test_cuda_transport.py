@@ -202,6 +202,43 @@ def test_memory_returns_in_the_order_of_the_stream(shm: pathlib.Path) -> None:
     assert run_two(release_late, shm) == [True, True]
 
 
+def let_go_in_capture(directory: str, rank: int, device: int) -> bool:
+    """Return whether messages stay right where a tensor ended within the capture of a graph that is replayed later."""
+    import torch
+
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+    transport = transport_of(directory, rank, device)
+    count, spec = 16, TensorSpec((MIB,), torch.float32)
+    if rank == 0:
+        for key in range(count):
+            transport.send(1, key, torch.full((MIB,), float(key), device="cuda"))
+        transport.close()
+        return True
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
+    with torch.cuda.stream(stream):
+        first = [transport.receive(0, 0, spec).tensor]
+        total = torch.zeros((), device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            first.clear()
+            total += 1
+        right = True
+        for key in range(1, count):
+            tensor = transport.receive(0, key, spec).tensor
+            graph.replay()
+            right = right and bool((tensor == key).all())
+            del tensor
+        right = right and float(total) == count - 1
+    transport.close()
+    return right
+
+
+def test_a_tensor_may_end_within_the_capture_of_a_graph(shm: pathlib.Path) -> None:
+    assert run_two(let_go_in_capture, shm) == [True, True]
+
+
 def outlive(directory: str, rank: int, device: int) -> bool | None:
     """Kill rank 0 while the stream of rank 1 waits for its message; return whether the device of rank 1 still works."""
     import torch

@@ -84,6 +84,29 @@ def test_replayed_passes_train_to_the_bit_as_others(run_ranks: RunRanks, layout:
     assert any(loss for expected, _ in results for loss in expected.losses)
 
 
+def inputs_at_recordings() -> list[bool]:
+    """Return for each recorded slot whether its chunk still has the input of an earlier pass."""
+    from megatronapp_trainer.pipeline.graphs import replayed_passes
+
+    module: Any = replayed_passes
+    found = []
+
+    def slot(passes: Any, *arguments: Any) -> Any:
+        found.append(module._input_of(passes.chunk) is not None)
+        return whole(passes, *arguments)
+
+    whole = module.PassSlot
+    module.PassSlot = slot
+    flags = f"{MODEL} {PP2} --use-dpp --dpp-schedule zero-bubble {replayed_training.LOCAL}"
+    replayed_training.train(flags)
+    return found
+
+
+def test_no_input_of_an_earlier_pass_is_let_go_by_a_recording(run_ranks: RunRanks) -> None:
+    found = run_ranks(2, inputs_at_recordings, timeout_s=PATIENCE_S)
+    assert all(of_rank and not any(of_rank) for of_rank in found)
+
+
 def with_hooks() -> tuple[Trained, Trained]:
     """Train with a hook in the model during the fourth step, with recordings and without."""
     flags = f"{MODEL} --train-iters 7 --fp16 --initial-loss-scale 4096"

@@ -170,6 +170,8 @@ class ReplayedPasses:
             return
         if self._gathers:
             self._finish_gathers()
+        for passes in self._passes:
+            passes.set_input(None)  # what the last pass received is not let go within a capture
         before = self._recorders.reserved_bytes()
         for chunk, count in enumerate(missing):
             self._prepare_weights(chunk)

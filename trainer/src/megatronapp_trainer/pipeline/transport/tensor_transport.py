@@ -4,6 +4,7 @@ A key has 64 bits (the trainer packs kind, microbatch, chunk and step into it) a
 may take messages in any order. docs/adr/0021-transport-in-shared-memory.md describes the native transport.
 """
 
+import collections
 import dataclasses
 import functools
 import os
@@ -94,7 +95,22 @@ class _DeviceSlot:
         }
 
     def __del__(self) -> None:
-        self._message.release(self._stream)
+        if torch.cuda.is_current_stream_capturing():
+            # The release would be part of the graph, and each replay would give back whatever is in the slot then.
+            _LET_GO_IN_CAPTURES.append((self._message, self._stream))
+        else:
+            self._message.release(self._stream)
+
+
+_LET_GO_IN_CAPTURES: collections.deque[tuple[native.TransportMessage, int]] = collections.deque()
+"""Messages whose tensors ended while a CUDA graph was captured, and the streams in whose order they are released."""
+
+
+def _release_let_go() -> None:
+    """Release what captures have let go, once none is under way."""
+    while _LET_GO_IN_CAPTURES and not torch.cuda.is_current_stream_capturing():
+        message, stream = _LET_GO_IN_CAPTURES.popleft()
+        message.release(stream)
 
 
 class ReceivedTensor:
@@ -268,6 +284,7 @@ class TensorTransport:
 
         On a device the current stream waits for it.
         """
+        _release_let_go()
         message = self._endpoint.poll_posted(peer, key) if posted else self._endpoint.poll(peer, key)
         return None if message is None else _received(message, spec, self.options.device)
 
@@ -277,6 +294,7 @@ class TensorTransport:
 
         The failure of a peer is raised only if there are none.
         """
+        _release_let_go()
         return [_received(message, spec, self.options.device) for message in self._endpoint.take_arrived(peers)]
 
     @raises_trainer_errors
@@ -287,6 +305,7 @@ class TensorTransport:
     @raises_trainer_errors
     def receive(self, peer: int, key: int, spec: TensorSpec, deadline_s: float | None = None) -> ReceivedTensor:
         """Wait for the tensor, at most `deadline_s` seconds or the deadline of the options."""
+        _release_let_go()
         message = self._endpoint.receive(peer, key, _deadline(self.options, deadline_s))
         return _received(message, spec, self.options.device)
 
