@@ -30,7 +30,8 @@ from megatronapp_trainer.training.metrics import (
     perplexity,
     why_no_mfu,
 )
-from megatronapp_trainer.training.progress import Reporter, open_events, open_progress
+from megatronapp_trainer.training.progress import Reporter, open_progress
+from megatronapp_trainer.training.watch.events import Events, open_events
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -224,7 +225,7 @@ def test_log_lines_hold_means_over_the_interval() -> None:
     assert "time left: 0:00:02 |" in line
 
 
-class Events:
+class Samples:
     """Fake of TensorBoard's writer."""
 
     def __init__(self) -> None:
@@ -239,9 +240,9 @@ class Events:
 
 
 def test_events_are_written_at_their_interval() -> None:
-    events, lines = Events(), list[str]()
+    events, lines = Samples(), list[str]()
     config = config_of("--tensorboard-log-interval 2 --log-interval 100")
-    reporter = Reporter(config, progress=None, events=events, print_line=lines.append)
+    reporter = Reporter(config, progress=None, events=Events({"/events": events}), print_line=lines.append)
     for iteration in range(1, 5):
         reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)
     reporter.validation(4, 0.0, "validation")
@@ -253,7 +254,7 @@ def test_events_are_written_at_their_interval() -> None:
     assert "validation loss at iteration 4 | lm loss value: 0.000000E+00" in lines[0]
 
 
-class FullDisk(Events):
+class FullDisk(Samples):
     """A writer whose disk is full from the second sample on."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -266,13 +267,16 @@ class FullDisk(Events):
 
 
 def test_an_error_of_the_event_file_ends_the_file_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
-    events = FullDisk()
-    reporter = Reporter(config_of("--tensorboard-dir /events"), progress=None, events=events, print_line=lambda _: None)
+    events, others = FullDisk(), Samples()
+    writers = Events({"/events": events, "others": others})
+    reporter = Reporter(config_of(""), progress=None, events=writers, print_line=lambda _: None)
     for iteration in range(1, 4):
         reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)
     reporter.validation(3, 1.0, "validation")
     reporter.close()
     assert len(events.samples) == 1
+    assert [step for tag, _, step in others.samples if tag == "lm loss"] == [1, 2, 3]
+    assert others.closed
     assert caplog.text.count("no more events are written to /events: [Errno 28] No space left on device") == 1
 
 
@@ -287,7 +291,7 @@ def test_an_event_folder_that_cannot_be_written_is_refused_at_once(
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
     with pytest.raises(UsageError, match=r"--tensorboard-dir .*file/events cannot be written to"):
-        open_events(str(file / "events"))
+        open_events(config_of(f"--tensorboard-dir {file / 'events'}"))
 
 
 def test_no_progress_document_without_a_worker_and_a_warning_without_memory(

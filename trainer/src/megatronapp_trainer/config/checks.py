@@ -433,6 +433,12 @@ def _intervals(config: TrainerConfig) -> Iterator[str]:
     saves = config.checkpoint.save is not None
     yield from require(config.checkpoint.save_interval is None or saves, "--save-interval needs --save DIRECTORY")
     yield from require(not config.checkpoint.async_save or saves, "--async-save needs --save DIRECTORY")
+    for flag, text in (
+        ("--wandb-entity", config.logging.wandb_entity),
+        ("--wandb-exp-name", config.logging.wandb_exp_name),
+        ("--wandb-save-dir", config.logging.wandb_save_dir),
+    ):
+        yield from require(text is None or config.logging.wandb_project is not None, f"{flag} needs --wandb-project")
     yield from require(config.logging.faults is None or config.logging.trace, "--faults needs --trace")
     yield from require(not config.logging.trace_nccl or config.logging.trace, "--trace-nccl needs --trace")
 

@@ -1,21 +1,19 @@
-"""Output of the reporting rank: log lines, the progress document, TensorBoard. The other ranks write none of it."""
+"""Output of the reporting rank: log lines, the progress document, events. The other ranks write none of it."""
 
-import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import LM_LOSS, StepMetrics
 from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.parallel.layout import Layout
@@ -28,6 +26,7 @@ from megatronapp_trainer.training.metrics import (
     perplexity,
     validation_line,
 )
+from megatronapp_trainer.training.watch.events import Events, open_events
 from megatronapp_trainer.training.watch.spikes import SpikeDetector
 
 if TYPE_CHECKING:  # imported only where a training obeys orders
@@ -113,33 +112,6 @@ def open_progress(total_iterations: int) -> ProgressWriter | None:
     return ProgressWriter(page, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
 
 
-class EventWriter(Protocol):
-    """Methods used of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a sample of a scalar."""
-
-    def close(self) -> None:
-        """Write all pending events and close."""
-
-
-def open_events(directory: str | None) -> EventWriter | None:
-    """Open TensorBoard's writer. Raises UsageError if the package is missing."""
-    if directory is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UsageError(
-            "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
-        ) from error
-    try:
-        events: EventWriter = SummaryWriter(directory)
-    except OSError as error:
-        raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
-    return events
-
-
 class Reporter:
     """Reports steps; created on the reporting rank only."""
 
@@ -148,7 +120,7 @@ class Reporter:
         config: TrainerConfig,
         *,
         progress: ProgressWriter | None,
-        events: EventWriter | None,
+        events: Events | None,
         print_line: Print = print,
     ) -> None:
         self._config = config
@@ -316,25 +288,13 @@ class Reporter:
         self._print(f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S}]{text}")
 
     def close(self) -> None:
-        """Close the event file."""
-        with self._event_errors():
-            if self._events is not None:
-                self._events.close()
-
-    @contextlib.contextmanager
-    def _event_errors(self) -> Iterator[None]:
-        """Catch an error of TensorBoard's writer (a full disk, say): it ends the event file, not the training."""
-        try:
-            yield
-        except Exception as error:  # its thread forwards any error
-            self._events = None
-            log.warning("no more events are written to %s: %s", self._config.logging.tensorboard_dir, error)
+        """Close the writers of events."""
+        if self._events is not None:
+            self._events.close()
 
     def _write_events(self, values: dict[str, float], iteration: int) -> None:
-        with self._event_errors():
-            for tag, value in values.items():
-                if self._events is not None:
-                    self._events.add_scalar(tag, value, iteration)
+        if self._events is not None:
+            self._events.add(values, iteration)
 
     def _add_events(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int) -> None:
         values = {
@@ -382,6 +342,6 @@ def make_reporter(config: TrainerConfig, layout: Layout) -> Reporter | None:
     return Reporter(
         config,
         progress=open_progress(config.training.train_iters),
-        events=open_events(config.logging.tensorboard_dir),
+        events=open_events(config),
         print_line=print_line,
     )
