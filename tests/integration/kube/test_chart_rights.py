@@ -28,7 +28,9 @@ HOME = "rights-home"
 TEAM, OTHER = "rights-team", "rights-other"
 MODES = {
     "cluster": (),
-    "switches": tuple(f"rbac.{name}=true" for name in ("nodeAccess", "kueue", "volcano", "coscheduling", "kai")),
+    "switches": tuple(
+        f"rbac.{name}=true" for name in ("nodeAccess", "kueue", "volcano", "coscheduling", "kai", "kubernetes")
+    ),
     "namespaces": (f"watchNamespaces[0]={TEAM}",),
 }
 OPERATOR: Rights = {
@@ -52,6 +54,8 @@ SWITCHED: Rights = {
     ("scheduling.volcano.sh", "podgroups"): {"get", "create", "patch", "delete"},
     ("scheduling.x-k8s.io", "podgroups"): {"get", "create", "patch", "delete"},
     ("scheduling.run.ai", "podgroups"): {"get", "create", "patch", "delete"},
+    ("scheduling.k8s.io", "podgroups"): {"get", "create", "patch", "delete"},
+    ("scheduling.k8s.io", "workloads"): {"get", "create", "patch", "delete"},
 }
 MERGE_PATCH = "application/merge-patch+json"
 ANY_LEASE = (200, 404)

@@ -356,13 +356,18 @@ _POLICIES = [
         "spec.runPolicy.spares",
         (_SPARE | {"spec.checkpoint": {"save": "run"}}, "on its own node a spare finds no checkpoint of others"),
     ),
-    *good("queues-need-a-gang", {"spec.scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}}),
+    *good(
+        "queues-need-a-gang",
+        {"spec.scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}},
+        {"spec.scheduling": {"gang": "Kubernetes", "topology": {"level": "example.com/rack"}}},
+    ),
     *bad(
         "queues-need-a-gang",
         "spec.scheduling.gang",
         ({"spec.scheduling.queue": "team-a"}, "must say who keeps queue, minAvailable and timeoutSeconds"),
         ({"spec.scheduling.minAvailable": 2}, "Kueue, Volcano, Coscheduling or KAI"),
         ({"spec.scheduling.timeoutSeconds": 2}, "Kueue, Volcano, Coscheduling or KAI"),
+        ({"spec.scheduling": {"gang": "Kubernetes", "queue": "team-a"}}, "Kueue, Volcano, Coscheduling or KAI"),
     ),
     *good(
         "available-workers",

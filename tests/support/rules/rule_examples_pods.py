@@ -7,6 +7,9 @@ from rule_examples_cluster import WITHIN_LIMITS
 
 _POD = "spec.podTemplate.spec"
 _CONTAINERS = f"{_POD}.containers"
+_CLAIM = {"name": "gpus", "resourceClaimTemplateName": "four-gpus"}
+_CLAIMING: dict[str, Any] = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}]}}
+_CLAIMED: Changes = {"spec.gpusPerNode": 4, "spec.gpuResourceName": "resource.k8s.io/claims"}
 
 
 def _pod(**fields: Any) -> Changes:
@@ -68,6 +71,27 @@ ADMISSION_EXAMPLES = (
         f"{_POD}.volumes",
         (_pod(volumes={"scratch": {}}), "must be a list of blocks with a name each, by which they are merged"),
         (_pod(volumes=["scratch"]), "must be a list of blocks"),
+    ),
+    *good("pod-resourceClaims-have-names", _pod(resourceClaims=[_CLAIM])),
+    *bad(
+        "pod-resourceClaims-have-names",
+        f"{_POD}.resourceClaims",
+        (_pod(resourceClaims=[{"resourceClaimName": "gpus"}]), "must be a list of blocks with a name each"),
+    ),
+    *good(
+        "gpus-are-claimed",
+        {**_CLAIMED, f"{_POD}.resourceClaims": [_CLAIM], _CONTAINERS: [_CLAIMING]},
+        {**_CLAIMED, "spec.gpusPerNode": 0},
+        {"spec.gpusPerNode": 4},
+    ),
+    *bad(
+        "gpus-are-claimed",
+        "spec.gpuResourceName",
+        (_CLAIMED, "is resource.k8s.io/claims, and podTemplate claims nothing for the trainer"),
+        (
+            {**_CLAIMED, f"{_POD}.resourceClaims": [_CLAIM], _CONTAINERS: [_CLAIMING | {"name": "agent"}]},
+            "write its resources.claims there",
+        ),
     ),
     *_own("image", "mine:1", "write image, or analyzer.image"),
     *_own("command", ["sh"], "leave it out"),

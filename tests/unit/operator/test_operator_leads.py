@@ -9,10 +9,15 @@ from prometheus_client import CollectorRegistry
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, InvalidError
-from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.backends.kubernetes.client.resources import (
+    KUBERNETES_POD_GROUPS,
+    RESOURCE_CLAIMS,
+    Object,
+    Resource,
+)
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller import capabilities
-from megatronapp_operator.controller.capabilities import has_container_restarts
+from megatronapp_operator.controller.capabilities import find_pod_groups, has_container_restarts, has_resource_claims
 from megatronapp_operator.controller.main import _lead
 from megatronapp_operator.controller.service import ControllerHealth
 from megatronapp_operator.controller.settings import parse
@@ -68,6 +73,32 @@ async def test_the_version_decides_where_a_webhook_is_slow(monkeypatch: pytest.M
     monkeypatch.setattr(capabilities, "ANSWER_S", 0.01)
     assert await has_container_restarts(cast(KubernetesApi, SilentServer(None, 35)), "n")
     assert not await has_container_restarts(cast(KubernetesApi, SilentServer(None, 34)), "n")
+
+
+class DiscoveringServer:
+    """API server that serves these kinds."""
+
+    def __init__(self, *kinds: Resource) -> None:
+        self._kinds = kinds
+
+    async def served(self, api_version: str) -> frozenset[str]:
+        return frozenset(kind.plural for kind in self._kinds if kind.api_version == api_version)
+
+
+@pytest.mark.asyncio
+async def test_the_newest_kind_of_pod_groups_that_is_served_is_taken() -> None:
+    priorities = Resource("scheduling.k8s.io/v1beta1", "priorityclasses")
+    for at, kind in enumerate(KUBERNETES_POD_GROUPS):
+        server = DiscoveringServer(priorities, *reversed(KUBERNETES_POD_GROUPS[at:]))
+        assert await find_pod_groups(cast(KubernetesApi, server)) == kind
+    assert await find_pod_groups(cast(KubernetesApi, DiscoveringServer(priorities))) is None
+
+
+@pytest.mark.asyncio
+async def test_claims_of_any_version_are_found() -> None:
+    for kind in RESOURCE_CLAIMS:
+        assert await has_resource_claims(cast(KubernetesApi, DiscoveringServer(kind)))
+    assert not await has_resource_claims(cast(KubernetesApi, DiscoveringServer()))
 
 
 class RequestError(Exception):

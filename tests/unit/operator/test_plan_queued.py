@@ -9,6 +9,7 @@ import pytest
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import WORKLOADS
 from megatronapp_operator.backends.kubernetes.group_removal import RETRY_S, PodGroupRemover
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.plan import (
@@ -158,11 +159,11 @@ class NoRights:
 async def test_a_refused_removal_is_tried_again_after_ten_minutes_and_announced_once() -> None:
     now, api, owner = [0.0], NoRights(), JobOwner(namespace="team", name="gpt", uid="u")
     remover = PodGroupRemover(cast(KubernetesApi, api), clock=lambda: now[0])
-    assert await remover.remove(owner, "Kueue", 1, ()) is not None
+    assert await remover.remove(owner, WORKLOADS, 1, ()) is not None
     assert (remover.refused("u"), remover.refused("other")) == ({1}, frozenset())
     now[0] = RETRY_S
     assert remover.refused("u") == frozenset()
-    assert await remover.remove(owner, "Kueue", 1, ()) is None
+    assert await remover.remove(owner, WORKLOADS, 1, ()) is None
     assert (remover.refused("u"), api.requests) == ({1}, 2)
 
 

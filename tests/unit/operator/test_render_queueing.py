@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.client.resources import KUBERNETES_POD_GROUPS, Resource
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import pod_requests, text_of
 
@@ -123,6 +124,65 @@ def test_pod_groups(kind: str, spec: rendered.Object) -> None:
     made = group(rendered.make_job({**patch, **rendered.VARIETY[kind]}))
     assert made is not None
     assert made["spec"] == spec
+
+
+def kubernetes_gang(resource: Resource | None, **patch: object) -> tuple[rendered.Object | None, rendered.Object]:
+    """Return the group that is created on a cluster with this kind, and the spec of a worker."""
+    job = rendered.make_job({"scheduling": {"gang": "Kubernetes"}, "priorityClassName": "high", **patch})
+    settings = rendered.with_settings(pod_groups=resource)
+    objects = render.gang_objects(job, rendered.owner_of(job), AttemptSettings(number=4), settings)
+    found = [obj for _, obj in objects if obj["kind"] in {"PodGroup", "Workload"}]
+    spec: rendered.Object = rendered.make_worker(job, 1, attempt=4, pod_groups=resource)["spec"]
+    return (found[0] if found else None), spec
+
+
+@pytest.mark.parametrize(
+    ("resource", "spec"),
+    [
+        (KUBERNETES_POD_GROUPS[0], {"disruptionMode": {"all": {}}, "priorityClassName": "high"}),
+        (KUBERNETES_POD_GROUPS[1], {}),
+    ],
+)
+def test_the_scheduler_of_kubernetes_sees_a_group_of_its_own_kind(resource: Resource, spec: rendered.Object) -> None:
+    made, pod = kubernetes_gang(resource)
+    assert made is not None
+    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == (resource.api_version, "PodGroup", "gpt-a4")
+    assert made["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}, **spec}
+    assert pod["schedulingGroup"] == {"podGroupName": "gpt-a4"}
+    assert "schedulerName" not in pod and "workloadRef" not in pod
+
+
+def test_kubernetes_1_35_has_the_group_in_a_workload() -> None:
+    made, pod = kubernetes_gang(KUBERNETES_POD_GROUPS[2])
+    assert made is not None
+    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == (
+        "scheduling.k8s.io/v1alpha1",
+        "Workload",
+        "gpt-a4",
+    )
+    assert made["spec"] == {
+        "controllerRef": {"apiGroup": "megatronapp.io", "kind": "MegatronJob", "name": "gpt"},
+        "podGroups": [{"name": "workers", "policy": {"gang": {"minCount": 2}}}],
+    }
+    assert pod["workloadRef"] == {"name": "gpt-a4", "podGroup": "workers"}
+    assert "schedulingGroup" not in pod
+
+
+def test_a_template_cannot_move_a_worker_to_another_group() -> None:
+    template = {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "other"}}}}
+    _, pod = kubernetes_gang(KUBERNETES_POD_GROUPS[0], **template)
+    assert pod["schedulingGroup"] == {"podGroupName": "gpt-a4"}
+
+
+def test_a_cluster_without_such_groups_or_claims_is_named() -> None:
+    assert kubernetes_gang(None)[0] is None
+    claims = {"podTemplate": {"spec": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "a"}]}}}
+    job = rendered.make_job({"scheduling": {"gang": "Kubernetes"}, **claims})
+    gang, claimed = render.missing_features(job, rendered.SETTINGS)
+    assert "scheduling.k8s.io/v1beta1" in gang and "resource.k8s.io" in claimed
+    able = rendered.with_settings(pod_groups=KUBERNETES_POD_GROUPS[0], resource_claims=True)
+    assert render.missing_features(job, able) == ()
+    assert render.missing_features(rendered.make_job(), rendered.SETTINGS) == ()
 
 
 def test_a_gang_of_several_kinds_of_workers_asks_for_all_of_them() -> None:

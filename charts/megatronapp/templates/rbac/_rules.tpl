@@ -44,6 +44,11 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [get, create, patch, delete]
 {{- end }}
 {{- end }}
+{{- if .Values.rbac.kubernetes }}
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups, workloads] # the first from Kubernetes 1.36 on, the second in 1.35
+  verbs: [get, create, patch, delete]
+{{- end }}
 {{- if .Values.rbac.kueue }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]

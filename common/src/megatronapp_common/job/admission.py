@@ -8,6 +8,7 @@ cannot be evaluated (a list that is no list, a broken expression), both sides re
 import re
 from typing import Any
 
+from megatronapp_common.job.api.cluster import GPU_CLAIMS
 from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item
 from megatronapp_common.job.rules.run import IS_RESERVED
@@ -64,6 +65,7 @@ _VARIABLES = f"{_OURS}.filter(one, has(one.env)).map(one, one.env)"
 _MOUNTS = f"{_OURS}.filter(one, has(one.volumeMounts)).map(one, one.volumeMounts)"
 _SHM = "object.spec.shm.sizeLimit"
 _LIMITED = "has(one.resources) && has(one.resources.limits) && 'memory' in one.resources.limits"
+_CLAIMING = "has(one.resources) && has(one.resources.claims) && one.resources.claims.size() > 0"
 
 
 def _of_ours(name: str, instead: str) -> Rule:
@@ -82,7 +84,7 @@ def _of_ours(name: str, instead: str) -> Rule:
 _INSTEAD = {"image": "write image, or analyzer.image", "args": "write args, which the ranks get"}
 ADMISSION_RULES = (
     *(_of_pod(name, hint) for name, hint in _HINTS.items()),
-    *(_are_named(name) for name in ("containers", "initContainers", "volumes")),
+    *(_are_named(name) for name in ("containers", "initContainers", "volumes", "resourceClaims")),
     *(_of_ours(name, _INSTEAD.get(name, "leave it out")) for name in _OWN_FIELDS),
     Rule(
         id="container-env",
@@ -103,6 +105,13 @@ ADMISSION_RULES = (
         rule=f"!has({_SHM}) || !({_OURS}.exists(one, one.name == 'trainer' && {_LIMITED} && "
         f"!quantity(string({_SHM})).isLessThan(quantity(string(one.resources.limits['memory'])))))",
         message="must be below the memory limit of the trainer in podTemplate, which it is charged to",
+    ),
+    Rule(
+        id="gpus-are-claimed",
+        field=".gpuResourceName",
+        rule=f"object.spec.gpuResourceName != '{GPU_CLAIMS}' || object.spec.gpusPerNode == 0 || "
+        f"{_OURS}.exists(one, one.name == 'trainer' && {_CLAIMING})",
+        message=f"is {GPU_CLAIMS}, and podTemplate claims nothing for the trainer; write its resources.claims there",
     ),
     *WITHIN_LIMITS,
     Rule(

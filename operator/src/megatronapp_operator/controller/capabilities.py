@@ -2,10 +2,17 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, InvalidError
-from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import (
+    KUBERNETES_POD_GROUPS,
+    PODS,
+    RESOURCE_CLAIMS,
+    Object,
+    Resource,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +38,23 @@ async def has_container_restarts(api: KubernetesApi, namespace: str) -> bool:
         )
         return await _by_version(api)
     return any(container.get("restartPolicy") for container in made["spec"]["containers"])
+
+
+async def find_pod_groups(api: KubernetesApi) -> Resource | None:
+    """Return the newest kind by which the cluster's own scheduler recognises gangs; None if none is served."""
+    return await _newest_served(api, KUBERNETES_POD_GROUPS)
+
+
+async def has_resource_claims(api: KubernetesApi) -> bool:
+    """Return True if the cluster has claims of devices (dynamic resource allocation)."""
+    return await _newest_served(api, RESOURCE_CLAIMS) is not None
+
+
+async def _newest_served(api: KubernetesApi, kinds: Sequence[Resource]) -> Resource | None:
+    for resource in kinds:
+        if resource.plural in await api.served(resource.api_version):
+            return resource
+    return None
 
 
 async def _by_version(api: KubernetesApi) -> bool:

@@ -18,7 +18,7 @@ from megatronapp_common import __version__
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
-from megatronapp_operator.controller.capabilities import has_container_restarts
+from megatronapp_operator.controller.capabilities import find_pod_groups, has_container_restarts, has_resource_claims
 from megatronapp_operator.controller.clock import ServerClock
 from megatronapp_operator.controller.probes import create_app, create_server, run_server
 from megatronapp_operator.controller.service import ControllerHealth, LeaderService, describe_namespaces
@@ -106,8 +106,13 @@ async def _lead(
 
 async def _with_capabilities(api: KubernetesApi, settings: ControllerSettings) -> ControllerSettings:
     place = settings.namespaces[0] if settings.namespaces else settings.render.operator_namespace
-    restarts = await has_container_restarts(api, place)
-    return dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
+    found = dataclasses.replace(
+        settings.render,
+        container_restarts=await has_container_restarts(api, place),
+        pod_groups=await find_pod_groups(api),
+        resource_claims=await has_resource_claims(api),
+    )
+    return dataclasses.replace(settings, render=found)
 
 
 async def _serve(

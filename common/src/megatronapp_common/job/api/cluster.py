@@ -15,6 +15,8 @@ QUALIFIED_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]
 LABEL_KEY_PATTERN = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 IMAGE_PATTERN = r"^[^\s]+$"
 URI_PATTERN = r"^[a-z][a-z0-9+.-]*://[^\s/@]*(/[^\s]*)?$"
+GPU_CLAIMS = "resource.k8s.io/claims"
+"""Value of gpuResourceName for GPUs that podTemplate claims, by dynamic resource allocation."""
 MAX_INITIALIZERS = 8
 MAX_ENTRIES = 64
 """Entries of a map: labels, resources, variables of NCCL."""

@@ -134,8 +134,8 @@ class TopologyRequest(ManifestModel):
 class Scheduling(ManifestModel):
     """Queue and gang: all workers start together or none."""
 
-    gang: Literal["None", "Kueue", "Volcano", "Coscheduling", "KAI"] = "None"
-    """Scheduler that admits the gang; it must be installed in the cluster."""
+    gang: Literal["None", "Kueue", "Volcano", "Coscheduling", "KAI", "Kubernetes"] = "None"
+    """Scheduler that admits the gang; it must be installed in the cluster. Kubernetes: the cluster's own."""
     queue: ObjectName | None = None
     """Queue of Kueue (needed there), Volcano or KAI."""
     min_available: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None

@@ -89,7 +89,7 @@ class Spec(ManifestModel):
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each worker; 0: work on the CPU."""
     gpu_resource_name: QualifiedName = "nvidia.com/gpu"
-    """Resource that represents a GPU on a cluster."""
+    """Resource that represents a GPU on a cluster; resource.k8s.io/claims: podTemplate claims them."""
     parallelism: Parallelism = Parallelism()
     """Sizes of the parallel groups."""
     model: Model | None = None

@@ -23,8 +23,8 @@ _SCHEDULING = (
     Rule(
         id="queues-need-a-gang",
         field=".scheduling.gang",
-        rule=f"{_GANG} != 'None' || !(has(self.scheduling.queue) || has(self.scheduling.minAvailable) || "
-        "has(self.scheduling.timeoutSeconds))",
+        rule=f"!({_GANG} in ['None', 'Kubernetes']) || !(has(self.scheduling.queue) || "
+        "has(self.scheduling.minAvailable) || has(self.scheduling.timeoutSeconds))",
         message="must say who keeps queue, minAvailable and timeoutSeconds: Kueue, Volcano, Coscheduling or KAI",
     ),
     Rule(

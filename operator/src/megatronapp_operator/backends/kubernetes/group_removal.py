@@ -11,7 +11,6 @@ from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import WORKLOADS, Object, Resource
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
-from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 KUEUE = "Kueue"
@@ -40,11 +39,8 @@ class PodGroupRemover:
         since = self.clock() - RETRY_S
         return frozenset(attempt for attempt, at in self._refused.get(uid, {}).items() if at > since)
 
-    async def remove(self, owner: JobOwner, gang: str, attempt: int, pods: Iterable[str]) -> str | None:
+    async def remove(self, owner: JobOwner, resource: Resource, attempt: int, pods: Iterable[str]) -> str | None:
         """Remove the group of an attempt; `pods` are uids of its pods. Return why it was rejected, the first time."""
-        resource = WORKLOADS if gang == KUEUE else GROUPS.get(gang)
-        if resource is None:
-            return None
         refused = await self._delete(resource, owner, attempt, frozenset(pods))
         known = attempt in self.removed_attempts(owner.uid)
         if resource != WORKLOADS or refused:  # Kueue may create the workload later

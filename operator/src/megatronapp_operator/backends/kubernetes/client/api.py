@@ -25,6 +25,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
     ExpiredError,
+    ForbiddenError,
     InvalidError,
     NotFoundError,
     UnavailableError,
@@ -125,6 +126,15 @@ class KubernetesApi:
         """Return the server's minor version: 35 for Kubernetes 1.35."""
         version = await self._send("GET", VERSIONS, "/version")
         return int(re.sub(r"\D", "", str(version.get("minor"))) or 0)  # some providers write "35+"
+
+    async def served(self, api_version: str) -> frozenset[str]:
+        """Return the plurals of a group's version that the server serves; empty without the group, or its discovery."""
+        resource = Resource(api_version, "discovery")
+        try:
+            found = await self._send("GET", resource, f"/apis/{api_version}")
+        except (NotFoundError, ForbiddenError):
+            return frozenset()
+        return frozenset(str(item["name"]) for item in found["resources"])
 
     async def get(
         self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None

@@ -43,6 +43,16 @@ VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
 WORKLOADS = Resource("kueue.x-k8s.io/v1beta1", "workloads")
 KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
+KUBERNETES_POD_GROUPS = (
+    Resource("scheduling.k8s.io/v1beta1", "podgroups"),  # Kubernetes 1.37
+    Resource("scheduling.k8s.io/v1alpha2", "podgroups"),  # 1.36
+    Resource("scheduling.k8s.io/v1alpha1", "workloads"),  # 1.35, with the groups of pods in them
+)
+"""Kinds by which Kubernetes' own scheduler recognises gangs, the newest first; a release serves one of them."""
+RESOURCE_CLAIMS = tuple(
+    Resource(f"resource.k8s.io/{version}", "resourceclaims") for version in ("v1", "v1beta2", "v1beta1")
+)
+"""Claims of devices, by dynamic resource allocation, the newest version first."""
 NODES = Resource("v1", "nodes")
 VERSIONS = Resource("", "version")
 EVENTS = Resource("events.k8s.io/v1", "events")

@@ -10,13 +10,13 @@ from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, NameTakenError
 from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, WORKLOADS, Object
 from megatronapp_operator.backends.kubernetes.execution.budgets import DisruptionBudgets
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, run_all
 from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
 from megatronapp_operator.backends.kubernetes.execution.pods import PodWriter
-from megatronapp_operator.backends.kubernetes.group_removal import PodGroupRemover
+from megatronapp_operator.backends.kubernetes.group_removal import KUEUE, PodGroupRemover
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
@@ -176,7 +176,11 @@ class Executor:
 
     async def _remove_group(self, work: JobContext, attempt: int) -> None:
         pods = [pod.uid for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.attempt == attempt]
-        refused = await self.groups.remove(work.owner, work.job.spec.scheduling.gang, attempt, pods)
+        gang = work.job.spec.scheduling.gang
+        resource = WORKLOADS if gang == KUEUE else render.group_resource(gang, work.settings)
+        if resource is None:
+            return
+        refused = await self.groups.remove(work.owner, resource, attempt, pods)
         if refused is not None:
             await self.events.record(
                 work.owner, RecordEvent(type=EventType.WARNING, reason="GroupNotRemoved", message=refused)

@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from megatronapp_common.errors import JobError
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
@@ -33,7 +34,12 @@ class ObjectApplier:
         self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
 
     async def ensure(self, work: JobContext) -> None:
-        """Ensure the objects that must exist before any pod, in order, once per attempt and process."""
+        """Ensure the objects that must exist before any pod, in order, once per attempt and process.
+
+        Raises JobError if the cluster lacks a feature that the job needs.
+        """
+        if missing := render.missing_features(work.job, work.settings):
+            raise JobError(*missing)
         generation = int(work.document["metadata"]["generation"])
         mark = work.owner.uid, work.attempt.number, generation, work.settings.key_id  # of which the Secret is one
         if mark in self._applied:

@@ -1,6 +1,7 @@
 """Rendering of a MegatronJob to the objects that run it. Pure: equal job, attempt and settings give equal objects."""
 
 from megatronapp_operator.backends.kubernetes.render.disruption import disruption_budget
+from megatronapp_operator.backends.kubernetes.render.features import missing_features
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import (
     ANNOTATION_STARTS,
@@ -13,6 +14,7 @@ from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames,
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, coordinator
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.pod.worker import template_hash, worker_pod
+from megatronapp_operator.backends.kubernetes.render.queueing import group_resource
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
 __all__ = [
@@ -26,10 +28,12 @@ __all__ = [
     "coordinator",
     "disruption_budget",
     "gang_objects",
+    "group_resource",
     "hub_hash",
     "hub_objects",
     "hub_pod",
     "init_pod",
+    "missing_features",
     "ranks",
     "secret",
     "serve_url",

@@ -14,10 +14,11 @@ from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERV
 from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
+from megatronapp_operator.backends.kubernetes.render.pod.scheduling import KUBERNETES
 from megatronapp_operator.backends.kubernetes.render.pod.worker import render_worker
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
-from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, pod_group
+from megatronapp_operator.backends.kubernetes.render.queueing import group_resource, kubernetes_group, pod_group
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
 RANKS_KEY = "rank-table.json"
@@ -115,9 +116,12 @@ def _document(job: MegatronJob, owner: JobOwner) -> Rendered:
 
 def _group(draft: WorkerDraft) -> Rendered | None:
     """Return the pod group, if the scheduler needs one. It requires all workers: a part of a gang only waits."""
-    resource = GROUPS.get(draft.spec.scheduling.gang)
+    gang = draft.spec.scheduling.gang
+    resource = group_resource(gang, draft.settings)
     if resource is None:
         return None
+    if gang == KUBERNETES:
+        return kubernetes_group(draft, resource)
     pods = [(_pod_spec(draft, group.first), group.nodes) for group in draft.world.worker_groups]
     return pod_group(draft, resource, pods)
 

@@ -34,6 +34,10 @@ class RenderSettings:
     """Id of the key from which the secret of the job is derived; empty: of a release that had one key only."""
     container_restarts: bool = False
     """True if containers may have their own restart policy (Kubernetes 1.35 and newer)."""
+    pod_groups: Resource | None = None
+    """Kind by which the cluster's own scheduler recognises gangs (`scheduling.gang: Kubernetes`); None: by none."""
+    resource_claims: bool = False
+    """True if pods may claim devices (dynamic resource allocation, Kubernetes 1.34 and newer)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ WHOLE = {
     "imagePullSecrets": ("name",),
     "hostAliases": ("ip",),
     "resourceClaims": ("name",),
+    "claims": ("name", "request"),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
 """Lists whose items replace those with the same key: two halves of different volumes make no volume."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatronapp_common.job import Spec
+from megatronapp_common.job.api.cluster import GPU_CLAIMS
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.objects import selector
@@ -16,10 +17,14 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def tolerations(spec: Spec, gpus: int) -> list[Object]:
-    """Return the tolerations of the user, and of the taint that keeps other pods off nodes with GPUs."""
+    """Return the tolerations of the user, and of the taint that keeps other pods off nodes with GPUs.
+
+    The taint has the name of the resource, which claimed GPUs do not have.
+    """
     given = [toleration.to_dict() for toleration in spec.tolerations]
     gpu = {"key": spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
-    return [*given, gpu] if gpus and gpu not in given else given
+    counted = gpus > 0 and spec.gpu_resource_name != GPU_CLAIMS
+    return [*given, gpu] if counted and gpu not in given else given
 
 
 def with_placement(spec: Object, draft: WorkerDraft) -> Object:

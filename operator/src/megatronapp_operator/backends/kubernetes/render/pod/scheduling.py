@@ -1,10 +1,14 @@
 """Scheduler of a pod, and labels and annotations by which it recognises the gang."""
 
 from megatronapp_common.names import LABEL_REPLICA_INDEX
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
 """Names under which these schedulers are installed, unless the job has another."""
+KUBERNETES = "Kubernetes"
+WORKERS = "workers"
+"""Name of the only group of pods in a Workload."""
 
 
 def scheduler_name(draft: WorkerDraft) -> str | None:
@@ -47,3 +51,14 @@ def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], 
         kind = "required" if topology.required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{kind}-topology"] = topology.level
     return {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/pod-group-name": group}, annotations
+
+
+def group_reference(draft: WorkerDraft) -> Object:
+    """Return the field of a pod that names its group to Kubernetes' own scheduler."""
+    resource = draft.settings.pod_groups
+    if draft.spec.scheduling.gang != KUBERNETES or resource is None:
+        return {}
+    name = draft.names.group(draft.attempt.number)
+    if resource.plural == "workloads":
+        return {"workloadRef": {"name": name, "podGroup": WORKERS}}
+    return {"schedulingGroup": {"podGroupName": name}}

@@ -5,6 +5,7 @@ import functools
 import math
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.api.cluster import GPU_CLAIMS
 from megatronapp_common.names import (
     ANNOTATION_EXCLUDED_NODES,
     ANNOTATION_TEMPLATE_HASH,
@@ -29,7 +30,7 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import (
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity, node_containers
 from megatronapp_operator.backends.kubernetes.render.pod.merge import merge
 from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations, with_placement
-from megatronapp_operator.backends.kubernetes.render.pod.scheduling import pod_marks, scheduler_name
+from megatronapp_operator.backends.kubernetes.render.pod.scheduling import group_reference, pod_marks, scheduler_name
 from megatronapp_operator.backends.kubernetes.render.pod.security import (
     container_security,
     pinning_security,
@@ -147,6 +148,7 @@ def _reserved(draft: WorkerDraft) -> Object:
         "containers": containers,
         "volumes": [*storage.own_volumes(draft), *waiting_volumes(draft)],
         **network.network_spec(draft),
+        **group_reference(draft),
     }
 
 
@@ -207,7 +209,8 @@ def _trainer_image(draft: WorkerDraft) -> Object:
 
 def _resources(draft: WorkerDraft) -> Object:
     """Return the requests and limits of the user, plus GPUs and RDMA devices, for which both are equal."""
-    devices = {draft.spec.gpu_resource_name: str(draft.gpus)} if draft.gpus else {}
+    counted = draft.gpus > 0 and draft.spec.gpu_resource_name != GPU_CLAIMS
+    devices = {draft.spec.gpu_resource_name: str(draft.gpus)} if counted else {}
     devices |= network.rdma_resources(draft)
     given = draft.group.resources
     made = {"requests": {**given.requests, **devices}, "limits": {**given.limits, **devices}}
