@@ -2,14 +2,16 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import pathlib
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from megatronapp_common.names import GATEWAY_PORT, HUB_PORT, ExitCode
 from megatronapp_common.web import server
@@ -21,13 +23,17 @@ from megatronapp_operator.errors import BackendError, OperatorError
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
 from megatronapp_operator.gateway.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.gateway.metrics import GatewayMetrics
+from megatronapp_operator.gateway.tls import Certificate
 from megatronapp_operator.keys import KeyRing
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 10
 """Limit of a page's message: the live socket receives none, MegaScope's receives credit and what the page missed."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
-"""Then the gateway answers 503. Live sockets have a limit of their own."""
+"""Then a port of the gateway answers 503. Live sockets have a limit of their own."""
+TLS_PORT = 8443
 METRICS_PORT = 8081
 """Port of metrics and liveness probe; network policies open it to Prometheus alone."""
 
@@ -40,6 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics-port", type=int, default=METRICS_PORT, help="port of /metrics and /healthz (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tls-port", type=int, default=TLS_PORT, help="port of the same pages over TLS (default: %(default)s)"
+    )
+    parser.add_argument("--tls-cert", type=pathlib.Path, help="certificate chain of --tls-port; none: no TLS")
+    parser.add_argument("--tls-key", type=pathlib.Path, help="private key of --tls-cert")
     parser.add_argument(
         "--max-sockets", type=int, default=MAX_SOCKETS, help="live sockets that may be open (default: %(default)s)"
     )
@@ -71,8 +82,44 @@ def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket
         raise BackendError(text) from error
 
 
+def read_certificate(arguments: argparse.Namespace) -> Certificate | None:
+    """Return the certificate of the TLS port; None without TLS. Raises BackendError."""
+    if arguments.tls_cert is None and arguments.tls_key is None:
+        return None
+    if arguments.tls_cert is None or arguments.tls_key is None:
+        given, missing = ("--tls-key", "--tls-cert") if arguments.tls_cert is None else ("--tls-cert", "--tls-key")
+        raise BackendError(f"{given} needs {missing}; write both, or neither for a gateway without TLS")
+    return Certificate(arguments.tls_cert, arguments.tls_key)
+
+
+def page_config(app: ASGIApp) -> uvicorn.Config:
+    """Return the settings of a server of the pages, whose lifespan the caller manages: two servers share it."""
+    return server.server_config(
+        app,
+        shutdown_s=SHUTDOWN_S,
+        http=BoundedHttpProtocol,
+        ws=BoundedWebSocketProtocol,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        lifespan="off",
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving_tls(app: ASGIApp, arguments: argparse.Namespace, certificate: Certificate) -> AsyncIterator[None]:
+    """Serve the pages over TLS, too, until the block ends. Raises BackendError."""
+    config = page_config(app)
+    config.load()
+    config.ssl = certificate.context
+    listener = listen(arguments, "--tls-port", arguments.tls_port)
+    log.info("pages over TLS at port %d", listener.getsockname()[1])
+    async with certificate.followed(), probes.serving(probes.ProbeServer(config), listener):
+        yield
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal arrives. Raises OperatorError if the gateway cannot start."""
+    certificate = read_certificate(arguments)
     settings = GatewaySettings(
         keys=KeyRing.read(arguments.key_file),
         namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
@@ -91,15 +138,9 @@ async def serve(arguments: argparse.Namespace) -> None:
             probes.serving(probe_server, listen(arguments, "--metrics-port", arguments.metrics_port)),
         ):
             app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
-            config = server.server_config(
-                app,
-                shutdown_s=SHUTDOWN_S,
-                http=BoundedHttpProtocol,
-                ws=BoundedWebSocketProtocol,
-                ws_max_size=MAX_MESSAGE_BYTES,
-                limit_concurrency=MAX_CONNECTIONS,
-            )
-            await uvicorn.Server(config).serve(sockets=[pages])
+            tls = contextlib.nullcontext() if certificate is None else serving_tls(app, arguments, certificate)
+            async with app.router.lifespan_context(app), tls:
+                await uvicorn.Server(page_config(app)).serve(sockets=[pages])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
