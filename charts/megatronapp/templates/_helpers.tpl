@@ -124,10 +124,19 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- $apart := .part.antiAffinity | default "preferred" -}}
 {{- if .part.affinity }}
 affinity:
   {{- toYaml .part.affinity | nindent 2 }}
-{{- else if and .labels (gt (int .part.replicaCount) 1) (not .part.topologySpreadConstraints) }}
+{{- else if and .labels (eq $apart "required") }}
+affinity:
+  podAntiAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "megatronapp.selectorLabels" .labels | nindent 12 }}
+{{- else if and .labels (eq $apart "preferred") (gt (int .part.replicaCount) 1) (not .part.topologySpreadConstraints) }}
 affinity:
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -142,9 +151,44 @@ affinity:
 topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .part.priorityClassName }}
+{{- with .part.priorityClassName | default (include "megatronapp.priorityClass" .root) }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* Of a Deployment whose pods demand nodes of their own: one goes before the next comes. */}}
+{{- define "megatronapp.strategy" -}}
+{{- if and (eq (.antiAffinity | default "preferred") "required") (not .affinity) }}
+strategy:
+  type: RollingUpdate
+  rollingUpdate: {maxSurge: 0, maxUnavailable: 1}
+{{- end }}
+{{- end -}}
+
+{{/* Name of the PriorityClass that the chart creates; empty: none. */}}
+{{- define "megatronapp.priorityClass" -}}
+{{- with .Values.priorityClass }}
+{{- if .create }}
+{{- default (include "megatronapp.clusterName" $) .name }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Secret with the certificate of the gateway; empty: it serves no TLS. */}}
+{{- define "megatronapp.tlsSecret" -}}
+{{- $tls := .Values.gateway.tls | default dict -}}
+{{- $made := ternary (printf "%s-gateway-tls" (include "megatronapp.fullname" .)) "" (dig "certManager" "enabled" false $tls) -}}
+{{- $tls.secretName | default $made -}}
+{{- end -}}
+
+{{/* Names by which the gateway is reached. */}}
+{{- define "megatronapp.dnsNames" -}}
+{{- $service := include "megatronapp.fullname" . -}}
+{{- $names := list -}}
+{{- with .Values.gateway.ingress }}{{ if .enabled }}{{ $names = append $names .host }}{{ end }}{{ end -}}
+{{- with .Values.gateway.httpRoute }}{{ if .enabled }}{{ $names = concat $names .hostnames }}{{ end }}{{ end -}}
+{{- $names = concat $names (list (printf "%s.%s.svc" $service .Release.Namespace) (printf "%s.%s.svc.%s" $service .Release.Namespace .Values.clusterDomain)) -}}
+{{- .Values.gateway.tls.certManager.dnsNames | default ($names | uniq) | toJson -}}
 {{- end -}}
 
 {{/* Volumes of operator and gateway. */}}
