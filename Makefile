@@ -92,7 +92,7 @@ test-full: test-full-tools test ## Those of test and all that are too long for i
 
 .PHONY: test-full-tools
 test-full-tools:
-	for tool in cluster kueue kwok scheduler-plugins api-1.30; do scripts/kube_tools.sh $$tool || exit; done
+	for tool in cluster kueue kwok release scheduler-plugins api-1.30; do scripts/kube_tools.sh $$tool || exit; done
 
 # The output of each is printed when it has ended, not between lines of the tests of Python.
 .PHONY: test-others
@@ -166,7 +166,12 @@ e2e: setup ## A real Kubernetes of two nodes on this machine (root, 35 GB, 40 mi
 	scripts/system_packages.sh e2e
 	MEGATRONAPP_E2E=1 $(BIN)/python -m pytest tests/e2e/kubernetes --timeout 3600
 
-.PHONY: images e2e
+release: setup ## Push images with SBOM and provenance, and the chart: VERSION=1.2.3 REGISTRY=host/path (docs/releasing.md); DRY_RUN=1 pushes nothing
+	@$(BIN)/python scripts/release.py --version "$(VERSION)" --registry "$(REGISTRY)" $(if $(DRY_RUN),--dry-run) \
+	  $(if $(PLATFORMS),--platforms "$(PLATFORMS)") $(if $(IMAGES),--images "$(IMAGES)") $(if $(SKIP_BUILD),--skip-build) \
+	  $(if $(BUILDER_ID),--builder-id "$(BUILDER_ID)")
+
+.PHONY: images e2e release
 constraints: $(BIN)/.ready ## Export the exact versions of this environment, and the hashes that images install by
 	{ $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | grep -v '^pip=='; \
 	  printf '%s\n' cmake ninja | $(BIN)/uv pip compile --quiet --no-header --no-annotate -; } | LC_ALL=C sort > constraints.tmp

@@ -2,6 +2,7 @@
 # Build the images with docker or buildah. Usage: build_images.sh [operator|trainer|analyzer]... (all if none is named)
 #   REGISTRY       put before the names, as in registry.example/team; left out: megatronapp-operator and so on alone
 #   TAG            the tag; left out: the version of the operator's pyproject.toml
+#   PLATFORM       linux/amd64 or linux/arm64; left out: this machine's. Another one needs its emulation (binfmt_misc)
 #   ENGINE         docker or buildah; left out: docker where its engine answers, else buildah
 #   BASE, BUILDER  images to stand on, best by digest (NAME@sha256:...): the same python3 in both, a C++ compiler and
 #                  Python's headers in BUILDER
@@ -38,7 +39,9 @@ words=(--build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH")
 [ -z "${BASE:-}" ] || words+=(--build-arg "BASE=$BASE")
 [ -z "${BUILDER:-}" ] || words+=(--build-arg "BUILDER=$BUILDER")
 for secret in packages.env pip.conf ca.crt; do words+=(--secret "id=$secret,src=$secrets/$secret"); done
+[ -z "${PLATFORM:-}" ] || words+=(--platform "$PLATFORM")
 build=(docker build)
+export BUILDX_NO_DEFAULT_ATTESTATIONS=1 # releases attach their own (scripts/release.py)
 [ "$ENGINE" = docker ] || build=(buildah bud --layers --format oci --network host --timestamp "$SOURCE_DATE_EPOCH")
 
 for image in "${images[@]}"; do

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes, or a tool beside it, from tests/tools and print the folder that holds them.
-# Usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|scheduler-plugins
+# Usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (four minutes on two cores, once)
 #   api-1.30   the same of the oldest minor release that we support, with etcd and kubectl of api (150 s more)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
 #   helm     in the release that is made for this Kubernetes, from the same packages (12 s after api)
 #   kwok, coredns   that program alone (75 to 105 s each)
 #   kueue    that program (150 s) and its chart
+#   release   oras and syft, for releases, and crane, for a registry of tests (four minutes)
 #   scheduler-plugins   its scheduler (150 s) and its CRDs
 # For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
 # module in a folder named by the hash of what made it.
@@ -14,7 +15,7 @@ set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 cd "$here/../tests/tools"
 
-group="${1:?usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|scheduler-plugins}"
+group="${1:?usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins}"
 module=$group programs=("$group")
 case "$group" in
   api) module=kubernetes programs=(kube-apiserver kubectl etcd) ;;
@@ -24,9 +25,10 @@ case "$group" in
   kwok) main=sigs.k8s.io/kwok/cmd/kwok ;;
   coredns) main=github.com/coredns/coredns ;;
   kueue) main=sigs.k8s.io/kueue/cmd/kueue ;;
+  release) programs=(oras syft crane) ;;
   scheduler-plugins) programs=(kube-scheduler) main=sigs.k8s.io/scheduler-plugins/cmd/scheduler ;;
   *)
-    echo "kube_tools.sh: unknown set '$group'; use api, api-1.30, cluster, helm, kwok, coredns, kueue or scheduler-plugins" >&2
+    echo "kube_tools.sh: unknown set '$group'; use api, api-1.30, cluster, helm, kwok, coredns, kueue, release or scheduler-plugins" >&2
     exit 2
     ;;
 esac
@@ -66,6 +68,7 @@ case "$module" in
   kwok) version=$(released sigs.k8s.io/kwok) ;;
   coredns) version=$(released github.com/coredns/coredns) ;;
   kueue) version=$(released sigs.k8s.io/kueue) ;;
+  release) version=$(released github.com/anchore/syft) flags+=" -X main.version=$version" ;;
   scheduler-plugins) version=$(released sigs.k8s.io/scheduler-plugins) ;;
 esac
 made_by=$({ cat go.mod go.sum; echo "CGO_ENABLED=0 -trimpath $compiler_flags $flags"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
@@ -78,7 +81,12 @@ missing=() sources=()
 for program in "${programs[@]}"; do
   [ -x "$folder/$program" ] && continue
   source=${main:-k8s.io/kubernetes/cmd/$program}
-  [ "$program" != etcd ] || source=go.etcd.io/etcd/server/v3
+  case "$program" in
+    etcd) source=go.etcd.io/etcd/server/v3 ;;
+    oras) source=oras.land/oras/cmd/oras ;;
+    syft) source=github.com/anchore/syft/cmd/syft ;;
+    crane) source=github.com/google/go-containerregistry/cmd/crane ;;
+  esac
   missing+=("$program") sources+=("$source")
 done
 if [ ${#missing[@]} -gt 0 ]; then # in one go, so that a processor compiles while the other one links
