@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common import cli
+from megatronapp_common.names import GATEWAY_PORT
 from megatronapp_operator.cli.cluster import port_forward
 from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
 from megatronapp_operator.cli.cluster.port_forward import ForwardedPort
@@ -50,6 +51,13 @@ def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name() -> 
     pages = {endpoint.page for _ in range(4)}
     assert len(pages) == 4
     assert all(re.fullmatch(rf"http://gateway-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
+
+
+def test_the_port_without_tls_is_forwarded_in_any_order() -> None:
+    http, https = {"name": "http", "port": 80}, {"name": "https", "port": 443}
+    assert port_forward.page_port({"ports": [https, http]}) == http
+    assert port_forward.page_port({"ports": [{"port": 8080}]}) == {"port": 8080}
+    assert port_forward.page_port({})["port"] == GATEWAY_PORT
 
 
 def test_another_port_is_chosen_if_the_other_address_is_in_use(taken: list[int]) -> None:

@@ -11,6 +11,8 @@ import httpx
 import pytest
 import yaml
 from ports import reserved_ports
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.errors import BackendError
@@ -70,6 +72,10 @@ def test_a_gateway_serves_its_pages_over_tls_and_takes_up_a_renewed_certificate(
                 f"https://127.0.0.1:{tls_port}/login", verify=first, trust_env=False, timeout=gateway.DEADLINE_S
             )
             assert logged_in.status_code == 401, logged_in.text
+            live = f"wss://127.0.0.1:{tls_port}/api/v1/jobs/team/gpt/live"
+            with pytest.raises(InvalidStatus) as refused:
+                connect(live, ssl=first, open_timeout=gateway.DEADLINE_S, proxy=None)
+            assert refused.value.response.status_code in {401, 403}
             second = write_certificate(tmp_path)
             gateway.wait_for(lambda: answers(second), log)
             assert not answers(first)

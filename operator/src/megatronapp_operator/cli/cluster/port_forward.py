@@ -213,9 +213,19 @@ class _Forwarder:
         if not running:
             raise OperatorError(f"no pod of {place} is running")
         pod = min(running, key=lambda each: (not _is_ready(each), each["metadata"]["name"]))
-        port = next(iter(spec.get("ports", ())), {"port": GATEWAY_PORT})
+        port = page_port(spec)
         path = PODS.path(metadata["namespace"], pod["metadata"]["name"], "portforward")
         return f"{path}?ports={_target_port(pod, port)}"
+
+
+def page_port(spec: Object) -> Object:
+    """Return the port of a Service for pages without TLS, since the API server encrypts what is forwarded.
+
+    It is called http; the Service of an older chart has no other port.
+    """
+    ports = spec.get("ports") or [{"port": GATEWAY_PORT}]
+    found: Object = next((port for port in ports if port.get("name") == "http"), ports[0])
+    return found
 
 
 async def _send(reader: asyncio.StreamReader, stream: ClientConnection, received: asyncio.Event) -> None:
