@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from chart_reference import render_chart
 from python_reference import render_client
 
 from megatronapp_common import frames
@@ -68,6 +69,7 @@ def render() -> dict[str, bytes]:
         "frontend/src/scope/builtInSites.ts": render_sites(),
         "docs/reference-megatronjob.md": render_reference().encode(),
         "docs/from-megatronapp.md": render_page().encode(),
+        "docs/reference-chart.md": render_chart().encode(),
         "docs/reference-python.md": render_client().encode(),
         "README.md": counted_readme(),
         **render_vectors(),
