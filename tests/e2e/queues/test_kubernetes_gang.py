@@ -1,7 +1,11 @@
-"""Gangs under Kubernetes' own scheduler with its feature GangScheduling: placed whole or not, and restarted."""
+"""Gangs under Kubernetes' own scheduler with its feature GangScheduling: placed whole or not, restarted, with claims.
+
+The devices are ResourceSlices that the test writes in place of a driver: scheduler and controller allocate them.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 import subprocess
 import time
@@ -142,3 +146,70 @@ async def test_a_gang_is_placed_whole_or_not_at_all_and_its_group_ends_with_the_
             await stage.pass_time(3)
             assert (await stage.job())["status"]["phase"] == "Succeeded"
             assert await groups(stage) == set()
+
+
+DRIVER = "gpu.example.com"
+CLAIMED: Object = {
+    "gpusPerNode": 4,
+    "procPerNode": 4,
+    "gpuResourceName": "resource.k8s.io/claims",
+    "podTemplate": {
+        "spec": {
+            "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "four-gpus"}],
+            "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpus"}]}}],
+        }
+    },
+}
+RESOURCES = "/apis/resource.k8s.io/v1"
+
+
+def write_devices(plane: kube.ControlPlane, namespace: str) -> None:
+    """Write the class of the devices, and the template of claims for four of them."""
+    selector = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
+    plane.create(f"{RESOURCES}/deviceclasses", {"metadata": {"name": DRIVER}, "spec": {"selectors": [selector]}})
+    request = {"name": "gpu", "exactly": {"deviceClassName": DRIVER, "count": 4}}
+    template = {"metadata": {"name": "four-gpus"}, "spec": {"spec": {"devices": {"requests": [request]}}}}
+    plane.create(f"{RESOURCES}/namespaces/{namespace}/resourceclaimtemplates", template)
+
+
+def write_slice(plane: kube.ControlPlane, node: str, gpus: int) -> None:
+    """Write the devices of a node, as its driver does."""
+    devices = [{"name": f"gpu-{number}"} for number in range(gpus)]
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": devices}
+    plane.create(f"{RESOURCES}/resourceslices", {"metadata": {"name": node}, "spec": spec})
+
+
+async def allocated(stage: OperatorSimulation) -> dict[str, int]:
+    """Return the number of devices allocated to the claim of each pod."""
+    answer = await stage.nodes.client.get(f"{RESOURCES}/namespaces/{stage.namespace}/resourceclaims")
+    return {
+        claim["metadata"]["ownerReferences"][0]["name"]: len(claim["status"]["allocation"]["devices"]["results"])
+        for claim in answer.json()["items"]
+        if "allocation" in claim.get("status", {})
+    }
+
+
+async def test_a_gang_whose_workers_claim_devices_waits_until_all_claims_can_be_allocated(
+    gang_plane: kube.ControlPlane,
+) -> None:
+    with (
+        kube.controller(gang_plane, "resourceclaim-controller"),
+        coscheduling.nodes(gang_plane, "one", "two"),
+        gang_plane.client() as client,
+    ):
+        async with operated(gang_plane) as stage:
+            stage.settings = dataclasses.replace(stage.settings, resource_claims=True)
+            await stage.begin()
+            write_devices(gang_plane, stage.namespace)
+            write_slice(gang_plane, "one", 4)
+            write_slice(gang_plane, "two", 2)
+            job = gang(stage.namespace)
+            await stage.api.create(JOBS, job | {"spec": job["spec"] | CLAIMED})
+            await until(stage, tried(stage, "job"))
+            assert await placed(stage) == []
+            write_slice(gang_plane, "three", 4)
+            coscheduling.add(client, "three")
+            await until(stage, runs(stage, "job", 0))
+            assert await placed(stage) == ["one", "three"]
+            assert await allocated(stage) == {"job-worker-0": 4, "job-worker-1": 4}
