@@ -87,7 +87,7 @@ OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api
   render_objects rules rules_later status)
 
 test-full: export MEGATRONAPP_FULL := 1
-test-full: test-full-tools test ## Those of test and all that are too long for it; Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
+test-full: test-full-tools test ## Those of test and all that are too long for it; Kueue, schedulers, kwok and Kubernetes 1.30 (30 minutes more the first time)
 	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest -n $(WORKERS) $(OLDEST_KUBERNETES)
 
 .PHONY: test-full-tools
