@@ -101,6 +101,7 @@ async def test_operators_that_end_during_a_takeover_give_no_place_twice(
         await begun(stage)
         await stage.nodes.end("job-worker-0", 75)
         report_ends(stage, {1: 75})
+        await stage.refresh()  # all have ended, so that none is waited for
         await stage.reconcile()  # the failure is on record
         api: KillableApi = stage.api
         stage.skipped_s += 11

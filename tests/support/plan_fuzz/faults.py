@@ -6,6 +6,7 @@ from collections.abc import Callable
 from worker_groups import worker_groups
 
 from megatronapp_common.job import read_status, status_document
+from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import Deletion, Disruption, HubPhase, Phase, SlowRank, WorkerPhase
 from megatronapp_operator.plan.spec import NodeExclusion
 from plan_fuzz.cluster import delete, set_down, set_up
@@ -34,6 +35,18 @@ def pod_is_deleted(world: World) -> None:
     if (pod := _pod(world)) is not None and pod.live:
         delete(world, pod, float(world.random.choice([0, 30, 600])))
         pod.disrupted = world.random.choice([None, "PreemptionByScheduler", "EvictionByEvictionAPI"])
+
+
+def gang_stops(world: World) -> None:
+    """Delete a pod, for which all ranks of its gang stop in order; its own may take longer."""
+    gang = world.gang(world.job.status.attempt)
+    if not gang or not world.trains():
+        return
+    leaving = world.random.choice(gang)
+    delete(world, leaving, 30.0)
+    for pod in gang:
+        if pod is not leaving or world.random.random() < 0.7:
+            world.end(pod, ExitCode.PREEMPTED)
 
 
 def node_changes(world: World) -> None:
@@ -240,8 +253,8 @@ def resize(world: World) -> None:
 
 
 FAULTS: tuple[Callable[[World], None], ...] = (
-    pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
-    refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
+    pod_ends, pod_vanishes, pod_is_deleted, gang_stops, node_changes, all_down, all_up, all_up, hub_ends,
+    hub_is_deleted, refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
     template_is_edited, profile_changes, profile_is_edited,
     node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
     gathering_changes, launcher_sticks, pod_waits, pod_prepares, agent_stays, resize,

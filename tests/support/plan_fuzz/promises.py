@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+from plan_histories.invariants import check_culprit
+
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -22,7 +24,7 @@ from megatronapp_operator.plan import (
     SuccessPolicy,
     Worker,
 )
-from megatronapp_operator.plan.worker_history import micros
+from megatronapp_operator.plan.worker_history import micros, whole_gang
 from plan_fuzz.world import World
 
 RESTING = {Phase.SUCCEEDED: ConditionType.COMPLETE, Phase.FAILED: ConditionType.FAILED,
@@ -51,6 +53,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     check_spares(world, seen, made)
     check_profiles(world, seen, made)
     check_counters(world, before, after)
+    check_culprits(seen, before, after)
     check_end(before, after)
     check_deadline(world, after)
     check_conditions(world, before, after)
@@ -157,6 +160,18 @@ def check_counters(world: World, before: Status, after: Status) -> None:
         broken("the spent budget fell, or jumped", spent, after.restarts_towards_max)
     if after.restarts_towards_max > world.spec.policy.max_restarts:
         broken("the budget is passed")
+
+
+def check_culprits(seen: Observed, before: Status, after: Status) -> None:
+    """No worker is blamed that stopped in order for another one."""
+    gang = whole_gang(seen, before)
+    for failure in after.failures:
+        if failure in before.failures or failure.attempt != before.attempt:
+            continue
+        try:
+            check_culprit(failure, gang)
+        except AssertionError:
+            broken("a worker is blamed for another one that was deleted", failure, gang)
 
 
 def check_end(before: Status, after: Status) -> None:

@@ -2,7 +2,9 @@
 
 from hypothesis.stateful import invariant
 
-from megatronapp_operator.plan import TERMINAL_PHASES, ConditionType, CreateWorker, Phase, Plan
+from megatronapp_common.job.api.status import Failure
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import TERMINAL_PHASES, ConditionType, CreateWorker, Phase, Plan, Worker, WorkerPhase
 from plan_histories.events import JobHistory
 
 ENDS = {
@@ -11,6 +13,22 @@ ENDS = {
     Phase.SUSPENDED: ConditionType.SUSPENDED,
 }
 UNDERWAY = (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED)
+
+
+def check_culprit(failure: Failure, gang: tuple[Worker, ...]) -> None:
+    """Check that no worker is blamed that stopped in order for another one. `gang`: as the plan has seen it."""
+    blamed = next((worker for worker in gang if worker.index == failure.worker), None)
+    if failure.exit_code != ExitCode.PREEMPTED or blamed is None or blamed.deletion or blamed.disrupted:
+        return
+    assert not any(_has_stopped_the_gang(worker) for worker in gang), (failure, gang)
+
+
+def _has_stopped_the_gang(worker: Worker) -> bool:
+    if not (worker.deletion or worker.disrupted):
+        return False
+    if worker.phase is not WorkerPhase.FAILED:
+        return worker.live
+    return worker.outcome is not None and worker.outcome.code == ExitCode.PREEMPTED
 
 
 class JobInvariants(JobHistory):

@@ -1,8 +1,10 @@
 """A job, what is observed of it, and a backend that carries out each action at once."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -27,6 +29,7 @@ from megatronapp_operator.plan import (
     RemoveGroup,
     RequestCheckpoint,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
     plan,
 )
@@ -54,6 +57,24 @@ class SimulatedJob:
     def change(self, worker: Worker, **changes: Any) -> None:
         changed = dataclasses.replace(worker, **changes)
         self.observe(workers=tuple(changed if known == worker else known for known in self.observed.workers))
+
+    def run_all(self) -> None:
+        """End the initializer with success, and place and run all workers that are not deleted."""
+        if self.observed.init is not None and self.observed.init.live:
+            self.change_init(phase=WorkerPhase.SUCCEEDED)
+        for worker in self.observed.workers:
+            if worker.phase is WorkerPhase.PENDING and worker.deletion is None:
+                node = f"node-{worker.index + worker.attempt}"
+                self.change(worker, phase=WorkerPhase.RUNNING, scheduled=True, node=node)
+
+    def stop_for(self, leaving: Worker, late: Sequence[float], *, ends: bool) -> None:
+        """Delete a worker, for which all end in order, each some seconds ago. `ends`: False: it has yet to end."""
+        self.change(leaving, deletion=Deletion(since=self.now - max(late), grace_s=60))
+        for worker in self.observed.workers:
+            if worker.live and (ends or worker.index != leaving.index):
+                finished_at = self.now - late[worker.index]
+                outcome = WorkerOutcome(code=ExitCode.PREEMPTED)
+                self.change(worker, phase=WorkerPhase.FAILED, outcome=outcome, finished_at=finished_at)
 
     def change_hub(self, **changes: Any) -> None:
         assert self.observed.hub is not None

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from plan_histories.events import JobEvents, WorkerEvents
-from plan_histories.invariants import JobInvariants
+from plan_histories.invariants import JobInvariants, check_culprit
 from plan_histories.simulated_job import SimulatedJob
 from pytest_workers import examples
 from worker_groups import worker_groups
@@ -45,6 +45,7 @@ from megatronapp_operator.plan import (
     WorkerPhase,
     plan,
 )
+from megatronapp_operator.plan.worker_history import whole_gang
 
 RULES = [
     (),
@@ -117,12 +118,32 @@ class History(WorkerEvents, JobEvents, JobInvariants):
         made = self.job.plan()
         assert made == plan(before, self.job.observed, self.job.now), "the plan must be a function"
         self.check_stored_status()
+        self.check_new_failures(before, made)
         for action in made.actions[:carried_out]:
             self.job.carry_out(action)
         self.last, self.planned_before_the_stop = made, self.job.state.stop is None
         if carried_out is None:
             self.check_idempotent(made)
             self.check_wakes(made)
+
+    @rule(data=st.data(), late=st.lists(st.floats(0, 3), min_size=4, max_size=4), ends=st.booleans())
+    def gang_stops(self, data: st.DataObject, late: list[float], ends: bool) -> None:
+        """Let a gang begin, and stop in order for a worker that is deleted. `ends`: False: that ends later."""
+        for _ in range(3):
+            self.reconcile(carried_out=None)
+            self.job.run_all()
+        running = [worker for worker in self.job.observed.workers if worker.phase is WorkerPhase.RUNNING]
+        if running and not any(worker.deletion for worker in running):
+            self.job.stop_for(data.draw(st.sampled_from(running[::-1])), late, ends=ends)
+            self.reconcile(carried_out=None)
+
+    def check_new_failures(self, before: JobState, made: Plan) -> None:
+        """Check which workers this plan blames."""
+        known = whole_gang(self.job.observed, before.status)
+        gang = tuple(worker for worker in known if worker.attempt == before.status.attempt)
+        for failure in made.status.failures:
+            if failure not in before.status.failures and failure.attempt == before.status.attempt:
+                check_culprit(failure, gang)
 
     def check_stored_status(self) -> None:
         """Check that an operator that starts again here continues as this one would."""

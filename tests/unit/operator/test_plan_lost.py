@@ -381,6 +381,7 @@ def test_a_gang_with_a_lost_peer_gets_no_time_for_a_checkpoint(running: Maker, w
     assert {action.grace_s for action in backend_actions(made.plan())} == {30}
     made = running(grace_s=600, failed_grace_s=30)
     made.see(worker(0, "Failed", ExitCode.PREEMPTED), worker(1))
+    made.now += 5
     assert {action.grace_s for action in backend_actions(made.plan())} == {600}
 
 

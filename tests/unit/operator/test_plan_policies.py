@@ -190,6 +190,7 @@ def test_a_preemption_restarts_outside_the_budget_and_leaves_time_for_the_checkp
 ) -> None:
     made = running(max_restarts=0, grace_s=60)
     made.see(worker(0), worker(1, "Failed", ExitCode.PREEMPTED))
+    made.now += 5
     first = made.plan()
     assert (first.status.restarts, first.status.restarts_towards_max) == (1, 0)
     assert {action.grace_s for action in backend_actions(first)} == {60}

@@ -129,7 +129,7 @@ def test_who_leaves_such_a_gang_at_the_bidding_of_the_cluster_is_given_up(runnin
 def test_a_partly_reachable_or_single_node_gang_is_not_left_alone(
     running: Maker, worker: Maker, nodes: tuple[str, str], second: str
 ) -> None:
-    made = running(lost_worker_s=300, settle_s=1000)
+    made = running(lost_worker_s=300)
     since = made.now if second == "Running" else None
     ended = worker(1, second, None if since else ExitCode.PREEMPTED)
     made.see(on(worker(0), nodes[0], unreachable_since=made.now), on(ended, nodes[1], unreachable_since=since))

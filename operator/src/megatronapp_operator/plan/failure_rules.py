@@ -124,7 +124,7 @@ def _possible(draft: PlanBuilder, failure: Failure) -> Failure:
 
 def _own_rules(draft: PlanBuilder, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
-    if worker.disrupted is not None or _deleted_first(worker):
+    if worker.disrupted is not None or outcome.deleted_first(worker):
         return FailureAction.RESTART_IGNORE_MAX
     if outcome.suspicion(worker) and any(peer.taken for peer in draft.gang):
         return FailureAction.RESTART_IGNORE_MAX
@@ -138,16 +138,6 @@ def _own_rules(draft: PlanBuilder, worker: Worker) -> FailureAction:
     return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
 
 
-def _deleted_first(worker: Worker) -> bool:
-    """Return True if the worker was deleted before it ended.
-
-    The plan deletes no worker of an attempt that it still judges, so a queue, an autoscaler or a user did. The exit
-    code then only says what the worker had to save.
-    """
-    deletion = worker.deletion
-    return deletion is not None and (worker.finished_at is None or deletion.since <= worker.finished_at)
-
-
 def _refused(worker: Worker) -> bool:
     """Return True if the kubelet rejected the pod; a program that has run may end with the same reason, too."""
     never_ran = worker.started_at is None and worker.finished_at is None
@@ -157,6 +147,12 @@ def _refused(worker: Worker) -> bool:
 def _peer_taken(draft: PlanBuilder) -> bool:
     """Return True if a peer is being disrupted: NCCL then aborts the other ranks, which fail without a reason."""
     return any(peer.disrupted is not None or peer.unreachable_since is not None for peer in draft.gang)
+
+
+def leaving_worker(draft: PlanBuilder) -> Worker | None:
+    """Return the worker that was deleted or disrupted first of those that have not ended; None without any."""
+    found = [worker for worker in draft.gang if not worker.ended and (worker.deletion or worker.disrupted)]
+    return min(found, key=lambda worker: worker.deletion.since if worker.deletion else 0.0, default=None)
 
 
 def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
@@ -187,7 +183,8 @@ def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
     reports. Wrong arguments are recognised only once all workers have ended at once.
     """
     policy = draft.job.spec.policy
-    settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
+    lost = outcome.suspicion(culprit) and _may_be_silent(draft)
+    settle_s = max(policy.settle_s, policy.silent_s) if lost else policy.settle_s
     at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
     if at is None and not all(worker.ended for worker in draft.gang) and _begins(draft) and _ended_at_once(culprit):
         at = (culprit.finished_at or 0.0) + policy.settle_s

@@ -28,10 +28,42 @@ def suspicion(worker: Worker) -> int:
     return next((level for known, level in SUSPICION.items() if known == code), 0)
 
 
+def deleted_first(worker: Worker) -> bool:
+    """Return True if the worker was deleted before it ended.
+
+    The plan deletes no worker of an attempt that it still judges, so a queue, an autoscaler or a user did. The exit
+    code then only says what the worker had to save.
+    """
+    deletion = worker.deletion
+    return deletion is not None and (worker.finished_at is None or deletion.since <= worker.finished_at)
+
+
+def stopped_with_gang(worker: Worker) -> bool:
+    """Return True if a worker ended in order although nothing is known to have ended it.
+
+    All ranks of a gang stop at the same step, whichever worker was asked to: this one says nothing about the cause.
+    """
+    leaves = worker.deletion is not None or worker.disrupted is not None
+    return outcome_of(worker).code == ExitCode.PREEMPTED and not leaves
+
+
 def failed(workers: Sequence[Worker]) -> tuple[Worker, ...]:
-    """Return the workers that failed, most likely culprit first: own failures before lost peers, then by time."""
-    found = (worker for worker in workers if worker.phase is WorkerPhase.FAILED)
-    return tuple(sorted(found, key=lambda worker: (suspicion(worker), worker.finished_at or 0.0, worker.index)))
+    """Return the workers that failed, most likely culprit first: own failures before lost peers, then by time.
+
+    If the first of them only stopped with its gang, those precede it that were deleted or disrupted, however much later
+    they ended. Clocks of nodes differ, so a deleted worker that ended in order may seem to have ended before that.
+    """
+    found = [worker for worker in workers if worker.phase is WorkerPhase.FAILED]
+    found.sort(key=lambda worker: (suspicion(worker), worker.finished_at or 0.0, worker.index))
+    if found and stopped_with_gang(found[0]):
+        found.sort(key=lambda worker: not _was_taken(worker))
+    return tuple(found)
+
+
+def _was_taken(worker: Worker) -> bool:
+    """Return True if a worker that has ended was deleted or disrupted before that."""
+    in_order = worker.deletion is not None and outcome_of(worker).code == ExitCode.PREEMPTED
+    return worker.disrupted is not None or in_order or deleted_first(worker)
 
 
 def succeeded(workers: Sequence[Worker]) -> bool:
@@ -49,9 +81,11 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
     """Return the time until which to wait for the culprit's own record; None: the first of `culprits` is the evidence.
 
     The launchers of victims may report before the culprit's does. Judging their record would restart a job whose data
-    are corrupt, again and again.
+    are corrupt, again and again. A gang that stops in order names the wrong worker if the cause is still ending.
     """
-    if not culprits or suspicion(culprits[0]) == 0 or all(worker.ended for worker in gang):
+    if not culprits or all(worker.ended for worker in gang):
+        return None
+    if suspicion(culprits[0]) == 0 and not stopped_with_gang(culprits[0]):
         return None
     return min(worker.finished_at or 0.0 for worker in culprits) + settle_s
 
@@ -81,6 +115,22 @@ def lost_workers_failure(indices: Sequence[int], attempt: int, now: float) -> Fa
         worker=indices[0],
         reason=reasons.WORKER_LOST,
         message=f"worker {', '.join(map(str, indices[:8]))}{' and others' if len(indices) > 8 else ''} vanished",
+        action=FailureAction.RESTART_IGNORE_MAX,
+    )
+
+
+def leaving_failure(worker: Worker, stopped: Worker, job: str, now: float) -> Failure:
+    """Return the failure for a deleted or disrupted worker that has not ended yet, although its gang has stopped.
+
+    `stopped`: a worker that has ended with the gang.
+    """
+    return Failure(
+        time=round(stopped.finished_at or now, 6),
+        attempt=worker.attempt,
+        worker=worker.index,
+        node=worker.node,
+        reason=worker.disrupted or outcome_of(stopped).reason or reasons.WORKER_FAILED,
+        message=f"worker {worker.index} is being deleted, and the gang has stopped: {describe(stopped, job)}",
         action=FailureAction.RESTART_IGNORE_MAX,
     )
 

@@ -58,10 +58,18 @@ def judge_end(draft: PlanBuilder) -> bool:
 
 
 def _judge(draft: PlanBuilder, culprit: Worker) -> None:
-    """Act on the most likely culprit; one that only lost a peer is no evidence if that peer has vanished."""
+    """Act on the most likely culprit.
+
+    One that only lost a peer, or stopped with its gang, is no evidence if a peer has vanished or is being deleted.
+    """
     if waits_for_nodes(draft, culprit):
         release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up waiting for the others")
-    elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
+        return
+    if outcome.suspicion(culprit):
+        others_judged = judge_missing(draft) or _judge_silent(draft)
+    else:
+        others_judged = outcome.stopped_with_gang(culprit) and (judge_missing(draft) or _judge_leaving(draft, culprit))
+    if not others_judged:
         reset_budget(draft, until=culprit.finished_at or draft.now)
         attempt_failed(draft, slow_nodes.swap(draft, culprit) or failure_rules.judged(draft, culprit))
 
@@ -102,6 +110,14 @@ def _judge_silent(draft: PlanBuilder) -> bool:
     if found:
         _give_up(draft, found[0], outcome.silent_worker_failure(found[0], draft.now))
     return bool(found)
+
+
+def _judge_leaving(draft: PlanBuilder, stopped: Worker) -> bool:
+    """Fail the attempt if its gang has stopped for a worker that is being deleted and takes long to end."""
+    found = failure_rules.leaving_worker(draft)
+    if found is not None:
+        _give_up(draft, found, outcome.leaving_failure(found, stopped, draft.job.spec.name, draft.now))
+    return found is not None
 
 
 def _give_up(draft: PlanBuilder, worker: Worker, failure: Failure) -> None:

@@ -2,6 +2,7 @@
 
 A pod is at fault if it has ended or is ending, if its node is excluded or does not answer, if its launcher did not join
 the gang in time, if its device is broken, or if its worker failed twice in a row: a restart in place did not help then.
+A worker that ended in order has not failed.
 If nothing says which worker failed, the second failure in a row for the same reason replaces all pods; if launchers
 gave up gathering, which of them is at fault is not known, and the first does.
 """
@@ -59,6 +60,8 @@ def _repeats(status: Status, worker: Worker) -> bool:
         return False
     before, last = status.failures[-2:]
     if last.attempt != before.attempt + 1 or last.attempt < worker.attempt or last.reason != before.reason:
+        return False
+    if last.exit_code == ExitCode.PREEMPTED:
         return False
     return last.worker == before.worker and last.worker in {None, worker.index}
 
