@@ -14,7 +14,7 @@ from launchers import Gang, wait_until
 from megatronapp_common.names import ExitCode
 from megatronapp_common.save_request import SaveRequest
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
-from megatronapp_trainer.parallel.peer_loss import SAVE
+from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, SAVE
 from megatronapp_trainer.training.signals import StopRequest
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -48,7 +48,8 @@ def test_the_progress_document_has_the_time_of_a_checkpoint_as_others_read_it() 
     assert CheckpointReport().to_json()["takenAt"] is None
 
 
-def test_a_request_interrupts_no_system_call_of_a_library() -> None:
+@pytest.mark.parametrize("number", [SAVE, END_AT_CHECKPOINT], ids=["save", "end at checkpoint"])
+def test_a_request_interrupts_no_system_call_of_a_library(number: signal.Signals) -> None:
     """Check that a read outside of Python, which does not try again by itself, continues after the signal."""
     libc, place = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(1)
     source, sink = os.pipe()
@@ -58,7 +59,7 @@ def test_a_request_interrupts_no_system_call_of_a_library() -> None:
         call, state = (pathlib.Path(f"/proc/self/task/{reader}/{name}") for name in ("syscall", "status"))
         try:
             wait_until(lambda: call.read_text().split()[1:2] == [hex(source)])
-            signal.pthread_kill(threading.main_thread().ident or 0, SAVE)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
             pending = "SigPnd:\t" + 16 * "0"
             wait_until(lambda: pending in state.read_text())
         finally:
@@ -69,6 +70,7 @@ def test_a_request_interrupts_no_system_call_of_a_library() -> None:
         writer.start()
         count = libc.read(source, place, 1)
         writer.join()
-        assert (count, place.raw, request.save) == (1, b"x", True), os.strerror(ctypes.get_errno())
+        assert (count, place.raw) == (1, b"x"), os.strerror(ctypes.get_errno())
+        assert (request.save, request.at_checkpoint) == (number == SAVE, number == END_AT_CHECKPOINT)
     os.close(source)
     os.close(sink)

@@ -25,7 +25,8 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._on_signal)
         self._previous[END_AT_CHECKPOINT] = signal.signal(END_AT_CHECKPOINT, self._on_end_at_checkpoint)
         self._previous[SAVE] = signal.signal(SAVE, self._on_save)
-        signal.siginterrupt(SAVE, False)  # training goes on, so no system call of a library may fail
+        for number in (END_AT_CHECKPOINT, SAVE):
+            signal.siginterrupt(number, False)  # training goes on, so no system call of a library may fail
         return self
 
     def __exit__(
