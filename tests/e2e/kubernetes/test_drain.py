@@ -132,5 +132,5 @@ def budgets(job: E2eJob) -> dict[str, int]:
 
 def reason(job: E2eJob) -> str | None:
     """Return why evictions are refused, or allowed, now."""
-    conditions = job.status().get("conditions", ())
-    return next((entry["reason"] for entry in conditions if entry["type"] == "EvictionsRefused"), None)
+    found: str | None = job.condition("EvictionsRefused").get("reason")
+    return found

@@ -3,12 +3,11 @@
 Prints how long each phase of the restart took, from times in the status and in the logs of the pods.
 """
 
-import datetime
 import json
 import re
 
 import pytest
-from cluster.jobs import KILL_RANK, LONG_S, SAVE_INTERVAL, E2eJob, lasting, space, volume
+from cluster.jobs import KILL_RANK, LONG_S, SAVE_INTERVAL, E2eJob, lasting, seconds, space, volume
 from cluster.runtime import Cluster
 
 from megatronapp_common.names import ANNOTATION_RESTART, CHECKPOINT_TRACKER, LABEL_ATTEMPT
@@ -120,8 +119,3 @@ def either(logs: list[Lines], pattern: str, *, after: float) -> float:
 
 def earliest(lines: Lines, pattern: str, after: float) -> float | None:
     return next((at for at, line in lines if at >= after and re.search(pattern, line)), None)
-
-
-def seconds(text: str) -> float:
-    """Return a time of RFC 3339, of up to nine digits of a second, in seconds since the epoch."""
-    return datetime.datetime.fromisoformat(text).timestamp()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import json
 import pathlib
 import shutil
@@ -12,6 +13,8 @@ import yaml
 from cluster.images import name as name_of_image
 from cluster.layout import ROOT
 from cluster.runtime import Cluster
+
+from megatronapp_common.names import LABEL_REPLICA_INDEX, LABEL_SPARE
 
 QUERY_HUB = pathlib.Path(__file__).with_name("query_hub.py")
 LONG_S = 600
@@ -97,6 +100,19 @@ class E2eJob:
         items: list[dict[str, Any]] = self.cluster.get("pods", "-n", self.namespace, "-l", label)["items"]
         return sorted(items, key=lambda item: str(item["metadata"]["name"]))
 
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Return the worker pods that are not being deleted by the index of their worker; a spare under "spare"."""
+        found = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
+        return {
+            "spare" if LABEL_SPARE in pod["metadata"]["labels"] else pod["metadata"]["labels"][LABEL_REPLICA_INDEX]: pod
+            for pod in found
+        }
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """Return a condition of its status; empty without one."""
+        found: list[dict[str, Any]] = self.status().get("conditions", [])
+        return next((entry for entry in found if entry["type"] == kind), {})
+
     def events(self) -> dict[str, str]:
         """Events in its namespace: reason to newest message."""
         items = self.cluster.get("events", "-n", self.namespace)["items"]
@@ -120,6 +136,11 @@ class E2eJob:
         """Query the job's hub from within the hub's pod."""
         arguments = ("--", "python", "-c", QUERY_HUB.read_text(encoding="utf-8"), path)
         return json.loads(self.cluster.kubectl("exec", f"{self.name}-hub", "-n", self.namespace, *arguments))
+
+
+def seconds(text: str) -> float:
+    """Return a time of RFC 3339, of up to nine digits of a second, in seconds since the epoch."""
+    return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def example(name: str = "gpt-tiny-cpu") -> dict[str, Any]:

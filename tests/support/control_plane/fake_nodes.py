@@ -27,6 +27,8 @@ class FakeNodes:
     """Seconds since the epoch, as kubelets write them into what they report."""
     address: str = "127.0.0.1"
     """Address of all pods."""
+    places: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Nodes of pods, by name, that are not to get a separate one."""
 
     async def pods(self) -> dict[str, Object]:
         """All pods of jobs, by name."""
@@ -46,7 +48,7 @@ class FakeNodes:
         return changed
 
     async def start(self, pod: Object) -> None:
-        """Place a pod on a separate node and start its containers."""
+        """Place a pod and start its containers."""
         name = pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
             await self.bind(name)
@@ -56,8 +58,8 @@ class FakeNodes:
         await self._send("PATCH", f"{name}/status", {"status": status})
 
     async def bind(self, name: str) -> None:
-        """Place a pod on a separate node."""
-        target = {"apiVersion": "v1", "kind": "Node", "name": f"node-of-{name}"}
+        """Place a pod, on a separate node unless `places` names another."""
+        target = {"apiVersion": "v1", "kind": "Node", "name": self.places.get(name, f"node-of-{name}")}
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
         await self._send("POST", f"{name}/binding", body)
 

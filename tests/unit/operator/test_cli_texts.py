@@ -59,13 +59,14 @@ def test_describe_writes_no_escape_sequence() -> None:
     assert sum("owned" in line for line in lines) > 8
 
 
-def test_describe_shows_spares_and_their_cost() -> None:
+@pytest.mark.parametrize(("price", "cost"), [({}, ""), ({"gpuHourPrice": 2.5}, ", cost 40.00")], ids=["hours", "price"])
+def test_describe_shows_spares_and_their_cost(price: dict[str, float], cost: str) -> None:
     spent = {"spares": 1, "sparesSince": TIME, "spareSeconds": 7200.0, "spareGpuSeconds": 57600.0}
     status = {"timeSpent": spent, "takeovers": [{"worker": 2, "pod": "gpt-spare-0-3"}]}
     metadata = {"name": "gpt", "namespace": "team", "uid": "u", "creationTimestamp": TIME}
-    job = ClusterJob({"metadata": metadata, "spec": {}, "status": status})
+    job = ClusterJob({"metadata": metadata, "spec": {"analyzer": price}, "status": status})
     head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[])]
-    assert "Spares: 1, held for 120m (16.00 GPU-hours)" in head
+    assert f"Spares: 1, held for 120m (16.00 GPU-hours{cost})" in head
     assert "Former spare: gpt-spare-0-3 is worker 2" in head
 
 

@@ -265,7 +265,13 @@ def test_a_slow_node_is_swapped_at_the_next_checkpoint(running: Maker, worker: M
     plan = made.plan()
     assert actions(plan) == [EndAtCheckpoint(index=0, attempt=0)]
     assert (plan.status.attempt, [listed.node for listed in plan.status.excluded_nodes]) == (0, ["n1"])
-    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=0)], "until the pod shows it"
+    waits = "The gang ends with its next checkpoint, and a spare takes the place of worker 1 on n1."
+    assert events(plan, "SwapWaits") == [waits]
+    condition = plan.status.condition(ConditionType.SLOW_NODE_DETECTED)
+    assert condition.message == f"n1 is slow {waits}"
+    again = made.plan()
+    assert actions(again) == [EndAtCheckpoint(index=0, attempt=0)], "until the pod shows it"
+    assert events(again, "SwapWaits") == []
     gang[0] = dataclasses.replace(gang[0], ends_at_checkpoint=True)
     made.see(*gang, spares=waiting)
     made.now += 100
@@ -292,12 +298,19 @@ def test_a_slow_node_is_swapped_at_the_next_checkpoint(running: Maker, worker: M
 def test_a_slow_node_is_not_left_before_a_spare_waits(running: Maker, worker: Maker, changes: dict[str, Any]) -> None:
     made = running(in_place=True, spares=1)
     made.spec(slow_node=SlowNodePolicy(action=SlowNodeAction.SWAP_AT_CHECKPOINT))
-    made.status(excluded_nodes=(ExcludedNode(node="n1", until=5000.0, reason="SlowNodeDetected"),))
     gang = [sound(worker(index)) for index in range(2)]
-    made.see(*gang, spares=(spare_at(worker, **changes),))
-    assert not [action for action in actions(made.plan()) if isinstance(action, EndAtCheckpoint)]
+    verdict = SlowRank(
+        id="v", subject="node", cause="compute", state="confirmed", sentence="n1 is slow.", slowdown=1.5, node="n1",
+        since_attempt=0, since_time=800.0,
+    )  # fmt: skip
+    made.see(*gang, spares=(spare_at(worker, **changes),), slow_ranks=(verdict,))
+    plan = made.plan()
+    assert not [action for action in actions(plan) if isinstance(action, EndAtCheckpoint)]
+    assert events(plan, "SwapWaits") == ["Worker 1 stays on n1 until a spare waits on another node."]
     made.see(*gang, spares=(spare_at(worker),))
-    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=0)]
+    plan = made.plan()
+    assert actions(plan) == [EndAtCheckpoint(index=0, attempt=0)]
+    assert " takes the place of worker 1 on n1." in plan.status.condition(ConditionType.SLOW_NODE_DETECTED).message
 
 
 @pytest.mark.parametrize("code", [1, ExitCode.PREEMPTED])

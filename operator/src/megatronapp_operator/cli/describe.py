@@ -106,7 +106,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Iteration", iteration(progress)),
         *_evictions(status),
         *_time_spent(status.get("timeSpent")),
-        *_spares(status),
+        *_spares(status, spec),
         ("Loss", number(progress.get("loss"), ".4f")),
         *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
         *_forward_backward(progress.get("forwardBackward")),
@@ -134,12 +134,13 @@ def _evictions(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "Evictions", f"{'refused' if condition['status'] == 'True' else 'allowed'}: {condition['message']}"
 
 
-def _spares(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _spares(status: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield how many spares hold nodes, what they have cost so far, and whose places former spares hold."""
-    spent = status.get("timeSpent") or {}
+    spent, price = status.get("timeSpent") or {}, (spec.get("analyzer") or {}).get("gpuHourPrice")
     if spent.get("sparesSince") is not None:
         hours = float(spent.get("spareGpuSeconds", 0.0)) / 3600
-        cost = f" ({hours:.2f} GPU-hours)" if hours else ""
+        priced = f", cost {hours * float(price):.2f}" if price else ""
+        cost = f" ({hours:.2f} GPU-hours{priced})" if hours else ""
         yield "Spares", f"{spent.get('spares', 0)}, held for {human_duration(spent.get('spareSeconds', 0.0))}{cost}"
     for entry in status.get("takeovers", ()):
         yield "Former spare", f"{entry['pod']} is worker {entry['worker']}"

@@ -73,6 +73,7 @@ SLOW_NODE_DETECTED = "SlowNodeDetected"
 SLOW_NODE_CLEARED = "SlowNodeCleared"
 NONE_SLOW = "NoneSlow"
 SLOW_NODE_SWAPPED = "SlowNodeSwapped"
+SWAP_WAITS = "SwapWaits"
 
 SPARE_TOOK_OVER = "SpareTookOver"
 NO_SPARE = "NoSpare"

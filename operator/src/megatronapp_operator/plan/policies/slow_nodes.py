@@ -3,7 +3,7 @@
 from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase, SlowRank
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import outcome, reasons
-from megatronapp_operator.plan.actions import EndAtCheckpoint
+from megatronapp_operator.plan.actions import EndAtCheckpoint, EventType
 from megatronapp_operator.plan.observed import Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion, report, spares
@@ -27,25 +27,35 @@ def slow_nodes(draft: PlanBuilder) -> bool:
         return False
     found = _nodes(draft)
     free = max(0, limits.max_nodes - len(draft.status.excluded_nodes))
-    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[free:])])
     taken = dict(list(found.items())[:free])
     for node in taken:
         exclusion.exclude(draft, node, reasons.SLOW_NODE_DETECTED)
-    if policy.action is SlowNodeAction.SWAP_AT_CHECKPOINT:
-        _order_end(draft)
+    waits = _prepare_swap(draft) if policy.action is SlowNodeAction.SWAP_AT_CHECKPOINT else ""
+    if waits and taken:
+        draft.event(EventType.NORMAL, reasons.SWAP_WAITS, waits)
+    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[free:]), *filter(None, [waits])])
     if not taken or policy.action is not SlowNodeAction.EXCLUDE_AND_RESTART:
         return False
     attempt_failed(draft, _failure(draft, taken))
     return True
 
 
-def _order_end(draft: PlanBuilder) -> None:
-    """Let the gang end with its next checkpoint if one of its nodes is excluded as slow, and a spare waits for that."""
-    gang, attempt = draft.gang, draft.status.attempt
-    if _slow_member(draft) is None or not spares.any_waits(draft):
-        return
-    if not any(worker.ends_at_checkpoint for worker in gang):
-        draft.actions.append(EndAtCheckpoint(index=0, attempt=attempt))
+def _prepare_swap(draft: PlanBuilder) -> str:
+    """Let the gang end with its next checkpoint if one of its nodes is excluded as slow, and a spare waits for that.
+
+    Return what the swap waits for, as a sentence; empty if no node is to be left.
+    """
+    gang, slow = draft.gang, _slow_member(draft)
+    if slow is None:
+        return ""
+    ordered = any(worker.ends_at_checkpoint for worker in gang)
+    if not ordered and spares.any_waits(draft):
+        draft.actions.append(EndAtCheckpoint(index=0, attempt=draft.status.attempt))
+        ordered = True
+    if ordered:
+        place = f"the place of worker {slow.index} on {slow.node}"
+        return f"The gang ends with its next checkpoint, and a spare takes {place}."
+    return f"Worker {slow.index} stays on {slow.node} until a spare waits on another node."
 
 
 def _slow_member(draft: PlanBuilder) -> Worker | None:
