@@ -23,15 +23,16 @@ SHARED = "/shared"
 """Path at which workers mount the volume."""
 SAVE_INTERVAL = 50
 KILL_RANK = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     if b"megatronapp_trainer.pretrain" in path.read_bytes().split(b"\\0"):
+        print(time.time())
         os.kill(int(path.parent.name), signal.SIGKILL)
         break
 else:
     raise SystemExit("no rank runs here")
 """
-"""Program for a trainer container: kills one of its ranks."""
+"""Program for a trainer container: kills one of its ranks, and prints when."""
 PREPARE = [
     *("megatronapp", "data", "prepare", "--input", "/usr/lib/python3.11/email", "--pattern", "*.py"),
     *("--output", f"{SHARED}/corpus", "--train-tokenizer", "--vocab-size", "512", "--append-eod"),
