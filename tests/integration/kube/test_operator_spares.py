@@ -222,7 +222,7 @@ async def test_a_spare_on_the_slow_node_is_replaced_before_the_swap(plane: kube.
         await check_swapped(stage)
 
 
-@pytest.mark.full("more places of one run", but=("after-3",))
+@pytest.mark.full("more places of one run")
 @pytest.mark.parametrize("place", range(1, 9))
 @pytest.mark.parametrize("when", ["before", "after", "lost"])
 async def test_operators_that_end_during_a_swap_swap_once(

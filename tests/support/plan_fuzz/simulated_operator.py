@@ -29,18 +29,22 @@ class Operator:
     def __init__(self, world: World) -> None:
         self._world = world
         self._stale: Observed | None = None
+        self._stale_generation = 0
+        """Generation of the spec that the templates of the pods in the old view were compared with."""
         self.wake_at: float | None = None
 
     def reconcile(self, *, stop_after: int | None = None, stale: bool = False) -> Plan:
         """Reconcile the job once. `stop_after`: the operator ends after this number of actions."""
         world = self._world
-        seen = self._stale if stale and self._stale is not None else world.observe()
+        old = self._stale if self._stale_generation == world.spec.generation else None
+        seen = old if stale and old is not None else world.observe()
         made = plan(world.job, seen, world.now)
         if _ends_attempt(world.job.status, made.status):
             seen = world.observe()
             made = plan(world.job, seen, world.now)
         promises.check(world, seen, made)
         self._stale = seen if world.random.random() < 0.7 else None
+        self._stale_generation = world.spec.generation
         ran = made.status.running_time is not None
         world.used |= {(worker.attempt, worker.index) for worker in seen.workers if ran or not worker.live}
         changed = made.status != world.job.status or bool(made.actions)
