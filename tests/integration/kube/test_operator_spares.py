@@ -165,7 +165,7 @@ async def ends_with_its_checkpoint(stage: OperatorSimulation) -> None:
     assert (status["phase"], status["attempt"]) == ("Running", 0)
     assert [entry["node"] for entry in status["excludedNodes"]] == [SLOW]
     condition = next(entry for entry in status["conditions"] if entry["type"] == "SlowNodeDetected")
-    waits = f"The gang ends with its next checkpoint, and a spare takes the place of worker 1 on {SLOW}."
+    waits = f"The gang ends with its next checkpoint; then a spare takes the place of worker 1, which leaves {SLOW}."
     assert condition["message"] == f"It is slow. {waits}"
     report_ends(stage, {0: 75, 1: 75}, "Preempted")
     await stage.rest()
@@ -200,7 +200,7 @@ async def test_a_slow_node_is_swapped_at_a_checkpoint(plane: kube.ControlPlane, 
         await check_swapped(stage)
         events = await reasons(stage)
         assert events["NodeExcluded"].startswith(f"{SLOW} gets no worker of this job for 86400 s")
-        assert events["SwapWaits"].startswith("The gang ends with its next checkpoint, ")
+        assert events["SwapWaits"].startswith("The gang ends with its next checkpoint; ")
         assert events["SlowNodeSwapped"] == f"a checkpoint is written; worker 1 leaves the slow node {SLOW}"
         assert events["SpareTookOver"] == f"spare {FIRST_SPARE} on node-of-{FIRST_SPARE} takes the place of worker 1"
         spent = (await stage.job())["status"]["timeSpent"]

@@ -265,7 +265,7 @@ def test_a_slow_node_is_swapped_at_the_next_checkpoint(running: Maker, worker: M
     plan = made.plan()
     assert actions(plan) == [EndAtCheckpoint(index=0, attempt=0)]
     assert (plan.status.attempt, [listed.node for listed in plan.status.excluded_nodes]) == (0, ["n1"])
-    waits = "The gang ends with its next checkpoint, and a spare takes the place of worker 1 on n1."
+    waits = "The gang ends with its next checkpoint; then a spare takes the place of worker 1, which leaves n1."
     assert events(plan, "SwapWaits") == [waits]
     condition = plan.status.condition(ConditionType.SLOW_NODE_DETECTED)
     assert condition.message == f"n1 is slow {waits}"
@@ -310,7 +310,10 @@ def test_a_slow_node_is_not_left_before_a_spare_waits(running: Maker, worker: Ma
     made.see(*gang, spares=(spare_at(worker),))
     plan = made.plan()
     assert actions(plan) == [EndAtCheckpoint(index=0, attempt=0)]
-    assert " takes the place of worker 1 on n1." in plan.status.condition(ConditionType.SLOW_NODE_DETECTED).message
+    assert (
+        " takes the place of worker 1, which leaves n1."
+        in plan.status.condition(ConditionType.SLOW_NODE_DETECTED).message
+    )
 
 
 @pytest.mark.parametrize("code", [1, ExitCode.PREEMPTED])

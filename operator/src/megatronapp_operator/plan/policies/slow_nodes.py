@@ -53,8 +53,8 @@ def _prepare_swap(draft: PlanBuilder) -> str:
         draft.actions.append(EndAtCheckpoint(index=0, attempt=draft.status.attempt))
         ordered = True
     if ordered:
-        place = f"the place of worker {slow.index} on {slow.node}"
-        return f"The gang ends with its next checkpoint, and a spare takes {place}."
+        place = f"the place of worker {slow.index}, which leaves {slow.node}"
+        return f"The gang ends with its next checkpoint; then a spare takes {place}."
     return f"Worker {slow.index} stays on {slow.node} until a spare waits on another node."
 
 
