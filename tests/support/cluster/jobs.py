@@ -26,7 +26,7 @@ KILL_RANK = """
 import os, pathlib, signal, time
 for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     if b"megatronapp_trainer.pretrain" in path.read_bytes().split(b"\\0"):
-        print(time.time())
+        print(time.time(), flush=True)
         os.kill(int(path.parent.name), signal.SIGKILL)
         break
 else:
