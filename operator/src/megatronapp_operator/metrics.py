@@ -42,6 +42,10 @@ class JobFacts:
     mode: str = "train"
     workers: int = 0
     world_size: int = 0
+    data_parallel_size: int = 0
+    """Model replicas of the current attempt."""
+    desired_data_parallel_size: int = 0
+    """Model replicas of the spec."""
     queue: str = ""
     gpus: int = 0
     """GPUs of all workers."""
@@ -248,6 +252,9 @@ class _JobCollector(Collector):
         yield _labelled(
             "workers", "Workers of the current attempt.", "state", jobs, lambda j: _workers(j.status.replicas)
         )
+        yield _labelled(
+            "data_parallel_size", "Model replicas: of the spec, and of the current attempt.", "state", jobs, _replicas
+        )
         yield _labelled("time_spent_seconds", "Time since the submission, by use.", "use", jobs, _time_spent)
         for name, text, read in _GAUGES:
             yield _gauge(name, text, jobs, read)
@@ -346,6 +353,12 @@ def _workers(replicas: Replicas) -> dict[str, float]:
     return {state: getattr(replicas, state) for state in states}
 
 
+def _replicas(job: _JobMetrics) -> dict[str, float]:
+    """Return the model replicas that the spec asks for, and those of the current attempt."""
+    facts = job.facts
+    return {"desired": facts.desired_data_parallel_size, "current": facts.data_parallel_size}
+
+
 def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], float | None]:
     return lambda status: None if status.progress is None else read(status.progress)
 
@@ -353,6 +366,11 @@ def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], fl
 def _spent(read: Callable[[TimeSpent], float]) -> Callable[[Status], float | None]:
     """Return the reader of a number about spares; None: the job has never had one."""
     return lambda s: None if s.time_spent is None or s.time_spent.spares_since is None else read(s.time_spent)
+
+
+def _absent(read: Callable[[TimeSpent], float]) -> Callable[[Status], float | None]:
+    """Return the reader of a number about absent workers; None: the gang has always been whole."""
+    return lambda s: None if s.time_spent is None or s.time_spent.absent_since is None else read(s.time_spent)
 
 
 def _evictions_refused(status: Status) -> float | None:
@@ -405,6 +423,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "spare_gpu_seconds",
         "Time for which spares have held GPUs, over all of them.",
         _spent(lambda spent: spent.spare_gpu_seconds),
+    ),
+    (
+        "absent_worker_seconds",
+        "Time for which smaller gangs ran, times the workers that they lacked.",
+        _absent(lambda spent: spent.absent_seconds),
+    ),
+    (
+        "absent_gpu_seconds",
+        "The same for each GPU of these workers.",
+        _absent(lambda spent: spent.absent_gpu_seconds),
     ),
     (
         "evictions_refused",

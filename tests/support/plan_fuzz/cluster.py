@@ -53,7 +53,7 @@ def place(world: World) -> None:
     if world.queue == "whole" and (len(chosen) < world.spec.workers or not world.admits):
         chosen = {}
     for pod in waiting:
-        pod.node = chosen.get(pod.index)
+        pod.node = chosen.get(pod.uid)
         pod.unplaced = pod.node is None
         if pod.node is not None:
             world.note("placed", pod.index, pod.attempt, pod.node)
@@ -64,16 +64,17 @@ def waits_for_node(pod: Pod) -> bool:
     return pod.node is None and pod.live and pod.deletion is None and not pod.gated
 
 
-def _choose(world: World, waiting: list[Pod]) -> dict[int, str]:
+def _choose(world: World, waiting: list[Pod]) -> dict[str, str]:
+    """Return nodes by uid of a pod."""
     used = {pod.node for pod in world.pods.values() if pod.live}
     free = [node.name for node in world.nodes.values() if node.up and not node.cordoned and node.name not in used]
     world.random.shuffle(free)
-    chosen: dict[int, str] = {}
+    chosen: dict[str, str] = {}
     for pod in waiting:
         fits = next((name for name in free if name not in pod.avoids), None)
         if fits is not None:
             free.remove(fits)
-            chosen[pod.index] = fits
+            chosen[pod.uid] = fits
     return chosen
 
 

@@ -8,7 +8,7 @@ from worker_groups import worker_groups
 from megatronapp_common.job import read_status, status_document
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import Deletion, Disruption, HubPhase, Phase, SlowRank, WorkerPhase
-from megatronapp_operator.plan.spec import NodeExclusion
+from megatronapp_operator.plan.spec import ElasticSize, NodeExclusion
 from plan_fuzz.cluster import delete, set_down, set_up
 from plan_fuzz.pods import Node, Pod, whole
 from plan_fuzz.world import World
@@ -145,7 +145,8 @@ def profile_is_edited(world: World) -> None:
         return
     policy = dataclasses.replace(world.spec.policy, in_place=world.random.random() < 0.5)
     template = world.random.choice([world.spec.template, f"profile-{world.random.randrange(100)}"])
-    world.job = dataclasses.replace(world.job, spec=dataclasses.replace(world.spec, template=template, policy=policy))
+    spec = dataclasses.replace(world.job.spec, template=template, policy=policy)
+    world.job = dataclasses.replace(world.job, spec=spec)
     world.note("profile is edited", template, policy.in_place)
 
 
@@ -159,7 +160,7 @@ def node_is_allowed(world: World) -> None:
 def edit(world: World, **changes: object) -> None:
     """Edit the job as a user may."""
     generation = world.spec.generation + 1
-    spec = dataclasses.replace(world.spec, generation=generation, **changes)  # type: ignore[arg-type]
+    spec = dataclasses.replace(world.job.spec, generation=generation, **changes)  # type: ignore[arg-type]
     world.job = dataclasses.replace(world.job, spec=spec)
     world.note("edit", sorted(changes))
 
@@ -247,7 +248,12 @@ def node_is_drained(world: World) -> None:
 
 def resize(world: World) -> None:
     if world.spec.suspend and world.job.status.phase is Phase.SUSPENDED:
-        edit(world, worker_groups=worker_groups(world.random.choice([1, 2, 3, 4])))
+        groups, elastic = worker_groups(world.random.choice([1, 2, 3, 4])), world.spec.elastic
+        if elastic is not None:  # a worker for each replica
+            full = ElasticSize(data=groups[0].nodes, worker_groups=groups)
+            smaller = tuple(full.scaled(size.data) for size in elastic.smaller if size.data < full.data)
+            elastic = dataclasses.replace(elastic, full=full, smaller=smaller)
+        edit(world, worker_groups=groups, elastic=elastic)
         while len(world.nodes) < world.spec.workers:
             node_joins(world)
 

@@ -9,6 +9,8 @@ from megatronapp_operator.plan import (
     Backoff,
     CleanPodPolicy,
     Disruption,
+    Elastic,
+    ElasticSize,
     FailureAction,
     FailureMatch,
     FailureRule,
@@ -49,10 +51,11 @@ GROUPS = {
 """How the queue knows a gang."""
 
 
-def play(seed: int, *, spares: int | None = None) -> str:
+def play(seed: int, *, spares: int | None = None, elastic: bool = False) -> str:
     """Play one history; returns the kind of its end. Raises Broken with the seed and what happened last.
 
-    `spares`: restart in place with this number of spares, and without a queue; None: as drawn.
+    `spares`: restart in place with this number of spares, and without a queue; None: as drawn. `elastic`: the gang may
+    get smaller; with `spares` only.
     """
     draw = random.Random(seed)
     world = make_world(draw, seed)
@@ -61,6 +64,9 @@ def play(seed: int, *, spares: int | None = None) -> str:
         spec = dataclasses.replace(world.spec, policy=policy, gang=False, group=PodGroupKey.NONE)
         world.job, world.queue = dataclasses.replace(world.job, spec=spec), "none"
         world.nodes |= {name: Node(name) for name in (f"s{number}" for number in range(spares))}
+        if elastic:
+            world.job = dataclasses.replace(world.job, spec=make_elastic(draw, spec))
+            world.nodes |= {name: Node(name) for name in (f"n{number}" for number in range(world.spec.workers))}
     operator = Operator(world)
     try:
         for _ in range(draw.randrange(STEPS)):
@@ -134,6 +140,15 @@ def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSp
     )
     in_place = spec.policy.in_place and not spec.gang
     return dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, in_place=in_place))
+
+
+def make_elastic(draw: random.Random, spec: JobSpec) -> JobSpec:
+    """Return the spec with two to four replicas of a worker each, of which some may be missing."""
+    data = draw.choice([2, 3, 4])
+    full = ElasticSize(data=data, worker_groups=worker_groups(data))
+    allowed = sorted(draw.sample(range(1, data), draw.randrange(1, data)), reverse=True)
+    elastic = Elastic(full=full, smaller=tuple(map(full.scaled, allowed)), patience_s=draw.choice([20, 50]))
+    return dataclasses.replace(spec, worker_groups=full.worker_groups, elastic=elastic, serves=False)
 
 
 def make_policy(draw: random.Random) -> RunPolicy:

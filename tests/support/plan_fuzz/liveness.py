@@ -43,7 +43,8 @@ def end(world: World, operator: Operator) -> str:
     if world.job_removed:
         return "gone"
     calm(world)
-    kind, keep = world.random.choice(WORLDS)
+    resizes = world.spec.elastic is not None and world.random.random() < 0.5
+    kind, keep = ("fewer nodes", keep_fewer_nodes) if resizes else world.random.choice(WORLDS)
     world.note("from here on the world is", kind)
     if not keep(world, operator):
         return f"{kind}: {settle(world, operator)}"
@@ -150,6 +151,41 @@ def keep_failed_node(world: World, operator: Operator) -> bool:
     bound = rounds * (2 * (world.spec.policy.start_deadline_s or 0.0) + RELEASE_PAUSE_S) + SHORTAGE_S
     if not _trains_within(world, operator, bound) and _may_train(world) and not _some_succeeded(world):
         broken("a node that has failed keeps the gang from training", f"{bound:.0f} s")
+    return False
+
+
+def keep_fewer_nodes(world: World, operator: Operator) -> bool:
+    """Let nodes die under a gang that may get smaller: it trains with those that are left, and whole once all work."""
+    heal(world)
+    elastic = world.spec.elastic
+    limits = NodeExclusion(enabled=False)
+    policy = dataclasses.replace(
+        world.spec.policy, exclusion=limits, rules=(), max_restarts=99, active_deadline_s=None, progress_deadline_s=None
+    )
+    edit(world, policy=policy)
+    if (
+        elastic is None
+        or not elastic.smaller
+        or not policy.in_place
+        or not _trains_within(world, operator, PLANS * 300.0)
+    ):
+        return False
+    left = world.random.randrange(elastic.smaller[-1].workers, elastic.full.workers)
+    for node in world.random.sample(sorted(world.nodes.values(), key=lambda node: node.name), len(world.nodes) - left):
+        set_down(world, node, world.random)
+    bound = 4 * (2 * (policy.start_deadline_s or 0.0) + RELEASE_PAUSE_S + policy.lost_worker_s) + SHORTAGE_S
+    if not _trains_within(world, operator, bound) and _may_train(world) and not _some_succeeded(world):
+        broken("a gang that may get smaller does not train with the nodes that are left", left)
+    heal(world)
+    until = world.now + 10 * bound
+    while _may_train(world) and not _some_succeeded(world):
+        tick(world)
+        operator.reconcile()
+        if world.trains() and world.spec.workers == elastic.full.workers:
+            return False
+        world.now += world.random.choice([5, 15, 30])
+        if world.now > until:
+            broken("a gang stays smaller though all nodes work", world.spec.workers)
     return False
 
 
@@ -290,7 +326,7 @@ def settle(world: World, operator: Operator) -> str:
 def _lacks_spares(world: World) -> bool:
     """Return whether fewer pods than there should be wait, or are about to."""
     policy = world.spec.policy
-    desired = policy.spares if policy.in_place and not world.spec.gang else 0
+    desired = policy.spares + world.spec.absent_workers if policy.in_place and not world.spec.gang else 0
     return sum(pod.spare for pod in world.pods.values()) < desired
 
 

@@ -51,6 +51,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     check_creation(world, seen, made)
     check_restarts(world, seen, made)
     check_spares(world, seen, made)
+    check_size(world, made)
     check_profiles(world, seen, made)
     check_counters(world, before, after)
     check_culprits(seen, before, after)
@@ -90,7 +91,7 @@ def check_creation(world: World, seen: Observed, made: Plan) -> None:
         broken("a worker that has run is created again in the same attempt")
     known = restarted | {action.index for action in created} | {worker.index for worker in seen.workers}
     known |= set(status.succeeded) | {worker.index for worker in status.ended}
-    if known != set(range(world.spec.workers)):
+    if known != set(range(world.job.spec.at(status).workers)):
         broken("not all workers are created together", known)
 
 
@@ -115,8 +116,8 @@ def check_restarts(world: World, seen: Observed, made: Plan) -> None:
 
 def check_spares(world: World, seen: Observed, made: Plan) -> None:
     """Spares are created for a gang that runs, take only free places, each its own, and stay within their number."""
-    status, spec = made.status, world.spec
-    seats = range(spec.workers, spec.workers + spec.policy.spares)
+    status, spec = made.status, world.job.spec.at(made.status)
+    seats = range(spec.workers, spec.workers + spec.policy.spares + spec.absent_workers)
     created = [action for action in made.actions if isinstance(action, CreateWorker) and action.spare]
     if created and (status.running_time is None or not spec.policy.in_place or spec.gang):
         broken("a spare is created for a gang that does not run, or that uses none", created)
@@ -138,6 +139,31 @@ def check_spares(world: World, seen: Observed, made: Plan) -> None:
             broken("a spare takes a place that cannot", action)
         if any(worker.index == action.index and worker.attempt == status.attempt for worker in seen.workers):
             broken("a spare takes a place that is not free", action)
+
+
+def check_size(world: World, made: Plan) -> None:
+    """The size is one that the spec allows, changes between attempts alone, and pods never continue with another."""
+    before, after, elastic = world.job.status, made.status, world.job.spec.elastic
+    if after.gang_size is None:
+        return
+    changed = after.gang_size != before.gang_size
+    if elastic is None or (
+        changed and after.gang_size.data not in {size.data for size in (elastic.full, *elastic.smaller)}
+    ):
+        broken("the gang has a size that the spec does not allow", after.gang_size)
+    if before.condition(ConditionType.RUNNING) is None and not after.restarts:
+        broken("the first gang gets smaller", after.gang_size)
+    if changed:
+        begun = before.attempt_time is not None and before.attempt == after.attempt
+        if begun or after.gang_size.since_attempt != after.attempt:
+            broken("the size changes within an attempt", before.gang_size, after.gang_size)
+    pods = {pod.name: pod for pod in world.pods.values()}
+    for action in made.actions:
+        if isinstance(action, RestartWorker):
+            place = next((pod for pod in pods.values() if not pod.spare and pod.index == action.index), None)
+            pod = place if action.spare is None else pods.get(action.spare)
+            if pod is not None and pod.attempt < after.gang_size.since_attempt:
+                broken("a pod continues with another number of workers", action)
 
 
 def check_profiles(world: World, seen: Observed, made: Plan) -> None:

@@ -75,7 +75,8 @@ class World:
     polled: bool = True
     """True while hub and launcher answer requests."""
     table_known: bool = True
-    pods: dict[int, Pod] = dataclasses.field(default_factory=dict)
+    pods: dict[str, Pod] = dataclasses.field(default_factory=dict)
+    """Pods by name: a spare may have the index of a worker of a larger gang."""
     broken: set[int] = dataclasses.field(default_factory=set)
     """Attempts that have lost a rank whose machine still works: the others notice it, and they never train again."""
     hung: set[int] = dataclasses.field(default_factory=set)
@@ -113,8 +114,8 @@ class World:
 
     @property
     def spec(self) -> JobSpec:
-        """Spec of the job, decoded."""
-        return self.job.spec
+        """Spec of the job, decoded, with the workers of the current attempt."""
+        return self.job.spec.at(self.job.status)
 
     def note(self, *details: object) -> None:
         """Keep what happened for the report of a broken promise."""
@@ -122,7 +123,7 @@ class World:
 
     def observe(self) -> Observed:
         """Return all of the job that a reconciliation sees now."""
-        first, template = self._first(), self.spec.template
+        first, template = self._first(), template_of(self)
         reported = {pod.uid: first is not None and first.joined == pod.joined for pod in self.pods.values()}
         workers = tuple(
             pod.view(template=template, reported=reported[pod.uid])
@@ -169,7 +170,7 @@ class World:
 
     def _first(self) -> Pod | None:
         """Return worker 0 of the current attempt, if its launcher answers the operator."""
-        pod = self.pods.get(0)
+        pod = worker_at(self, 0)
         answers = pod is not None and pod.phase is WorkerPhase.RUNNING and self.healthy(pod) and self.polled
         return pod if answers and pod is not None and pod.attempt == self.job.status.attempt else None
 
@@ -224,8 +225,8 @@ class World:
 
     def remove(self, pod: Pod) -> None:
         """Remove the object from the cluster."""
-        if self.pods.get(pod.index) is pod:
-            del self.pods[pod.index]
+        if self.pods.get(pod.name) is pod:
+            del self.pods[pod.name]
             if pod.runs and self.healthy(pod) and self.spec.workers > 1 and not pod.spare:
                 self.broken.add(pod.joined)
             self.note("gone", pod.index, pod.attempt)
@@ -269,17 +270,18 @@ class World:
     def _create(self, action: CreateWorker) -> None:
         if self.spec.group is PodGroupKey.POD_GROUP and not action.spare:
             self.groups.add(action.attempt)
-        if action.index in self.pods or self._refused():
+        name = f"spare-{action.index}-{action.attempt}" if action.spare else f"worker-{action.index}"
+        if name in self.pods or (worker_at(self, action.index) is not None and not action.spare) or self._refused():
             return
-        self.pods[action.index] = Pod(
+        self.pods[name] = Pod(
             uid=new_uid(),
             index=action.index,
             attempt=action.attempt,
             spare=action.spare,
-            name=f"spare-{action.index}-{action.attempt}" if action.spare else f"worker-{action.index}",
+            name=name,
             joined=action.attempt,
             in_place=self.spec.policy.in_place,
-            template=self.spec.template,
+            template=template_of(self),
             created=self.now,
             avoids=frozenset(entry.node for entry in self.job.status.excluded_nodes if entry.until > self.now),
             gated=self.queue == "gated",
@@ -288,7 +290,7 @@ class World:
 
     def _change(self, action: RestartWorker | DeleteWorker | EndAtCheckpoint | RequestCheckpoint) -> None:
         """Delete a pod, or give it the order to continue with an attempt, which its launcher follows in its time."""
-        pod = self.pods.get(action.index)
+        pod = worker_at(self, action.index)
         if isinstance(action, DeleteWorker):
             self._delete(action)
         elif isinstance(action, RequestCheckpoint):
@@ -315,7 +317,9 @@ class World:
                 self.remove(pod)
 
     def _delete(self, action: DeleteWorker) -> None:
-        pod = self.pods.get(action.index)
+        key = action.index, action.attempt
+        spares = (pod for pod in self.pods.values() if pod.spare and (pod.index, pod.attempt) == key)
+        pod = next(spares, None) if action.spare else worker_at(self, action.index)
         if pod is None or pod.attempt != action.attempt:
             return
         if pod.deletion is None or action.grace_s < pod.deletion.grace_s:
@@ -334,6 +338,16 @@ class World:
             self.hub = HubState(phase=HubPhase.STARTING, starts=self.hub_starts)
 
 
+def worker_at(world: World, index: int) -> Pod | None:
+    """Return the pod of a worker, which may be a former spare."""
+    return next((pod for pod in world.pods.values() if pod.index == index and not pod.spare), None)
+
+
+def template_of(world: World) -> str:
+    """Return the template of the pods of the current attempt, which know the number of workers."""
+    return f"{world.spec.template} {world.spec.workers}"
+
+
 def change_objects(world: World, action: RemoveGroup | EnsureDisruptionBudget | RemoveDisruptionBudget) -> None:
     """Change the objects around the pods."""
     if isinstance(action, RemoveGroup):
@@ -350,8 +364,6 @@ def take_place(world: World, action: RestartWorker) -> None:
     pod = next((pod for pod in world.pods.values() if pod.spare and pod.name == action.spare), None)
     if pod is None:
         return
-    if action.index in world.pods:
+    if any(other.index == action.index and not other.spare for other in world.pods.values()):
         raise AssertionError(f"two workers at place {action.index}")
-    del world.pods[pod.index]
     pod.index, pod.attempt, pod.ordered, pod.spare = action.index, action.attempt, world.now, False
-    world.pods[pod.index] = pod

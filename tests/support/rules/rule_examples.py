@@ -6,9 +6,10 @@ The same table is judged here and by a real API server.
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
 from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_disruption import DISRUPTION_EXAMPLES
+from rule_examples_elastic import ELASTIC_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
 from rule_examples_messages import MESSAGE_EXAMPLES
-from rule_examples_pods import ADMISSION_EXAMPLES
+from rule_examples_pods import POD_EXAMPLES
 from rule_examples_runtimes import RUNTIME_EXAMPLES
 from rule_examples_serve import SERVE_EXAMPLES
 from rule_examples_world import WORLD_EXAMPLES
@@ -22,5 +23,7 @@ EXAMPLES: tuple[Example, ...] = (
     *DISRUPTION_EXAMPLES,
     *SERVE_EXAMPLES,
 )
+ADMISSION_EXAMPLES: tuple[Example, ...] = (*POD_EXAMPLES, *ELASTIC_EXAMPLES)
+"""Examples of the rules that an admission policy judges on a cluster."""
 
 __all__ = ["ADMISSION_EXAMPLES", "BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

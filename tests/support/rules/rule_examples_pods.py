@@ -42,7 +42,7 @@ def _shm(size: str | None, container: str, memory: str) -> Changes:
     return _container(container, resources={"limits": {"memory": memory}}) | {"spec.shm.sizeLimit": size}
 
 
-ADMISSION_EXAMPLES = (
+POD_EXAMPLES = (
     *_refused("restartPolicy", "OnFailure", "is Never, as the operator restarts all workers together; leave it out"),
     *_refused("hostname", "me", "is how the ranks find each other"),
     *_refused("subdomain", "me", "is how the ranks find each other"),

@@ -18,7 +18,7 @@ from megatronapp_common.job.fields import walk
 from megatronapp_common.job.problems import PATTERNS
 
 PATHS = [path for path, _ in walk(MegatronJob) if "[]" not in path and not path.startswith("status")]
-HAVE_REQUIRED_FIELDS = ("recompute.", "volume.", "topology.")
+HAVE_REQUIRED_FIELDS = ("recompute.", "volume.", "topology.", "elastic.")
 """Blocks that may be omitted, but not half of them."""
 WHOLE = [path for path in PATHS if not any(block in path for block in HAVE_REQUIRED_FIELDS)]
 scalars = st.none() | st.booleans() | st.integers(-5, 5000) | st.integers() | st.floats() | st.text(max_size=10)

@@ -59,6 +59,16 @@ def test_describe_writes_no_escape_sequence() -> None:
     assert sum("owned" in line for line in lines) > 8
 
 
+def test_describe_shows_the_size_of_a_smaller_gang_and_what_it_lacks() -> None:
+    spent = {"absent": 2, "absentSince": TIME, "absentSeconds": 7200.0, "absentGpuSeconds": 57600.0}
+    status = {"timeSpent": spent, "gangSize": {"data": 2, "sinceAttempt": 3}}
+    metadata = {"name": "gpt", "namespace": "team", "uid": "u", "creationTimestamp": TIME}
+    job = ClusterJob({"metadata": metadata, "spec": {"parallelism": {"data": 4}}, "status": status})
+    head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[])]
+    assert "Replicas: 2 of 4 since attempt 3" in head
+    assert "Absent workers: 2, missed for 120m (16.00 GPU-hours)" in head
+
+
 @pytest.mark.parametrize(("price", "cost"), [({}, ""), ({"gpuHourPrice": 2.5}, ", cost 40.00")], ids=["hours", "price"])
 def test_describe_shows_spares_and_their_cost(price: dict[str, float], cost: str) -> None:
     spent = {"spares": 1, "sparesSince": TIME, "spareSeconds": 7200.0, "spareGpuSeconds": 57600.0}

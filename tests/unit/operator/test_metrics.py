@@ -226,6 +226,18 @@ def test_the_loop_itself(scrape: Scrape) -> None:
     assert scrape.value("megatron_operator_build_info", version="0.1.0") == 1
 
 
+def test_replicas_and_the_cost_of_absent_workers_are_exported(scrape: Scrape) -> None:
+    facts = JobFacts(data_parallel_size=3, desired_data_parallel_size=4)
+    spent = TimeSpent(since=NOW, absent=1, absent_since=NOW, absent_seconds=60.0, absent_gpu_seconds=480.0)
+    scrape.see(Status(time_spent=spent), facts=facts)
+    scrape.see(Status(time_spent=TimeSpent(since=NOW)), "without")
+    sizes = [scrape.value("megatron_job_data_parallel_size", **JOB, state=state) for state in ("desired", "current")]
+    assert sizes == [4, 3]
+    names = ("megatron_job_absent_worker_seconds", "megatron_job_absent_gpu_seconds")
+    assert [scrape.value(name, **JOB) for name in names] == [60, 480]
+    assert [scrape.value(name, **JOB | {"name": "without"}) for name in names] == [None] * 2
+
+
 def test_the_cost_of_spares_is_exported_for_jobs_that_have_had_some(scrape: Scrape) -> None:
     scrape.see(Status(time_spent=TimeSpent(since=NOW)), "without")
     spent = TimeSpent(since=NOW, spares=1, spares_since=NOW, spare_seconds=60.0, spare_gpu_seconds=480.0)

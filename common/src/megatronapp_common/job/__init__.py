@@ -16,6 +16,7 @@ from megatronapp_common.job.api.model import Model, Parallelism, Serve
 from megatronapp_common.job.api.network import Network, Preflight, Rdma
 from megatronapp_common.job.api.policy import (
     Backoff,
+    Elastic,
     ExitCodes,
     FailureMatch,
     FailureRule,
@@ -24,7 +25,7 @@ from megatronapp_common.job.api.policy import (
     Scheduling,
     TopologyRequest,
 )
-from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.progress import GangSize, Progress
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.api.runtimes import Dpp, Fbd, ForwardWorkers
 from megatronapp_common.job.api.spec import EnvVar, Fault, Spec, Trace
@@ -47,6 +48,7 @@ from megatronapp_common.job.api.status import (
 )
 from megatronapp_common.job.api.training import Checkpoint, Data, Recompute, Training
 from megatronapp_common.job.arguments import megatron_arguments, place_of
+from megatronapp_common.job.data_sizes import reduced_sizes, resized
 from megatronapp_common.job.judge import check_update
 from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
 from megatronapp_common.job.megatron_job import MegatronJob
@@ -63,6 +65,7 @@ __all__ = [
     "ConditionType",
     "Data",
     "Dpp",
+    "Elastic",
     "EndedWorker",
     "EnvVar",
     "ExcludedNode",
@@ -75,6 +78,7 @@ __all__ = [
     "Fbd",
     "FbdRanks",
     "ForwardWorkers",
+    "GangSize",
     "Initializer",
     "MegatronJob",
     "Metadata",
@@ -119,6 +123,8 @@ __all__ = [
     "place_of",
     "quantity_value",
     "read_status",
+    "reduced_sizes",
+    "resized",
     "skipped_rules",
     "status_document",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatronapp_common.job.api.cluster import GPU_CLAIMS
 from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
+from megatronapp_common.job.rules.policy import ELASTIC_RULES
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item
 from megatronapp_common.job.rules.run import IS_RESERVED
 from megatronapp_common.names import GROUP, VERSION
@@ -114,6 +115,7 @@ ADMISSION_RULES = (
         message=f"is {GPU_CLAIMS}, and podTemplate claims nothing for the trainer; write its resources.claims there",
     ),
     *WITHIN_LIMITS,
+    *ELASTIC_RULES,
     Rule(
         id="failure-rule-regex",
         field=".runPolicy.rules",

@@ -41,7 +41,8 @@ def broken_rules(
     rules = SPEC_RULES if merged or spec.get("profile") is None else ()
     known = [rule for rule in rules if not _depends_on(rule, unknown)]
     admitted = [rule for rule in ADMISSION_RULES if not _depends_on(rule, unknown)]
-    return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": spec}}, refuse_errors=True)
+    whole = {name: value for name, value in spec.items() if name != "profile"} if merged else spec
+    return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": whole}}, refuse_errors=True)
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:

@@ -107,6 +107,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         *_evictions(status),
         *_time_spent(status.get("timeSpent")),
         *_spares(status, spec),
+        *_size(spec, status),
         ("Loss", number(progress.get("loss"), ".4f")),
         *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
         *_forward_backward(progress.get("forwardBackward")),
@@ -144,6 +145,19 @@ def _spares(status: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tupl
         yield "Spares", f"{spent.get('spares', 0)}, held for {human_duration(spent.get('spareSeconds', 0.0))}{cost}"
     for entry in status.get("takeovers", ()):
         yield "Former spare", f"{entry['pod']} is worker {entry['worker']}"
+
+
+def _size(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield model replicas of a gang that has lacked nodes, and what it has trained without so far."""
+    size, spent = status.get("gangSize"), status.get("timeSpent") or {}
+    if size is not None:
+        full = spec.get("parallelism", {}).get("data", NONE)
+        yield "Replicas", f"{size['data']} of {full} since attempt {size['sinceAttempt']}"
+    if spent.get("absentSince") is not None:
+        hours = float(spent.get("absentGpuSeconds", 0.0)) / 3600
+        cost = f" ({hours:.2f} GPU-hours)" if hours else ""
+        lacking = human_duration(spent.get("absentSeconds", 0.0))
+        yield "Absent workers", f"{spent.get('absent', 0)}, missed for {lacking}{cost}"
 
 
 def _forward_backward(state: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -353,6 +353,8 @@ def _facts(memory: JobMemory) -> JobFacts:
         mode=memory.job.spec.mode,
         workers=world.nodes,
         world_size=world.world_size,
+        data_parallel_size=world.data_parallel_size,
+        desired_data_parallel_size=memory.spec_job.world.data_parallel_size,
         queue=queue,
         gpus=world.gpus,
         nodes=nodes,

@@ -1,6 +1,6 @@
 """Decide what to do about a job from what is observed of it, without side effects."""
 
-from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.progress import GangSize, Progress
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     Condition,
@@ -54,6 +54,8 @@ from megatronapp_operator.plan.spec import (
     Backoff,
     CleanPodPolicy,
     Disruption,
+    Elastic,
+    ElasticSize,
     FailureMatch,
     FailureRule,
     JobSpec,
@@ -84,6 +86,8 @@ __all__ = [
     "DeleteWorker",
     "Deletion",
     "Disruption",
+    "Elastic",
+    "ElasticSize",
     "EndAtCheckpoint",
     "EnsureDisruptionBudget",
     "EnsureHub",
@@ -94,6 +98,7 @@ __all__ = [
     "FailureAction",
     "FailureMatch",
     "FailureRule",
+    "GangSize",
     "HubPhase",
     "HubState",
     "InitPod",

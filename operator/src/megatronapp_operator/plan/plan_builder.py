@@ -34,6 +34,11 @@ class PlanBuilder:
         return self._gang[1]
 
     @property
+    def resized_in(self) -> int:
+        """First attempt with the current size of the gang; workers of earlier ones know another number of workers."""
+        return 0 if self.status.gang_size is None else self.status.gang_size.since_attempt
+
+    @property
     def live(self) -> tuple[Worker, ...]:
         """Workers of any attempt that may still run, and spares."""
         return tuple(worker for worker in self.observed.pods if worker.live)

@@ -5,6 +5,7 @@ carried out. Policies run in order until one returns True. The order is part of 
 and nothing is created before everything stale is deleted.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from megatronapp_common.job.api.status import Status
@@ -14,13 +15,13 @@ from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import (
     deadlines,
     disruption,
+    elastic,
     exclusion,
     gang,
     group_removal,
     in_place,
     initialize,
     lifecycle,
-    pauses,
     placement,
     report,
     slow_nodes,
@@ -49,12 +50,15 @@ POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
     gang.judge_missing,
     gang.judge_lost_node,
     slow_nodes.slow_nodes,
+    elastic.order_end,
     spares.judge_takeovers,
+    elastic.grow,
     gang.clear_stale,
     initialize.initialize,
     gang.create,
     gang.running,
     spares.replenish,
+    elastic.shrink,
     placement.judge_start,
     in_place.judge_rejoining,
     deadlines.gathering,
@@ -91,6 +95,7 @@ def wait_for_profile(status: Status, profile: ProfileState, now: float, *, gener
 
 
 def _single_pass(job: JobState, observed: Observed, now: float, status: Status) -> PlanBuilder:
+    job = dataclasses.replace(job, spec=job.spec.at(status))
     draft = PlanBuilder(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
     report.profiles(draft)
@@ -104,13 +109,14 @@ def _single_pass(job: JobState, observed: Observed, now: float, status: Status) 
     report.tokens(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
-    pauses.report_pause(draft)
+    user_actions.report_pause(draft)
     report.shared_memory(draft)
     user_actions.controls(draft)
     exclusion.expire(draft)
     for policy in POLICIES:
         if policy(draft):
             break
+    elastic.report(draft)
     group_removal.remove(draft)
     disruption.guard(draft)
     time_use.account(draft)

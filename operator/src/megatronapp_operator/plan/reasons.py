@@ -80,6 +80,13 @@ NO_SPARE = "NoSpare"
 SPARES_WAIT = "SparesWait"
 SPARES_START = "SparesStart"
 
+DATA_PARALLEL_REDUCED = "DataParallelReduced"
+DATA_PARALLEL_GROWS = "DataParallelGrows"
+DATA_PARALLEL_GROWN = "DataParallelGrown"
+NODES_MISSING = "NodesMissing"
+GROWS_AT_CHECKPOINT = "GrowsAtCheckpoint"
+FULL_SIZE = "FullSize"
+
 PROTECTED = "Protected"
 BUDGET_REFUSED = "BudgetRefused"
 CHECKPOINT_OLD = "CheckpointOld"

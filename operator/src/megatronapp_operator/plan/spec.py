@@ -86,6 +86,43 @@ class Disruption(enum.StrEnum):
     """Any while little would be lost: the newest checkpoint is young, or the attempt has just begun."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticSize:
+    """A size that the gang may have."""
+
+    data: int
+    """Model replicas."""
+    worker_groups: tuple[WorkerGroup, ...]
+    """Their workers."""
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in all groups."""
+        return sum(group.nodes for group in self.worker_groups)
+
+    def scaled(self, data: int) -> "ElasticSize":
+        """Return the size with another number of replicas, which must fill whole workers."""
+        groups = (dataclasses.replace(group, nodes=group.nodes * data // self.data) for group in self.worker_groups)
+        return ElasticSize(data=data, worker_groups=tuple(groups))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """Sizes that the gang may have: that of the job's spec, and smaller ones while nodes are missing."""
+
+    full: ElasticSize
+    smaller: tuple[ElasticSize, ...] = ()
+    """Largest first; a change of the spec may forbid the size of an attempt that has begun."""
+    patience_s: float = 300.0
+    """Seconds for which a worker has no node until the gang gets smaller."""
+
+    def current(self, status: Status) -> ElasticSize:
+        """Return the size of the current attempt."""
+        data = self.full.data if status.gang_size is None else status.gang_size.data
+        fits = 0 < data < self.full.data and self.full.workers * data % self.full.data == 0
+        return self.full.scaled(data) if fits else self.full
+
+
 class SuccessPolicy(enum.StrEnum):
     """Workers whose success completes the job."""
 
@@ -186,8 +223,21 @@ class JobSpec:
     """Worker that holds rank 0; None: known only after the gang has gathered."""
     template: str = ""
     """Digest of the template of a worker made now; empty: not used."""
+    elastic: Elastic | None = None
+    """Sizes of the gang; None: it has that of its groups only."""
     slow_node: SlowNodePolicy = dataclasses.field(default_factory=SlowNodePolicy)
     policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
+
+    def at(self, status: Status) -> "JobSpec":
+        """Return the spec with the workers of the current attempt."""
+        if self.elastic is None or status.gang_size is None:
+            return self
+        return dataclasses.replace(self, worker_groups=self.elastic.current(status).worker_groups)
+
+    @property
+    def absent_workers(self) -> int:
+        """Number of workers that the gang lacks for its full size."""
+        return 0 if self.elastic is None else self.elastic.full.workers - self.workers
 
     @property
     def workers(self) -> int:

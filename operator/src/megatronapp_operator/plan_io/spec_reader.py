@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatronapp_common.job import FailureRule, MegatronJob, RunPolicy
+from megatronapp_common.job import FailureRule, MegatronJob, RunPolicy, reduced_sizes
 from megatronapp_operator import plan
 
 FAILED_GRACE_S = 30.0
@@ -29,6 +29,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
         group=GROUPS.get(spec.scheduling.gang, plan.PodGroupKey.POD_GROUP),
         success=plan.SuccessPolicy(spec.success_policy),
         rank_zero=0 if spec.network.rank_order == "Index" else None,
+        elastic=_elastic(job),
         slow_node=_slow_node_policy(job),
         policy=_cluster_policy(spec.run_policy),
     )
@@ -85,6 +86,21 @@ def _cluster_policy(given: RunPolicy) -> plan.RunPolicy:
             ttl_s=exclusion.ttl_seconds,
             allowed=frozenset(exclusion.allowed_nodes),
         ),
+    )
+
+
+def _elastic(job: MegatronJob) -> plan.Elastic | None:
+    """Return the sizes of the gang; None with MegaFBD, whose workers have different roles."""
+    given, world = job.spec.run_policy.elastic, job.world
+    if world.fbd is not None:
+        return None
+    full = plan.ElasticSize(data=world.data_parallel_size, worker_groups=world.worker_groups)
+    if given is None:
+        return plan.Elastic(full=full)
+    return plan.Elastic(
+        full=full,
+        smaller=tuple(full.scaled(data) for data in reduced_sizes(job)),
+        patience_s=given.patience_seconds,
     )
 
 

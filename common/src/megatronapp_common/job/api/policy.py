@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.job.api.cluster import LabelKey, ObjectName
-from megatronapp_common.job.api.model import MAX_NODES
+from megatronapp_common.job.api.model import MAX_NODES, MAX_RANKS
 from megatronapp_common.job.api.training import Index
 
 Seconds = Annotated[int, Field(ge=1, le=2_147_483_647)]
@@ -78,6 +78,15 @@ class FailureRule(ManifestModel):
     node, or do nothing."""
 
 
+class Elastic(ManifestModel):
+    """Smaller gang while nodes are missing."""
+
+    min_data: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    """Fewest model replicas."""
+    patience_seconds: Seconds = 300
+    """Seconds without a node for a worker until the gang continues with fewer replicas."""
+
+
 class RunPolicy(ManifestModel):
     """Restarts, deadlines, and removal after the end."""
 
@@ -88,6 +97,8 @@ class RunPolicy(ManifestModel):
     """Restart with new pods, or in the same ones; a pod at fault is replaced."""
     spares: Annotated[int, Field(ge=0, le=16)] = 0
     """Further workers that wait and take the places of pods at fault; needs restart: InPlace."""
+    elastic: Elastic | None = None
+    """Continue with fewer model replicas if a lost node cannot be replaced; needs restart: InPlace."""
     disruption: Literal["Allow", "Protect", "CheckpointFirst"] = "Allow"
     """Let drains and autoscalers evict the gang at any time, never, or while its newest checkpoint is young."""
     checkpoint_age_seconds: Seconds = 300

@@ -175,6 +175,16 @@ class TimeUse(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GangSize(StatusType):
+    """Size of the gang with runPolicy.elastic, since it first changed."""
+
+    data: Count
+    """Model replicas."""
+    since_attempt: Count
+    """First attempt with this size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent(StatusType):
     """Seconds by use, and what is needed to continue counting them."""
 
@@ -205,6 +215,14 @@ class TimeSpent(StatusType):
     spare_seconds: float = 0.0
     """Sum over spares of the time for which each held a node without training."""
     spare_gpu_seconds: float = 0.0
+    """The same for each of their GPUs."""
+    absent: Count = 0
+    """Workers that the gang has trained without since `absentSince` (runPolicy.elastic)."""
+    absent_since: Time | None = None
+    """Time up to which they are counted, RFC 3339."""
+    absent_seconds: float = 0.0
+    """Sum over them of the time for which the gang ran without each."""
+    absent_gpu_seconds: float = 0.0
     """The same for each of their GPUs."""
 
     def seconds(self) -> dict[TimeUse, float]:

@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from megatronapp_common.job.api.base import StatusModel
 from megatronapp_common.job.api.profile import PROFILES_SCHEMA, Profile
-from megatronapp_common.job.api.progress import STARTING, Progress, TimeSpent
+from megatronapp_common.job.api.progress import STARTING, GangSize, Progress, TimeSpent
 from megatronapp_common.job.api.status_fields import (
     CONFIG,
     EMPTY_IS_ABSENT,
@@ -89,6 +89,8 @@ class ConditionType(enum.StrEnum):
     SLOW_NODE_DETECTED = "SlowNodeDetected"
     SPARES_READY = "SparesReady"
     """False: fewer spares wait than runPolicy.spares asks for."""
+    DATA_PARALLEL_REDUCED = "DataParallelReduced"
+    """True: the gang has fewer model replicas than the spec, because nodes are missing (runPolicy.elastic)."""
     EVICTIONS_REFUSED = "EvictionsRefused"
     """True: a PodDisruptionBudget refuses evictions of the gang (runPolicy.disruption)."""
     FAILURE_TARGET = "FailureTarget"
@@ -105,7 +107,7 @@ class Condition(StatusType):
 
     type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
     """Created, ProfileApplied, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting,
-    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, SparesReady,
+    Suspended, SharedMemoryFull, Stalled, Paused, RemovalBlocked, SlowNodeDetected, SparesReady, DataParallelReduced,
     EvictionsRefused, FailureTarget, Complete, Failed."""
     status: Annotated[
         bool,
@@ -399,6 +401,8 @@ class Status(StatusType):
     """Slow nodes that may be used again, because the gang found no capacity without them."""
     takeovers: Annotated[tuple[Takeover, ...], Field(exclude_if=is_falsy)] = ()
     """Places that pods of former spares hold in the current attempt."""
+    gang_size: Annotated[GangSize | None, WithJsonSchema({"type": "object", "additionalProperties": True})] = None
+    """Model replicas (data), where nodes were missing, and their first attempt (sinceAttempt)."""
     hung_ranks: tuple[int, ...] = ()
     """Ranks without progress."""
     last_control: int | None = None

@@ -1,4 +1,4 @@
-"""Rules about queues, failures and slow nodes."""
+"""Rules about queues, failures, sizes of the gang, and slow nodes."""
 
 from megatronapp_common.job.rules.rule import Rule, cel_message, no_item
 from megatronapp_common.job.rules.world import WORKERS, cel_message_with_sizes, with_gang
@@ -12,6 +12,38 @@ _CODES = "one.match.exitCodes"
 _SLOW = "self.analyzer.slowNode.action"
 _SPARES = "self.runPolicy.spares"
 _DISRUPTION = "self.runPolicy.disruption"
+_JOB = "object.spec"
+_ELASTIC = f"{_JOB}.runPolicy.elastic"
+_LEAST = f"{_ELASTIC}.minData"
+_SAME_SIZE = f"has({_JOB}.profile) || !has({_ELASTIC})"
+"""CEL text: the gang has one size; a spec with a profile is judged once it is merged."""
+_NO_TRAINING = f"{_JOB}.mode == 'serve' || !has({_JOB}.training)"
+_BATCH, _RAMP = f"{_JOB}.training.globalBatchSize", f"{_JOB}.training.rampupBatchSize"
+_MICRO, _DATA = f"{_JOB}.training.microBatchSize", f"{_JOB}.parallelism.data"
+_WRITTEN = f"has({_JOB}.nodes) && has({_DATA}) && has({_BATCH})"
+_PATIENCE, _DEADLINE = f"{_ELASTIC}.patienceSeconds", f"{_JOB}.runPolicy.startDeadlineSeconds"
+LISTED = 16
+"""Largest size that a message about an impossible `minData` names."""
+SIZED_FLAGS = (
+    "--micro-batch-size",
+    "--global-batch-size",
+    "--rampup-batch-size",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+"""Flags that would decide in `spec.args` which sizes are possible."""
+
+
+def _possible(size: str) -> str:
+    """Return CEL text: a gang of this many replicas can train the whole batch on whole nodes."""
+    stride = f"({_MICRO} * {size})"
+    chunks = f"has({_JOB}.parallelism.virtualPipeline) ? {_JOB}.parallelism.pipeline * {stride} : {stride}"
+    ramp = f"has({_RAMP}) ? {_RAMP}[0] % {stride} + {_RAMP}[1] % {stride} : 0"
+    rests = f"{_JOB}.nodes * {size} % {_DATA} + {size} % {_JOB}.parallelism.expert"
+    return f"{size} < {_DATA} && {rests} + {_BATCH} % ({chunks}) + ({ramp}) == 0"
+
+
+_POSSIBLE_SIZES = f"[{', '.join(map(str, range(1, LISTED + 1)))}].filter(size, {_possible('size')})"
+_FLAGS = ", ".join(f"'{flag}'" for flag in SIZED_FLAGS)
 
 _SCHEDULING = (
     Rule(
@@ -132,4 +164,54 @@ _SLOW_NODES = (
         message="needs analyzer.enabled: true and trace.enabled: true, which find slow nodes",
     ),
 )
+ELASTIC_RULES = (
+    Rule(
+        id="elastic-trains-in-place",
+        field=".runPolicy.elastic",
+        rule=f"{_SAME_SIZE} || ({_JOB}.mode == 'train' && {_JOB}.runPolicy.restart == 'InPlace' && "
+        f"!{_JOB}.fbd.enabled && !{_JOB}.dpp.enabled && {_JOB}.faults.size() == 0)",
+        message="needs mode: train and runPolicy.restart: InPlace, without fbd.enabled, dpp.enabled and faults",
+    ),
+    Rule(
+        id="elastic-saves",
+        field=".runPolicy.elastic",
+        rule=f"{_SAME_SIZE} || {_NO_TRAINING} || (has({_JOB}.checkpoint.save) && "
+        f"has({_JOB}.checkpoint.saveInterval) && (has({_JOB}.checkpoint.volume) || has({_JOB}.data.volume)))",
+        message="needs checkpoint.save, checkpoint.saveInterval and checkpoint.volume: a gang of another size resumes "
+        "from the checkpoints of the one before",
+    ),
+    Rule(
+        id="elastic-batch-in-fields",
+        field=".args",
+        rule=f"{_SAME_SIZE} || "
+        + no_item(f"{_JOB}.args", "word", f"[{_FLAGS}].exists(flag, word == flag || word.startsWith(flag + '='))"),
+        message="must hold no flag of batches or chunks with runPolicy.elastic; write the fields of training and "
+        "parallelism",
+    ),
+    Rule(
+        id="elastic-sizes-are-written",
+        field=".runPolicy.elastic",
+        rule=f"{_SAME_SIZE} || {_NO_TRAINING} || ({_WRITTEN})",
+        message="needs nodes, parallelism.data and training.globalBatchSize, which are divided or stay",
+    ),
+    Rule(
+        id="elastic-size",
+        field=".runPolicy.elastic.minData",
+        rule=f"{_SAME_SIZE} || {_NO_TRAINING} || !({_WRITTEN}) || {_possible(_LEAST)}",
+        message="must be below parallelism.data, fill whole nodes, be a multiple of parallelism.expert, and divide the "
+        "batch",
+        message_expression=(
+            "'%s replicas cannot replace %s: they must be fewer, fill whole nodes, be a multiple of "
+            f"parallelism.expert, and divide the batch; possible up to {LISTED}: %s'"
+            f".format([string({_LEAST}), string({_DATA}), {_POSSIBLE_SIZES}])"
+        ),
+    ),
+    Rule(
+        id="elastic-patience",
+        field=".runPolicy.elastic.patienceSeconds",
+        rule=f"{_SAME_SIZE} || {_PATIENCE} < {_DEADLINE}",
+        message="must be below runPolicy.startDeadlineSeconds, after which all workers are released",
+    ),
+)
+"""Rules over `object` about the sizes of the gang, which an admission policy carries: the schema has no space left."""
 POLICY_RULES = (*_SCHEDULING, *_FAILURES, *_SLOW_NODES)

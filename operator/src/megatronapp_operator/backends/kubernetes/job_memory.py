@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatronapp_common.job import MegatronJob, PinnedSettings
+from megatronapp_common.job import MegatronJob, PinnedSettings, resized
 from megatronapp_common.job.api.profile import Profile
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult
@@ -15,7 +15,8 @@ class JobMemory:
 
     uid: str
     generation: int
-    job: MegatronJob
+    spec_job: MegatronJob
+    """Job with the size of its spec."""
     status: Status
     written: Object
     """Status of the object on the API server."""
@@ -27,11 +28,11 @@ class JobMemory:
     since: float = 0.0
     """When this process saw the job first."""
     profiles: tuple[Profile, ...] = ()
-    """Profiles that `job` is merged over, the lowest first."""
+    """Profiles that the job is merged over, the lowest first."""
     profile_state: ProfileState | None = None
     """Report about them for the plan."""
     spec_source: tuple[object, ...] = ()
-    """Key of the sources of `job` (`SpecSource.key`)."""
+    """Key of the sources of the job (`SpecSource.key`)."""
     pinned: PinnedSettings | None = None
     volumes: str | None = None
     """Problems of the volume claims; None until they were checked."""
@@ -71,3 +72,23 @@ class JobMemory:
     """Skipped rules that were reported."""
     poll_result: PollResult = dataclasses.field(default_factory=PollResult)
     refusal: PodRejection | None = None
+    sized_jobs: dict[int, MegatronJob] = dataclasses.field(default_factory=dict)
+    """Jobs of other sizes by data-parallel size, as what is rendered is cached by the identity of a job."""
+    sized_from: MegatronJob | None = None
+    """Job that they were made from."""
+
+    @property
+    def job(self) -> MegatronJob:
+        """Job with the size of the current attempt."""
+        return self.job_at(self.status)
+
+    def job_at(self, status: Status) -> MegatronJob:
+        """Return the job with the size of the attempt of a status."""
+        data = None if status.gang_size is None else status.gang_size.data
+        if self.sized_from is not self.spec_job:
+            self.sized_jobs, self.sized_from = {}, self.spec_job
+        if data is None:
+            return self.spec_job
+        if data not in self.sized_jobs:
+            self.sized_jobs[data] = resized(self.spec_job, data)
+        return self.sized_jobs[data]

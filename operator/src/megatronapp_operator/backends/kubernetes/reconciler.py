@@ -231,7 +231,7 @@ class Reconciler:
                 known = JobMemory(metadata["uid"], metadata["generation"], found.job, status, stored, stored)
                 known.since, known.pinned = self._clock(), pinned
                 self._memories[key] = known
-            known.job, known.profiles, known.profile_state = found.job, found.profiles, found.state
+            known.spec_job, known.profiles, known.profile_state = found.job, found.profiles, found.state
             known.unknown_fields, known.skipped_rules = found.unknown_fields, found.skipped_rules
             known.generation, known.spec_source = metadata["generation"], source.key
         if stored != known.written:  # another client wrote it
@@ -252,7 +252,7 @@ class Reconciler:
 
     def _plan(self, key: Key, memory: JobMemory, document: Object) -> Plan:
         deleting = document["metadata"].get("deletionTimestamp") is not None
-        spec = build_spec(memory.job, uid=memory.uid)
+        spec = build_spec(memory.spec_job, uid=memory.uid)
         job = JobState(
             spec=dataclasses.replace(spec, generation=memory.generation, template=self._contexts.template(memory)),
             status=memory.status,

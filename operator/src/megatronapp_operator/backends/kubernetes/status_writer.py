@@ -86,7 +86,7 @@ class StatusWriter:
     def _with_facts(self, memory: JobMemory, status: Status) -> Status:
         """Return the status with the fields that are not the plan's."""
         return with_facts(
-            memory.job,
+            memory.job_at(status),
             status,
             manager=self._installation,
             table=self.table(memory),

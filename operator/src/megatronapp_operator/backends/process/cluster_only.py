@@ -12,6 +12,7 @@ CLUSTER_ONLY = (
     "analyzer.volume",
     "runPolicy.restart",
     "runPolicy.spares",
+    "runPolicy.elastic",
     "runPolicy.disruption",
     "runPolicy.lostNodeTimeoutSeconds",
     "runPolicy.ttlSecondsAfterFinished",

@@ -12,8 +12,8 @@ from megatronapp_common.job.api.status import ConditionType, Failure, FailureAct
 from megatronapp_operator.plan import failure_rules, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies.pauses import is_paused
 from megatronapp_operator.plan.policies.restart import attempt_failed, fail_job
+from megatronapp_operator.plan.policies.user_actions import is_paused
 
 NAMED = 8
 """Most workers that a message names."""

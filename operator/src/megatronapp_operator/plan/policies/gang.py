@@ -5,7 +5,7 @@ from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType, RestartWorker
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import in_place, slow_nodes, spares
+from megatronapp_operator.plan.policies import elastic, in_place, slow_nodes, spares
 from megatronapp_operator.plan.policies.lifecycle import complete
 from megatronapp_operator.plan.policies.placement import release, waits_for_nodes
 from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
@@ -71,7 +71,8 @@ def _judge(draft: PlanBuilder, culprit: Worker) -> None:
         others_judged = outcome.stopped_with_gang(culprit) and (judge_missing(draft) or _judge_leaving(draft, culprit))
     if not others_judged:
         reset_budget(draft, until=culprit.finished_at or draft.now)
-        attempt_failed(draft, slow_nodes.swap(draft, culprit) or failure_rules.judged(draft, culprit))
+        ordered = slow_nodes.swap(draft, culprit) or elastic.ended_to_grow(draft, culprit)
+        attempt_failed(draft, ordered or failure_rules.judged(draft, culprit))
 
 
 def judge_missing(draft: PlanBuilder) -> bool:

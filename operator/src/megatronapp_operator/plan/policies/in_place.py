@@ -29,6 +29,8 @@ def continues(draft: PlanBuilder, worker: Worker) -> bool:
     status, spec = draft.status, draft.job.spec
     if not spec.policy.in_place or spec.gang or status.released or worker.index >= spec.workers:
         return False
+    if worker.attempt < draft.resized_in:  # it knows another number of workers
+        return False
     runs = worker.phase is WorkerPhase.RUNNING or worker.standby
     if not runs or not worker.reusable or worker.taken or worker.attempt > status.attempt:
         return False

@@ -124,7 +124,7 @@ def _rest(draft: PlanBuilder, reason: str, message: str) -> None:
     draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
     for outdated in (
         ConditionType.PODS_SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED,
-        ConditionType.SPARES_READY,
+        ConditionType.SPARES_READY, ConditionType.DATA_PARALLEL_REDUCED,
     ):  # fmt: skip
         draft.clear_condition(outdated, reason, message)
 
@@ -160,7 +160,7 @@ def end(draft: PlanBuilder, phase: Phase, kind: ConditionType, reason: str, mess
     draft.set_condition(kind, True, reason, message)
     for outdated in (
         ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED, ConditionType.STALLED,
-        ConditionType.SPARES_READY,
+        ConditionType.SPARES_READY, ConditionType.DATA_PARALLEL_REDUCED,
     ):  # fmt: skip
         draft.clear_condition(outdated, reason, message)
 
@@ -199,7 +199,7 @@ def _forget_gang(draft: PlanBuilder) -> None:
     """Make what ran stale; its time does not count any more."""
     if draft.status.attempt_time is not None:
         next_attempt(draft)
-    draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None)
+    draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None, gang_size=None)
 
 
 def _forced(draft: PlanBuilder) -> bool:

@@ -12,7 +12,7 @@ from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.observed import PodRejection, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import exclusion
+from megatronapp_operator.plan.policies import elastic, exclusion
 from megatronapp_operator.plan.policies.restart import attempt_failed, next_attempt, release_at
 
 LASTING = frozenset(
@@ -75,7 +75,7 @@ def judge_refusal(draft: PlanBuilder) -> bool:
     has_run = draft.status.condition(ConditionType.RUNNING) is not None
     if not has_run and (refusal.final or _denied_for_long(draft, refusal)):
         attempt_failed(draft, _failure(draft, refusal.reason, refusal.message))
-    else:
+    elif not elastic.shrink_to_quota(draft, refusal):
         release(draft, refusal.reason, refusal.message)
     return True
 

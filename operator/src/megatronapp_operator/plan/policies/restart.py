@@ -13,6 +13,8 @@ from megatronapp_operator.plan.worker_history import micros
 
 COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
 """Actions that count against the budget of restarts."""
+ORDERED = frozenset({reasons.SLOW_NODE_SWAPPED, reasons.DATA_PARALLEL_GROWS})
+"""Reasons of attempts that the operator let end with a checkpoint."""
 RELEASE_BACKOFF = Backoff(initial_s=15.0, max_s=600.0)
 """Pause after a gang was released, in seconds, multiplied by 0.5 to 1.5."""
 
@@ -28,7 +30,7 @@ def restart_at(draft: PlanBuilder) -> float:
     if draft.status.last_restart_time is None:
         return release_at(draft)
     policy, status = draft.job.spec.policy, draft.status
-    if status.failures and status.failures[-1].reason == reasons.SLOW_NODE_SWAPPED:  # nothing has failed
+    if status.failures and status.failures[-1].reason in ORDERED:  # nothing has failed
         return release_at(draft)
     lately = unbudgeted_failures_since(status, draft.status.last_restart_time - policy.reset_after_s)
     pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))

@@ -35,7 +35,8 @@ def assign(draft: PlanBuilder, missing: Collection[int], *, stay: Collection[str
         message = f"spare {spare.name} on {spare.node} takes the place of worker {index}"
         draft.event(EventType.NORMAL, reasons.SPARE_TOOK_OVER, message)
     without = list(missing)[len(ready) :]
-    follows_failure = status.last_restart_time is not None and not status.released
+    resized = status.gang_size is not None and draft.resized_in == status.attempt
+    follows_failure = status.last_restart_time is not None and not status.released and not resized
     if without and draft.job.spec.policy.spares and follows_failure:
         named = ", ".join(map(str, without[:NAMED])) + (" and others" if len(without) > NAMED else "")
         message = f"no spare is ready for worker {named}, which gets a new pod"
@@ -86,8 +87,13 @@ def _may_take_over(draft: PlanBuilder, spare: Worker) -> bool:
 
 
 def _waits(draft: PlanBuilder, spare: Worker) -> bool:
-    waits = spare.phase is WorkerPhase.RUNNING and spare.reusable and not spare.taken
-    return waits and not _on_excluded_node(draft, spare) and spare.index in _seats(draft)
+    fits = spare.reusable and spare.attempt >= draft.resized_in
+    return fits and holds_node(draft, spare) and spare.index in _seats(draft)
+
+
+def holds_node(draft: PlanBuilder, spare: Worker) -> bool:
+    """Return True if a spare runs on a node that the job may use."""
+    return spare.phase is WorkerPhase.RUNNING and not spare.taken and not _on_excluded_node(draft, spare)
 
 
 def _on_excluded_node(draft: PlanBuilder, spare: Worker) -> bool:
@@ -109,21 +115,26 @@ def clear(draft: PlanBuilder) -> None:
 
 
 def _is_useless(draft: PlanBuilder, spare: Worker) -> bool:
-    """Return True if a spare has ended, is beyond the number of spares, or is on a node that is excluded or lost."""
+    """Return True if a spare has ended, is beyond the number of spares, or is on a node that is excluded or lost.
+
+    So is one without a node that avoids a node which the job may use again, or that is of another size of the gang.
+    """
     if spare.ended:
         at = (spare.finished_at or 0.0) + PAUSE_S
         if draft.now < at:
             draft.wake(at)
         return draft.now >= at
     lost = spare.unreachable_since is not None or spare.deletion is not None
-    return lost or _on_excluded_node(draft, spare) or spare.index not in _seats(draft)
+    excluded = {listed.node for listed in draft.status.excluded_nodes}
+    outdated = spare.attempt < draft.resized_in or (spare.unplaced and not spare.avoids <= excluded)
+    return lost or outdated or _on_excluded_node(draft, spare) or spare.index not in _seats(draft)
 
 
 def _seats(draft: PlanBuilder) -> range:
-    """Return the indices of spares."""
+    """Return the indices of spares. A gang that lacks workers has one more for each: it grows once they wait."""
     spec = draft.job.spec
     may_have = spec.policy.in_place and not spec.gang
-    return range(spec.workers, spec.workers + (spec.policy.spares if may_have else 0))
+    return range(spec.workers, spec.workers + (spec.policy.spares + spec.absent_workers if may_have else 0))
 
 
 def replenish(draft: PlanBuilder) -> bool:
@@ -142,11 +153,11 @@ def replenish(draft: PlanBuilder) -> bool:
 def _report(draft: PlanBuilder) -> None:
     """Set the condition about spares; an Event says why some cannot start."""
     desired, known = len(_seats(draft)), draft.status.condition(ConditionType.SPARES_READY)
-    if not desired:
+    if not draft.job.spec.policy.spares or not desired:
         draft.clear_condition(ConditionType.SPARES_READY, reasons.NO_SPARE, "the job has no spares")
         return
     waiting = sum(spare.phase is WorkerPhase.RUNNING and not spare.taken for spare in draft.observed.spares)
-    problem = next(_problems(draft), None)
+    problem = first_problem(draft)
     text = f"{waiting} of {desired} {'spare waits' if desired == 1 else 'spares wait'}"
     if waiting >= desired:
         draft.set_condition(ConditionType.SPARES_READY, True, reasons.SPARES_WAIT, text)
@@ -157,6 +168,11 @@ def _report(draft: PlanBuilder) -> None:
         if known is None or known.status or known.reason != reason:
             draft.event(EventType.WARNING, reason, f"{text}: {message}")
         draft.set_condition(ConditionType.SPARES_READY, False, reason, f"{text}: {message}")
+
+
+def first_problem(draft: PlanBuilder) -> tuple[str, str] | None:
+    """Return reason and message of what keeps a spare from waiting; None if nothing is known."""
+    return next(_problems(draft), None)
 
 
 def _problems(draft: PlanBuilder) -> Iterator[tuple[str, str]]:

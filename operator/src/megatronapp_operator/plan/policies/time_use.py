@@ -28,7 +28,7 @@ def account(draft: PlanBuilder) -> None:
     if spent is None:
         draft.update(time_spent=TimeSpent(since=micros(now), use=use))
         return
-    spent = _with_spares(draft, spent)
+    spent = _with_absent(draft, _with_spares(draft, spent))
     spent = _counted_steps(draft, spent)
     if spent.use is not use:
         spent = dataclasses.replace(_add(spent, _charged(draft, spent, use), now), use=use)
@@ -51,6 +51,24 @@ def _with_spares(draft: PlanBuilder, spent: TimeSpent) -> TimeSpent:
         spares_since=micros(max(draft.now, since)),
         spare_seconds=micros(spent.spare_seconds + seconds),
         spare_gpu_seconds=micros(spent.spare_gpu_seconds + gpus * seconds),
+    )
+
+
+def _with_absent(draft: PlanBuilder, spent: TimeSpent) -> TimeSpent:
+    """Count the time for which a smaller gang runs without workers, when their number changes and once a minute."""
+    runs = draft.status.running_time is not None and draft.status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
+    number = draft.job.spec.absent_workers if runs else 0
+    since = draft.now if spent.absent_since is None else spent.absent_since
+    if number == spent.absent and (not number or draft.now < since + EVERY_S):
+        return spent
+    seconds = spent.absent * max(0.0, draft.now - since)
+    gpus = max((group.gpus_per_node for group in draft.job.spec.worker_groups), default=0)
+    return dataclasses.replace(
+        spent,
+        absent=number,
+        absent_since=micros(max(draft.now, since)),
+        absent_seconds=micros(spent.absent_seconds + seconds),
+        absent_gpu_seconds=micros(spent.absent_gpu_seconds + gpus * seconds),
     )
 
 

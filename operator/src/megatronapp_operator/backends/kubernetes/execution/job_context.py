@@ -8,7 +8,7 @@ from megatronapp_common.job import MegatronJob, PinnedSettings, Status
 from megatronapp_operator.backends.kubernetes.client.errors import NameTakenError
 from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
-from megatronapp_operator.backends.kubernetes.render import template_hash
+from megatronapp_operator.backends.kubernetes.render import may_have_spares, template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 from megatronapp_operator.keys import KeyRing
 
@@ -55,7 +55,7 @@ class ContextBuilder:
             ),
             settings=settings,
             next_settings=current if current.key_id == settings.key_id else None,
-            orders_places=bool(memory.job.spec.run_policy.spares or status.takeovers),
+            orders_places=bool(may_have_spares(memory.job) or status.takeovers),
         )
 
     def template(self, memory: JobMemory) -> str:
@@ -76,13 +76,13 @@ class ContextBuilder:
 
     def pin(self, memory: JobMemory, status: Status) -> None:
         """Pin what a gang is made of with the decision to create it."""
-        pinned = memory.pinned
+        pinned, job = memory.pinned, memory.job_at(status)
         if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
             memory.pinned = PinnedSettings(
                 attempt=status.attempt,
-                trainer_image=memory.job.spec.image or self._settings.trainer_image,
-                analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
-                template_hash=template_hash(memory.job, self._current_settings()),
+                trainer_image=job.spec.image or self._settings.trainer_image,
+                analyzer_image=job.spec.analyzer.image or self._settings.analyzer_image,
+                template_hash=template_hash(job, self._current_settings()),
                 key_id=self._keys.current_id,
                 generation=memory.generation,
                 profiles=memory.profiles,

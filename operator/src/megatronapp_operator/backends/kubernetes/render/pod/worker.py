@@ -83,7 +83,12 @@ def _template_hash(given: tuple[IdentityKey[MegatronJob], IdentityKey[RenderSett
         )
         for group in facts_of(job).world.worker_groups
     ]
-    return digest([*pods, *(["spares"] if job.spec.run_policy.spares else [])])  # orders to pods without know no places
+    return digest([*pods, *(["spares"] if may_have_spares(job) else [])])  # orders to pods without know no places
+
+
+def may_have_spares(job: MegatronJob) -> bool:
+    """Return True if spares may take places of workers."""
+    return bool(job.spec.run_policy.spares) or job.spec.run_policy.elastic is not None
 
 
 def render_worker(draft: WorkerDraft) -> Object:

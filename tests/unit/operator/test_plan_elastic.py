@@ -1,0 +1,286 @@
+"""The size of a gang: fewer replicas while nodes are missing, more again at a checkpoint, and what it costs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_fuzz.history import play
+from seen_pods import actions, sound, standby
+from worker_groups import worker_groups
+
+from megatronapp_common.job import read_status, status_document
+from megatronapp_common.job.api.status import ConditionType, ExcludedNode
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    CreateWorker,
+    DeleteWorker,
+    Deletion,
+    Elastic,
+    ElasticSize,
+    EndAtCheckpoint,
+    GangSize,
+    Phase,
+    PodRejection,
+    Progress,
+    RecordEvent,
+    RestartWorker,
+    WorkerPhase,
+)
+
+Maker = Callable[..., Any]
+PATIENCE_S = 300.0
+
+
+def spare_at(worker: Maker, seat: int, attempt: int, **changes: Any) -> Any:
+    """A spare that waits."""
+    named = {"spare": True, "name": f"job-spare-{seat}-{attempt}", "node": f"other{seat}"}
+    return dataclasses.replace(sound(worker(seat, attempt=attempt)), **(named | changes))
+
+
+def events(made: Any, reason: str) -> list[str]:
+    return [action.message for action in made.actions if isinstance(action, RecordEvent) and action.reason == reason]
+
+
+def created(made: Any, *, spare: bool = False) -> list[int]:
+    return [action.index for action in made.actions if isinstance(action, CreateWorker) and action.spare is spare]
+
+
+def sizes(full: int, *smaller: int, gpus: int = 0) -> Elastic:
+    groups = tuple(dataclasses.replace(group, gpus_per_node=gpus) for group in worker_groups(full))
+    whole = ElasticSize(data=full, worker_groups=groups)
+    return Elastic(full=whole, smaller=tuple(map(whole.scaled, smaller)), patience_s=PATIENCE_S)
+
+
+@pytest.fixture
+def lost(plan_harness: Maker, worker: Maker) -> Maker:
+    """A gang of four that has trained, and whose attempt 1 has nodes for `placed` workers since the present moment."""
+
+    def make(*smaller: int, placed: int = 3, gpus: int = 0, **policy: Any) -> Any:
+        made = plan_harness(in_place=True, start_deadline_s=900, **policy)
+        elastic = sizes(4, *smaller, gpus=gpus)
+        made.spec(worker_groups=elastic.full.worker_groups, elastic=elastic)
+        made.plan()
+        made.see(*(sound(worker(index)) for index in range(4)), progress=Progress(attempt=0, iteration=5))
+        made.plan()
+        seen = [standby(worker(index), ExitCode.PEER_LOST) for index in range(3)]
+        removed = dataclasses.replace(worker(3, "Failed", 137), deletion=Deletion(since=made.now, grace_s=0.0))
+        made.see(*seen, removed)
+        made.plan()
+        assert made.job.status.attempt == 1
+        made.see(*seen)
+        made.now += 40
+        made.plan()
+        unplaced = [dataclasses.replace(worker(index, "Pending", attempt=1), scheduled=False, unplaced=True)
+                    for index in range(placed, 4)]  # fmt: skip
+        made.see(*(sound(worker(index, attempt=1)) for index in range(placed)), *unplaced)
+        made.plan()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def reduced(lost: Maker, worker: Maker) -> Maker:
+    """The same once attempt 2 trains with fewer workers."""
+
+    def make(*smaller: int, placed: int = 3, **how: Any) -> Any:
+        made = lost(*smaller, placed=placed, **how)
+        made.now += PATIENCE_S
+        made.plan()
+        made.see()
+        made.now += 40
+        left = len(created(made.plan()))
+        seen = [sound(worker(index, attempt=2), started_at=made.now) for index in range(left)]
+        made.see(*seen, progress=Progress(attempt=2, iteration=3))
+        made.plan()
+        assert made.job.status.phase is Phase.RUNNING
+        return made
+
+    return make
+
+
+def test_a_gang_without_a_node_continues_with_fewer_replicas(lost: Maker) -> None:
+    made = lost(3, 2)
+    made.now += PATIENCE_S - 1
+    plan = made.plan()
+    assert (actions(plan), plan.wake_at) == ([], made.now + 1)
+    made.now += 1
+    plan = made.plan()
+    assert (plan.status.attempt, plan.status.gang_size) == (2, GangSize(data=3, since_attempt=2))
+    message = "1 of 4 workers had no node for 300 s; attempt 2 continues with 3 model replicas, 4 before"
+    assert events(plan, "DataParallelReduced") == [message]
+    assert {action.index for action in actions(plan) if isinstance(action, DeleteWorker)} == {0, 1, 2, 3}
+    assert not [action for action in actions(plan) if isinstance(action, RestartWorker)], "pods know their number"
+    condition = plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED)
+    assert (condition.status, condition.reason) == (True, "NodesMissing")
+    assert (plan.status.restarts, plan.status.released) == (1, 0)
+    made.see()
+    plan = made.plan()
+    assert created(plan) == [0, 1, 2]
+    assert plan.status.replicas.desired == 3
+    assert read_status(status_document(plan.status)) == plan.status
+
+
+@pytest.mark.parametrize(
+    ("smaller", "placed", "data"), [((3, 2), 2, 2), ((2,), 3, 2), ((3,), 2, None), ((), 3, None)],
+    ids=["as many as fit", "an allowed size", "too few nodes", "not asked for"],
+)  # fmt: skip
+def test_the_largest_allowed_size_that_has_nodes_is_taken(
+    lost: Maker, smaller: tuple[int, ...], placed: int, data: int | None
+) -> None:
+    made = lost(*smaller, placed=placed)
+    made.now += PATIENCE_S
+    status = made.plan().status
+    assert status.gang_size == (None if data is None else GangSize(data=data, since_attempt=2))
+    made.now += 900
+    assert (made.plan().status.released > 0) is (data is None)
+
+
+def test_the_first_gang_waits_for_its_full_size(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(in_place=True, start_deadline_s=900)
+    elastic = sizes(2, 1)
+    made.spec(worker_groups=elastic.full.worker_groups, elastic=elastic)
+    made.plan()
+    made.see(worker(0, "Pending"), dataclasses.replace(worker(1, "Pending"), scheduled=False, unplaced=True))
+    made.plan()
+    made.now += 899
+    assert made.plan().status.gang_size is None
+    made.now += 1
+    assert made.plan().status.released == 1
+
+
+def test_a_full_quota_reduces_the_gang_by_a_size_at_a_time(lost: Maker, worker: Maker) -> None:
+    made = lost(3, 2, placed=4)
+    refusal = PodRejection(attempt=1, final=False, reason="QuotaExceeded", message="exceeded quota: team-a")
+    made.see(*made.observed.workers[:2], refusal=refusal)
+    assert made.plan().status.gang_size is None, "the quota may soon have room"
+    made.now += PATIENCE_S
+    made.see(refusal=dataclasses.replace(refusal, attempt=made.job.status.attempt))
+    plan = made.plan()
+    assert plan.status.gang_size.data == 3
+    assert "exceeded quota: team-a; attempt" in events(plan, "DataParallelReduced")[0]
+
+
+def test_spares_wait_for_the_absent_workers_and_the_gang_grows_at_its_next_checkpoint(
+    reduced: Maker, worker: Maker
+) -> None:
+    made = reduced(3, 2, placed=2)
+    assert made.job.status.gang_size.data == 2
+    assert created(made.plan(), spare=True) == [2, 3]
+    gang = made.observed.workers
+    waits = spare_at(worker, 2, 2)
+    starts = spare_at(worker, 3, 2, phase=WorkerPhase.PENDING)
+    made.see(*gang, spares=(dataclasses.replace(waits, phase=WorkerPhase.PENDING), starts))
+    assert actions(made.plan()) == []
+    made.see(*gang, spares=(waits, starts))
+    plan = made.plan()
+    assert actions(plan) == [EndAtCheckpoint(index=0, attempt=2)]
+    text = "2 of 4 model replicas; of 2 absent workers, 1 could have a node; the gang grows to 3 replicas after its"
+    assert events(plan, "GrowsAtCheckpoint") == [f"{text} next checkpoint"]
+    ordered = (dataclasses.replace(gang[0], ends_at_checkpoint=True), gang[1])
+    made.see(*ordered, spares=(waits, starts))
+    assert made.plan().actions == ()
+    ended = tuple(
+        dataclasses.replace(standby(known, ExitCode.PREEMPTED), ends_at_checkpoint=known.index == 0)
+        for known in ordered
+    )
+    made.see(*ended, spares=(waits, starts))
+    plan = made.plan()
+    status = plan.status
+    assert (status.attempt, status.gang_size) == (3, GangSize(data=3, since_attempt=3))
+    assert (status.failures[-1].reason, status.restarts_towards_max) == ("DataParallelGrows", 0)
+    assert {(action.index, action.spare) for action in actions(plan) if isinstance(action, DeleteWorker)} == {
+        (0, False), (1, False), (2, True), (3, True),
+    }  # fmt: skip
+    made.see(spares=())
+    assert created(made.plan()) == [0, 1, 2], "without a pause"
+
+
+def test_any_restart_has_the_larger_size_if_spares_hold_its_nodes(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang, spares = made.observed.workers, (spare_at(worker, 3, 2),)
+    made.see(*gang, spares=spares)
+    made.plan()
+    made.see(*(standby(known, 1) for known in gang), spares=spares)
+    assert made.plan().status.gang_size == GangSize(data=4, since_attempt=3)
+
+
+@pytest.mark.parametrize("changes", [{"unreachable_since": 1.0}, {"node": "bad"}], ids=["lost", "excluded"])
+def test_a_gang_does_not_grow_onto_nodes_that_it_has_lost(
+    reduced: Maker, worker: Maker, changes: dict[str, Any]
+) -> None:
+    made = reduced(3)
+    made.status(excluded_nodes=(ExcludedNode(node="bad", until=made.now + 9999, reason="LostNode"),))
+    gang = tuple(standby(known, 1) for known in made.observed.workers)
+    made.see(*gang[:2], dataclasses.replace(gang[2], **changes), spares=(spare_at(worker, 3, 2),))
+    assert made.plan().status.gang_size.data == 3
+
+
+def test_the_condition_ends_with_the_full_size(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    made.see(*(standby(known, 1) for known in made.observed.workers), spares=(spare_at(worker, 3, 2),))
+    made.plan()
+    made.see(*(sound(worker(index, attempt=3)) for index in range(4)), spares=())
+    condition = made.plan().status.condition(ConditionType.DATA_PARALLEL_REDUCED)
+    assert (condition.status, condition.reason, condition.message) == (
+        False, "FullSize", "the gang has all 4 model replicas",
+    )  # fmt: skip
+    assert created(made.plan(), spare=True) == []
+
+
+def test_a_spare_that_avoids_a_node_which_may_be_used_again_is_replaced(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    waiting = spare_at(
+        worker, 3, 2, phase=WorkerPhase.PENDING, node=None, scheduled=False, unplaced=True, avoids=frozenset({"bad"})
+    )
+    made.status(excluded_nodes=(ExcludedNode(node="bad", until=made.now + 60, reason="LostNode"),))
+    made.see(*made.observed.workers, spares=(waiting,))
+    assert actions(made.plan()) == []
+    made.now += 60
+    assert [action.index for action in actions(made.plan())] == [3]
+
+
+def test_a_size_that_an_edit_forbids_ends_with_its_attempt(reduced: Maker) -> None:
+    made = reduced(3, 2)
+    made.spec(elastic=sizes(4, 2))
+    assert made.plan().status.attempt == 2, "the gang trains on"
+    made.see(*(standby(known, 1) for known in made.observed.workers))
+    plan = made.plan()
+    assert plan.status.gang_size == GangSize(data=4, since_attempt=3)
+    message = "attempt 3 has 4 model replicas; runPolicy.elastic does not allow 3 any more"
+    assert events(plan, "DataParallelGrown") == [message]
+
+
+def test_a_resumed_job_has_its_full_size(reduced: Maker) -> None:
+    made = reduced(3)
+    made.spec(suspend=True)
+    plan = made.plan()
+    assert plan.status.gang_size is None
+    assert not plan.status.is_true(ConditionType.DATA_PARALLEL_REDUCED)
+    made.see()
+    made.plan()
+    made.spec(suspend=False)
+    assert created(made.plan()) == [0, 1, 2, 3]
+
+
+def test_the_time_without_workers_is_counted(reduced: Maker) -> None:
+    made = reduced(2, placed=2, gpus=8)
+    for passed in (59, 1, 30):
+        made.now += passed
+        spent = made.plan().status.time_spent
+    assert (spent.absent, spent.absent_seconds, spent.absent_gpu_seconds) == (2, 120.0, 960.0)
+    made.spec(suspend=True)
+    spent = made.plan().status.time_spent
+    assert (spent.absent, spent.absent_seconds, spent.absent_gpu_seconds) == (0, 180.0, 1440.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**40), spares=st.integers(0, 2))
+def test_sizes_change_between_attempts_alone_in_generated_histories(seed: int, spares: int) -> None:
+    """The model refuses a size that is not allowed, a pod that continues in another, and a gang that stays too small
+    or never trains with the nodes that are left (`plan_fuzz`).
+    """
+    play(seed, spares=spares, elastic=True)
