@@ -103,7 +103,7 @@ async def test_a_gang_continues_with_the_nodes_that_are_left(plane: kube.Control
         assert (status["worldSize"], status["dataParallelSize"], status["replicaStatuses"]["desired"]) == (2, 2, 2)
         reduced = next(entry for entry in status["conditions"] if entry["type"] == "DataParallelReduced")
         assert (reduced["status"], reduced["reason"]) == ("True", "NodesMissing")
-        assert reduced["message"].endswith("1 absent workers, 0 could have a node; no node fits job-spare-0-2")
+        assert reduced["message"].endswith("nodes for 0 of 1 absent worker; no node fits job-spare-0-2")
         assert (status["restarts"], status["restartsTowardsMax"]) == (1, 1)
 
 

@@ -178,8 +178,8 @@ def test_spares_wait_for_the_absent_workers_and_the_gang_grows_at_its_next_check
     made.see(*gang, spares=(waits, starts))
     plan = made.plan()
     assert actions(plan) == [EndAtCheckpoint(index=0, attempt=2)]
-    text = "2 of 4 model replicas; of 2 absent workers, 1 could have a node; the gang grows to 3 replicas after its"
-    assert events(plan, "GrowsAtCheckpoint") == [f"{text} next checkpoint"]
+    text = "2 of 4 model replicas; spares hold nodes for 1 of 2 absent workers; the gang grows to 3 replicas"
+    assert events(plan, "GrowsAtCheckpoint") == [f"{text} after its next checkpoint"]
     ordered = (dataclasses.replace(gang[0], ends_at_checkpoint=True), gang[1])
     made.see(*ordered, spares=(waits, starts))
     assert made.plan().actions == ()

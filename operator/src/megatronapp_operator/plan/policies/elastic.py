@@ -97,14 +97,14 @@ def grow(draft: PlanBuilder) -> bool:
     larger = _larger(draft, len(sound)) if draft.resized_in < status.attempt else None
     if larger is None:
         return False
-    _grow(draft, larger, f"{before.data} before: spares hold the nodes of the others")
+    _grow(draft, larger, f"spares hold nodes for more than the {before.data} before")
     return True
 
 
 def _grow(draft: PlanBuilder, size: ElasticSize, why: str) -> None:
     attempt = draft.status.attempt
     draft.update(gang_size=GangSize(data=size.data, since_attempt=attempt))
-    message = f"attempt {attempt} has {size.data} model replicas; {why}"
+    message = f"attempt {attempt} has {_replicas(size)}; {why}"
     draft.event(EventType.NORMAL, reasons.DATA_PARALLEL_GROWN, message)
 
 
@@ -125,7 +125,8 @@ def report(draft: PlanBuilder) -> None:
         return
     known = status.condition(ConditionType.DATA_PARALLEL_REDUCED)
     absent, waiting = full.workers - current.workers, len(_waiting(draft))
-    text = f"{current.data} of {full.data} model replicas; of {absent} absent workers, {waiting} could have a node"
+    workers = "absent worker" if absent == 1 else "absent workers"
+    text = f"{current.data} of {full.data} model replicas; spares hold nodes for {waiting} of {absent} {workers}"
     larger = _larger(draft, current.workers)
     if larger is not None and status.phase is Phase.RUNNING:
         text += f"; the gang grows to {larger.data} replicas after its next checkpoint"
@@ -144,8 +145,12 @@ def _shrink(draft: PlanBuilder, size: ElasticSize, why: str) -> None:
     before = draft.job.spec.elastic.current(draft.status).data
     next_attempt(draft)
     draft.update(gang_size=GangSize(data=size.data, since_attempt=draft.status.attempt))
-    message = f"{why}; attempt {draft.status.attempt} continues with {size.data} model replicas, {before} before"
+    message = f"{why}; attempt {draft.status.attempt} continues with {_replicas(size)}, {before} before"
     draft.event(EventType.WARNING, reasons.DATA_PARALLEL_REDUCED, message)
+
+
+def _replicas(size: ElasticSize) -> str:
+    return "1 model replica" if size.data == 1 else f"{size.data} model replicas"
 
 
 def _has_begun(draft: PlanBuilder) -> bool:
