@@ -2,6 +2,7 @@
 
     python bench/fuzz_plan.py --histories 50000 --first 0
     python bench/fuzz_plan.py --without judge_change      # how soon a plan that lacks a policy is found out
+    python bench/fuzz_plan.py --elastic                   # gangs that may get smaller
 
 Ends with code 1 where a promise does not hold, and prints the seeds; `--histories 1 --first SEED` plays one again.
 """
@@ -33,6 +34,14 @@ def outcome(seed: int) -> tuple[int, str, str]:
         return seed, "broken", str(error)
 
 
+def elastic_outcome(seed: int) -> tuple[int, str, str]:
+    """Return the same for a gang that may get smaller."""
+    try:
+        return seed, play(seed, spares=seed % 3, elastic=True), ""
+    except Broken as error:
+        return seed, "broken", str(error)
+
+
 def without(name: str) -> None:
     """Plan without one of its policies from now on."""
     if name and name not in {policy.__name__ for policy in planner.POLICIES}:
@@ -48,11 +57,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--without", default="", metavar="POLICY", help="leave out one policy of the plan")
+    parser.add_argument("--elastic", action="store_true", help="restart in place, and let gangs get smaller")
     given = parser.parse_args()
     ends, bugs, began = collections.Counter[str](), [], time.monotonic()
-    seeds = range(given.first, given.first + given.histories)
+    seeds, played = range(given.first, given.first + given.histories), elastic_outcome if given.elastic else outcome
     with multiprocessing.Pool(given.processes, initializer=without, initargs=(given.without,)) as pool:
-        for seed, end, error in pool.imap_unordered(outcome, seeds, chunksize=CHUNK):
+        for seed, end, error in pool.imap_unordered(played, seeds, chunksize=CHUNK):
             ends[end] += 1
             if error:
                 bugs.append((seed, error))

@@ -10,7 +10,7 @@ from megatronapp_common.names import CHECKPOINT_TRACKER, LABEL_JOB, LABEL_REPLIC
 
 pytestmark = pytest.mark.timeout(3600)
 NAME = "elastic"
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 def apart() -> dict[str, object]:

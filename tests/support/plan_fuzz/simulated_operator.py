@@ -17,7 +17,7 @@ from megatronapp_operator.plan import (
     plan,
 )
 from plan_fuzz import promises
-from plan_fuzz.world import World
+from plan_fuzz.world import World, template_of
 
 FROZEN_PLANS = 40
 REFUSED_S = 1.0
@@ -29,22 +29,21 @@ class Operator:
     def __init__(self, world: World) -> None:
         self._world = world
         self._stale: Observed | None = None
-        self._stale_generation = 0
-        """Generation of the spec that the templates of the pods in the old view were compared with."""
+        self._stale_template = ""
         self.wake_at: float | None = None
 
     def reconcile(self, *, stop_after: int | None = None, stale: bool = False) -> Plan:
         """Reconcile the job once. `stop_after`: the operator ends after this number of actions."""
         world = self._world
-        old = self._stale if self._stale_generation == world.spec.generation else None
-        seen = old if stale and old is not None else world.observe()
+        if self._stale_template != template_of(world):  # which pods fit a new template is known at once
+            self._stale = None
+        seen = self._stale if stale and self._stale is not None else world.observe()
         made = plan(world.job, seen, world.now)
         if _ends_attempt(world.job.status, made.status):
             seen = world.observe()
             made = plan(world.job, seen, world.now)
         promises.check(world, seen, made)
-        self._stale = seen if world.random.random() < 0.7 else None
-        self._stale_generation = world.spec.generation
+        self._stale, self._stale_template = seen if world.random.random() < 0.7 else None, template_of(world)
         ran = made.status.running_time is not None
         world.used |= {(worker.attempt, worker.index) for worker in seen.workers if ran or not worker.live}
         changed = made.status != world.job.status or bool(made.actions)

@@ -152,6 +152,27 @@ def test_the_first_gang_waits_for_its_full_size(plan_harness: Maker, worker: Mak
     assert made.plan().status.released == 1
 
 
+def test_the_gang_gets_smaller_before_all_give_back_their_nodes(lost: Maker) -> None:
+    made = lost(3)
+    elastic = dataclasses.replace(made.job.spec.elastic, patience_s=899)
+    made.spec(elastic=elastic)
+    made.now = made.job.status.attempt_time + 900
+    assert made.job.status.unplaced_time + 899 >= made.now - 1
+    status = made.plan().status
+    assert (status.gang_size.data, status.released) == (3, 0)
+
+
+def test_a_slow_node_is_used_again_before_the_gang_gets_smaller(lost: Maker) -> None:
+    made = lost(3)
+    made.status(excluded_nodes=(ExcludedNode(node="slow", until=made.now + 9999, reason="SlowNodeDetected"),))
+    made.now += 899
+    assert made.plan().status.gang_size is None
+    made.now += 1
+    status = made.plan().status
+    assert [listed.node for listed in status.tolerated_nodes] == ["slow"]
+    assert (status.gang_size, status.released) == (None, 1)
+
+
 def test_a_full_quota_reduces_the_gang_by_a_size_at_a_time(lost: Maker, worker: Maker) -> None:
     made = lost(3, 2, placed=4)
     refusal = PodRejection(attempt=1, final=False, reason="QuotaExceeded", message="exceeded quota: team-a")

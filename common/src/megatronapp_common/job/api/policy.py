@@ -83,7 +83,7 @@ class Elastic(ManifestModel):
 
     min_data: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     """Fewest model replicas."""
-    patience_seconds: Seconds = 300
+    patience_seconds: Annotated[int, Field(ge=60, le=86400)] = 300
     """Seconds without a node for a worker until the gang continues with fewer replicas."""
 
 

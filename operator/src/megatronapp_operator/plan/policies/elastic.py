@@ -15,7 +15,7 @@ from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EndAtCheckpoint, EventType
 from megatronapp_operator.plan.observed import PodRejection, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import spares
+from megatronapp_operator.plan.policies import exclusion, spares
 from megatronapp_operator.plan.policies.restart import next_attempt
 from megatronapp_operator.plan.spec import ElasticSize
 
@@ -23,23 +23,26 @@ from megatronapp_operator.plan.spec import ElasticSize
 def shrink(draft: PlanBuilder) -> bool:
     """Begin a smaller attempt if workers have had no node for too long, and those with nodes hold enough replicas.
 
-    The first gang of a job waits for its full size.
+    The first gang of a job waits for its full size. If the job avoids a slow node, that is given back instead, at the
+    deadline of the start: it costs less than a replica.
     """
-    elastic, status = draft.job.spec.elastic, draft.status
+    elastic, status, limit = draft.job.spec.elastic, draft.status, draft.job.spec.policy.start_deadline_s
     if elastic is None or status.attempt_time is None or status.running_time is not None:
         return False
-    if status.unplaced_time is None or not _has_begun(draft):
+    if status.unplaced_time is None or not _has_begun(draft) or any(map(exclusion.is_slow, status.excluded_nodes)):
         return False
     placed = sum(worker.scheduled and worker.live and not worker.taken for worker in draft.gang)
     smaller = next((size for size in _smaller(draft) if size.workers <= placed), None)
     if smaller is None:
         return False
     due = status.unplaced_time + elastic.patience_s
+    due = due if limit is None else min(due, status.attempt_time + limit)  # at which all would give back their nodes
     if draft.now < due:
         draft.wake(due)
         return False
     missing = draft.job.spec.workers - placed
-    _shrink(draft, smaller, f"{missing} of {draft.job.spec.workers_text} had no node for {elastic.patience_s:g} s")
+    seconds = draft.now - status.unplaced_time
+    _shrink(draft, smaller, f"{missing} of {draft.job.spec.workers_text} had no node for {seconds:.0f} s")
     return True
 
 
