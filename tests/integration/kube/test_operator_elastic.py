@@ -93,9 +93,11 @@ async def reduce_gang(stage: OperatorSimulation) -> FewNodes:
     return nodes
 
 
-async def test_a_gang_continues_with_the_nodes_that_are_left(plane: kube.ControlPlane, namespace: str) -> None:
+async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_are_back(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
     async with simulated_operator(plane, namespace) as stage:
-        await reduce_gang(stage)
+        nodes = await reduce_gang(stage)
         assert await sizes(stage) == {"job-worker-0": "2", "job-worker-1": "2", "job-spare-0-2": "2"}
         status = (await stage.job())["status"]
         assert (status["phase"], status["attempt"]) == ("Running", 2)
@@ -105,11 +107,6 @@ async def test_a_gang_continues_with_the_nodes_that_are_left(plane: kube.Control
         assert (reduced["status"], reduced["reason"]) == ("True", "NodesMissing")
         assert reduced["message"].endswith("nodes for 0 of 1 absent worker; no node fits job-spare-0-2")
         assert (status["restarts"], status["restartsTowardsMax"]) == (1, 1)
-
-
-async def test_a_smaller_gang_grows_once_a_node_is_back(plane: kube.ControlPlane, namespace: str) -> None:
-    async with simulated_operator(plane, namespace) as stage:
-        nodes = await reduce_gang(stage)
         nodes.number = 3
         await stage.rest()
         order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
