@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NoReturn
 
 import httpx
@@ -13,7 +13,6 @@ import httpx
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
@@ -31,11 +30,11 @@ from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, HubPoller
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
-from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.profile_store import KINDS
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.controller.clock import ServerClock
+from megatronapp_operator.controller.pod_watch import PodWatch
 from megatronapp_operator.controller.settings import ControllerSettings
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
@@ -112,6 +111,10 @@ class LeaderService:
         self._health = health
         self._clock = clock or ServerClock()
         self._store = ObjectStore()
+        self._pod_watches = [
+            PodWatch(api, self._store, namespace, on_change=self._on_pods)
+            for namespace in settings.namespaces or (None,)
+        ]
         executor = Executor(api, self._store, keys=settings.keys, identity=settings.identity)
         self._reconciler = Reconciler(
             api,
@@ -133,19 +136,25 @@ class LeaderService:
         health.oldest_s = lambda: self._queue.oldest_s
 
     def on_watch_event(self, resource: str, kind: str | None, obj: Object) -> None:
-        """Store an object of a watch and queue its job (`watches.WatchCallback`)."""
+        """Store a job or profile of a watch and queue the jobs that it concerns (`watches.WatchCallback`)."""
         self._metrics.watch_event(resource, time.time())
         deleted = kind == "DELETED"
         if resource in KINDS:
             self._on_profile(KINDS[resource], obj, deleted=deleted)
             return
-        if resource == PLURAL:
-            key = self._store.drop_job(obj) if deleted else self._store.put_job(obj)
-        else:
-            key = self._store.drop_pod(obj) if deleted else self._store.put_pod(obj)
+        key = self._store.drop_job(obj) if deleted else self._store.put_job(obj)
         if key is not None:
+            self._enqueue([key])
+
+    def _on_pods(self, keys: Collection[Key]) -> None:
+        """Queue the jobs of pods that a watch has changed; none after a bookmark."""
+        self._metrics.watch_event(PODS.plural, time.time())
+        self._enqueue(keys)
+
+    def _enqueue(self, keys: Collection[Key]) -> None:
+        for key in keys:
             self._queue.add(key)
-            self._metrics.queue(self._queue.depth, self._queue.oldest_s)
+        self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
     def _on_profile(self, kind: ProfileKind, obj: Object, *, deleted: bool) -> None:
         """Store a profile and queue the jobs that are merged over it."""
@@ -168,6 +177,8 @@ class LeaderService:
         """Reconcile jobs until an error, after all objects were listed. Raises LeaseLostError."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
+            for watch in self._pod_watches:
+                group.create_task(watch.follow())
             for _ in range(self._settings.workers):
                 group.create_task(self._work(self._queue, self._reconcile))
             for _ in range(POLLERS):
@@ -179,11 +190,12 @@ class LeaderService:
         await self._sync_profiles()  # before the jobs that are merged over them
         jobs, version = await self._list_jobs()
         changed = self._store.replace_jobs(jobs, version)
-        pods, version = await self._list_pods()
-        changed_pods = self._store.replace_pods(pods, version)
+        changed_pods = set[Key]()
+        for watch in self._pod_watches:
+            changed_pods |= await watch.list_pods()
         if self._health.synced:  # what watches should have reported
             self._metrics.missed(PLURAL, len(changed))
-            self._metrics.missed("pods", len(changed_pods))
+            self._metrics.missed(PODS.plural, len(changed_pods))
         for key in changed | changed_pods:
             self._queue.add(key)
 
@@ -212,16 +224,6 @@ class LeaderService:
             listing = await self._api.list_objects(JOBS, namespace)
             found += listing.items
             versions.append(int(listing.resource_version))
-        return found, min(versions)
-
-    async def _list_pods(self) -> tuple[list[PodRecord | None], int]:
-        """Return records only: the pods of a large cluster do not fit into memory at once."""
-        found: list[PodRecord | None] = []
-        versions = []
-        for namespace in self._settings.namespaces or (None,):
-            async for page in self._api.pages(PODS, namespace, labels=LABEL_JOB_UID):
-                found += map(read_pod, page.items)
-                versions.append(int(page.resource_version))
         return found, min(versions)
 
     async def _resync(self) -> None:

@@ -1,4 +1,4 @@
-"""kopf's watches, in a separate thread and event loop: they forward events, and decide nothing.
+"""kopf's watches of jobs and profiles, in a separate thread and event loop: they forward events, and decide nothing.
 
 Only `on.event` is used: it writes nothing to objects and adds no finalizers. kopf must not share our loop, because it
 ends all tasks of its loop when it ends.
@@ -17,7 +17,7 @@ import kopf
 from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.profiles.definition import PLURALS
-from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
+from megatronapp_common.names import GROUP, VERSION
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullProgressStorage
 
@@ -37,7 +37,7 @@ LOOP_CHECK_S = 1.0
 
 
 class Watches:
-    """Watches of jobs, of their pods, and of profiles. `on_event` is called in the thread of `loop`."""
+    """Watches of jobs and of profiles; `pod_watch` follows pods. `on_event` is called in the thread of `loop`."""
 
     def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], on_event: WatchCallback) -> None:
         """Prepare watches; `kubeconfig` as for `api.connect`, no namespaces: all."""
@@ -110,7 +110,6 @@ class Watches:
         kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(handler(PLURAL))
         for plural in (PLURALS[kind] for kind in self._profiles):
             kopf.on.event(GROUP, VERSION, plural, id=plural, registry=registry)(handler(plural))
-        kopf.on.event("v1", "pods", labels={LABEL_JOB_UID: kopf.PRESENT}, id="pods", registry=registry)(handler("pods"))
         kopf.on.login(id="login", registry=registry)(self._login)
         return registry
 
@@ -129,7 +128,6 @@ class Watches:
         settings.watching.server_timeout = SERVER_TIMEOUT_S
         settings.watching.connect_timeout = CONNECT_TIMEOUT_S
         settings.watching.chunk_size = PAGE
-        settings.watching.label_selectors["pods"] = LABEL_JOB_UID
         settings.persistence.diffbase_storage = NullDiffBaseStorage()
         settings.persistence.progress_storage = NullProgressStorage()
         settings.posting.enabled = False

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from megatronapp_common.job.profiles.field_tree import FieldSet
 from megatronapp_common.job.profiles.own_fields import applied_fields
+from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.profile_store import ProfileKey, ProfileStore, is_below
@@ -78,8 +79,19 @@ class ObjectStore:
 
     def put_pod(self, pod: Object) -> Key | None:
         """Store a pod; return None if it is no pod of a job, or not new."""
-        record = read_pod(pod)
+        record = None if self._has(pod["metadata"]) else read_pod(pod)
         return None if record is None else self.put_record(record)
+
+    def _has(self, metadata: Object) -> bool:
+        """Return True if this version of a pod or a newer one is stored: the watch repeats what requests have answered.
+
+        A pod that cannot be read is not stored.
+        """
+        gang = self._pods.get(
+            (metadata.get("namespace", ""), (metadata.get("labels") or {}).get(LABEL_JOB_UID, "")), {}
+        )
+        known = gang.get(metadata.get("name", ""))
+        return known is not None and known.uid == metadata.get("uid") and known.version >= _metadata_version(metadata)
 
     def put_record(self, record: PodRecord) -> Key | None:
         """Store the record of a pod; return None if it is not new."""
@@ -122,11 +134,22 @@ class ObjectStore:
         changed |= {self.drop_job(job) for job in missing}
         return {key for key in changed if key is not None}
 
-    def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, only: Gang | None = None) -> set[Key]:
-        """Store a full list of all pods, or of those of one job. Return changed keys."""
+    def replace_pods(
+        self,
+        pods: Iterable[PodRecord | None],
+        version: int,
+        *,
+        only: Gang | None = None,
+        namespace: str | None = None,
+    ) -> set[Key]:
+        """Store a full list of all pods, of those of one job, or of those of a namespace. Return changed keys."""
         listed = {pod.uid: pod for pod in pods if pod is not None}
         changed = {self.put_record(pod) for pod in listed.values()}
-        missing = [pod for pod in self._known(only) if pod.uid not in listed and pod.version <= version]
+        missing = [
+            pod
+            for pod in self._known(only)
+            if pod.uid not in listed and pod.version <= version and namespace in {None, pod.namespace}
+        ]
         changed |= {self.drop_record(pod) for pod in missing}
         return {key for key in changed if key is not None}
 
@@ -141,4 +164,8 @@ class ObjectStore:
 
 
 def _version(obj: Object) -> int:
-    return int(obj["metadata"]["resourceVersion"])
+    return _metadata_version(obj["metadata"])
+
+
+def _metadata_version(metadata: Object) -> int:
+    return int(metadata["resourceVersion"])

@@ -12,15 +12,15 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes_asyncio import config
 from kubernetes_asyncio.client import ApiClient, Configuration
-from kubernetes_asyncio.client.exceptions import ApiException
 
 from megatronapp_operator.backends.kubernetes.client.connections import SocketTracker
+from megatronapp_operator.backends.kubernetes.client.decoding import Decoder, decode_object
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
@@ -42,6 +42,8 @@ READ_BUFFER = 1 << 21
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+"""An API server would compress long lists, which takes more time than the bytes within a cluster."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class ObjectList:
 
     items: list[Object]
     resource_version: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """Limits of a watch, in seconds."""
+
+    server_s: int = 290
+    """After which the server ends it; the caller begins another one."""
+    silence_s: float = 150.0
+    """Without a byte, after which the connection is taken for broken: servers send a bookmark each minute."""
 
 
 @contextlib.asynccontextmanager
@@ -158,21 +170,53 @@ class KubernetesApi:
         raise ExpiredError(f"list {resource.plural}: the server has forgotten its own list")
 
     async def pages(
-        self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        page: int = PAGE,
+        decode: Decoder = decode_object,
     ) -> AsyncGenerator[ObjectList, None]:
         """Yield the list page by page, which need not fit into memory. Raises ExpiredError if that takes too long."""
         query = {"labelSelector": labels, "limit": str(page)}
         while True:
-            answer = await self._send("GET", resource, resource.path(namespace), query=query)
+            answer = await self._send("GET", resource, resource.path(namespace), query=query, decode=decode)
             yield ObjectList(answer["items"], answer["metadata"]["resourceVersion"])
             if not (token := answer["metadata"].get("continue")):
                 return
             query |= {"continue": token}
 
-    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
+    async def watch(
+        self, resource: Resource, namespace: str | None, *, labels: str, version: str, limits: WatchLimits
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a watch's answer as they arrive: lines of JSON, of which the last may be incomplete.
+
+        The watch begins after a resource version, and has bookmarks. It ends when the server ends it; ExpiredError if
+        the version is too old.
+        """
+        query = {"labelSelector": labels, "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
+        query |= {"timeoutSeconds": str(limits.server_s)}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._request_s, sock_read=limits.silence_s)
+        request, status = f"WATCH {resource.path(namespace)}", 0
+        try:
+            async with self._request("GET", resource.path(namespace), query=query, timeout=timeout) as answer:
+                status = answer.status
+                if not answer.ok:
+                    raise api_error_for(status, _status(await answer.read()), request)
+                async for data in answer.content.iter_any():
+                    yield data
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+        finally:
+            self._on_answer("WATCH", resource.plural, status)
+
+    async def create(
+        self, resource: Resource, obj: Object, *, dry_run: bool = False, decode: Decoder = decode_object
+    ) -> Object:
         """Create an object and return it as stored. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
-        return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj)
+        return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj, decode=decode)
 
     async def apply(self, resource: Resource, obj: Object) -> Object:
         """Apply the object's fields and take them over from other managers; remove fields that we applied before."""
@@ -235,7 +279,9 @@ class KubernetesApi:
             "PUT", resource, path, query={"fieldManager": FIELD_MANAGER}, body=obj, timeout_s=timeout_s
         )
 
-    async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> Object | None:
+    async def delete(
+        self, resource: Resource, obj: Object, *, grace_s: int | None = None, decode: Decoder = decode_object
+    ) -> Object | None:
         """Delete exactly this object; return None if it does not exist, or another one has its name.
 
         The result is the server's answer: the object that is being deleted, or a Status if it was deleted at once.
@@ -243,7 +289,8 @@ class KubernetesApi:
         options: Object = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
         options |= {} if grace_s is None else {"gracePeriodSeconds": grace_s}
         try:
-            return await self._send("DELETE", resource, resource.path(_namespace(obj), _name(obj)), body=options)
+            path = resource.path(_namespace(obj), _name(obj))
+            return await self._send("DELETE", resource, path, body=options, decode=decode)
         except (NotFoundError, ConflictError):
             return None
 
@@ -257,33 +304,58 @@ class KubernetesApi:
         body: Object | list[Object] | None = None,
         content: str = "application/json",
         timeout_s: float | None = None,
+        decode: Decoder = decode_object,
     ) -> Object:
-        headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
         request, status = f"{method} {path}", 0
+        timeout = aiohttp.ClientTimeout(total=self._request_s if timeout_s is None else timeout_s)
+        data = None if body is None else json.dumps(body)
         async with self._limit:
             if method != "GET":
                 self._guard()
             try:
-                await self._client.update_params_for_auth(headers, [], ["BearerToken"])
                 sent = time.monotonic()
-                answer = await self._client.rest_client.request(
-                    method,
-                    f"{self._client.configuration.host}{path}",
-                    query_params=dict(query or {}),
-                    headers=headers,
-                    body=body,
-                    _request_timeout=self._request_s if timeout_s is None else timeout_s,
-                )
-                status = answer.status
-                self._note_date(answer.getheaders().get("Date"), sent)
-                return _document(answer.data)
-            except ApiException as error:
-                status = error.status or 0
-                raise api_error_for(status, _status(error.body), request) from error
+                async with self._request(
+                    method, path, query=query, data=data, content=content, timeout=timeout
+                ) as answer:
+                    status = answer.status
+                    text = await answer.read()
+                if not answer.ok:
+                    raise api_error_for(status, _status(text), request)
+                self._note_date(answer.headers.get("Date"), sent)
+                return decode(text)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
             finally:
                 self._on_answer(method, resource.plural, status)
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None,
+        timeout: aiohttp.ClientTimeout,
+        data: str | None = None,
+        content: str = "application/json",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request by the client's session, with its credentials and its proxy."""
+        headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
+        headers |= UNCOMPRESSED
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        rest = self._client.rest_client
+        url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        async with rest.pool_manager.request(
+            method,
+            url,
+            data=data,
+            headers=headers,
+            timeout=timeout,
+            proxy=rest.proxy,
+            proxy_headers=rest.proxy_headers,
+            server_hostname=rest.server_hostname,
+        ) as answer:
+            yield answer
 
     def _note_date(self, date: str | None, sent: float) -> None:
         """Report the Date header; a proxy may omit it, or write another value."""
@@ -304,19 +376,9 @@ def _name(obj: Object) -> str:
     return str(obj["metadata"]["name"])
 
 
-def _document(data: bytes) -> Object:
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise UnavailableError("the answer is not from an API server") from error
-    if not isinstance(found, dict):
-        raise ApiError("the server did not answer with an object")
-    return found
-
-
-def _status(body: str | bytes | None) -> Object:
+def _status(body: bytes) -> Object:
     """Parse the Status object of a rejection; a proxy may answer with another body."""
     try:
-        return _document((body or b"{}") if isinstance(body, bytes) else (body or "{}").encode())
-    except (ValueError, ApiError):
-        return {"message": str(body)[:200]}
+        return decode_object(body or b"{}")
+    except ApiError:
+        return {"message": body[:200].decode(errors="replace")}

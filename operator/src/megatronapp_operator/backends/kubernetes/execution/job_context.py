@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from megatronapp_common.job import MegatronJob, PinnedSettings, Status
@@ -11,6 +12,9 @@ from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.render import may_have_spares, template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 from megatronapp_operator.keys import KeyRing
+
+REMEMBERED = 1000
+"""Most settings that are remembered: as many as jobs have images and keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class ContextBuilder:
         self._settings = settings
         self._keys = keys
         self._clock = clock
+        self._made: OrderedDict[tuple[str, str, str], RenderSettings] = OrderedDict()
 
     def build(self, memory: JobMemory, document: Object) -> JobContext:
         """Return the context of a job as it is known."""
@@ -90,16 +95,25 @@ class ContextBuilder:
 
     def _current_settings(self) -> RenderSettings:
         """Return the settings of an attempt that begins now."""
-        return dataclasses.replace(self._settings, key_id=self._keys.current_id)
+        own = self._settings
+        return self._settings_of(own.trainer_image, own.analyzer_image, self._keys.current_id)
 
     def _pinned_settings(self, pinned: PinnedSettings) -> RenderSettings:
         """Return the settings of an attempt that has begun."""
-        return dataclasses.replace(
-            self._settings,
-            trainer_image=pinned.trainer_image,
-            analyzer_image=pinned.analyzer_image,
-            key_id=pinned.key_id,
-        )
+        return self._settings_of(pinned.trainer_image, pinned.analyzer_image, pinned.key_id)
+
+    def _settings_of(self, trainer_image: str, analyzer_image: str, key_id: str) -> RenderSettings:
+        """Return one object for equal values: what is rendered is remembered by the identity of its settings."""
+        given = trainer_image, analyzer_image, key_id
+        made = self._made.get(given)
+        if made is None:
+            made = dataclasses.replace(
+                self._settings, trainer_image=trainer_image, analyzer_image=analyzer_image, key_id=key_id
+            )
+            self._made[given] = made
+            if len(self._made) > REMEMBERED:
+                self._made.popitem(last=False)
+        return made
 
 
 async def run_all(steps: Sequence[Awaitable[None]]) -> None:

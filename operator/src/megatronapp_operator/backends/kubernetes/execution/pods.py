@@ -15,6 +15,7 @@ from megatronapp_common.names import (
 )
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.decoding import decode_pod
 from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.client.resources import NODES, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
@@ -46,7 +47,7 @@ class PodWriter:
     async def create(self, work: JobContext, pod: Object) -> None:
         made: Object | None
         try:
-            made = await self._api.create(PODS, pod)
+            made = await self._api.create(PODS, pod, decode=decode_pod)
         except AlreadyExistsError:
             made = await self._present(work, pod)
         if made is not None:
@@ -91,7 +92,7 @@ class PodWriter:
 
     async def _delete(self, record: PodRecord, grace_s: float | None) -> None:
         grace = None if grace_s is None else math.ceil(grace_s)
-        answer = await self._api.delete(PODS, record.reference, grace_s=grace)
+        answer = await self._api.delete(PODS, record.reference, grace_s=grace, decode=decode_pod)
         if answer is None:
             await self._drop_if_absent(record)
         elif answer.get("kind") == "Pod":
