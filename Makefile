@@ -150,9 +150,8 @@ fuzz: setup ## 50,000 generated histories of the operator's plan (about 15 minut
 	$(BIN)/python bench/fuzz_plan.py --histories 50000
 
 .PHONY: bench-operator
-bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller (about 20 minutes)
-	scripts/kube_tools.sh cluster
-	scripts/kube_tools.sh kwok
+bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller, JobSet and Kubeflow Trainer (about 25 minutes)
+	for tool in cluster kwok jobset trainer; do scripts/kube_tools.sh $$tool || exit; done
 	$(BIN)/python bench/bench_operator.py
 
 build: setup ## Wheels of the five distributions and the page

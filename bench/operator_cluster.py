@@ -126,11 +126,11 @@ class Cluster:
         flags = [argument for pair in flag_values.items() for argument in pair]
         return self.start("operator", sys.executable, "-m", "megatronapp_operator.controller", *flags)
 
-    def job_controller(self, qps: int) -> Program:
-        """Start only Kubernetes' controller of Jobs; burst over rate is as in its defaults."""
+    def job_controller(self, qps: int, *more: str) -> Program:
+        """Start Kubernetes' controller of Jobs, and `more` of its controllers; burst by rate is as in its defaults."""
         return self._component(
             "kube-controller-manager",
-            "--controllers=job-controller",
+            f"--controllers={','.join(('job-controller', *more))}",
             "--use-service-account-credentials=false",
             f"--kube-api-qps={qps}",
             f"--kube-api-burst={qps * 3 // 2}",
@@ -145,12 +145,12 @@ class Cluster:
         config = f"--kubeconfig={self.plane.kubeconfig()}"
         return self.start(name, str(binary), config, "--leader-elect=false", "--secure-port=0", *flags)
 
-    def others(self, measured: Program) -> dict[str, float]:
-        """CPU seconds so far of everything on this machine that the measurement needs, but for the measured process."""
-        bench = psutil.Process()
+    def others(self, measured: Sequence[Program]) -> dict[str, float]:
+        """CPU seconds so far of everything on this machine that the measurement needs, but for measured processes."""
+        bench, ours = psutil.Process(), {program.process.pid for program in measured}
         found = {"bench": cpu_s(bench)}
         for child in bench.children():
-            if child.pid != measured.process.pid:
+            if child.pid not in ours:
                 with contextlib.suppress(psutil.Error):
                     found[child.name()] = cpu_s(child)
         return found

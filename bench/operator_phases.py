@@ -1,4 +1,4 @@
-"""Phases of bench_operator.py. Each has a fresh cluster; its side is our operator or the Job controller."""
+"""Phases of bench_operator.py. Each has a fresh cluster; its side is our operator, the Job controller or a peer."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ import httpx
 from operator_client import Binder, Object, Running, poll
 from operator_cluster import NAMESPACE, Cluster, Program, cluster, node_names
 from operator_jobs import indexed_job, megatron_job
+from operator_peers import Peer, group_path, peer_job, serving_certificates, start_peer
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_common.job.crd import PLURAL
@@ -31,6 +32,8 @@ IDLE_S = 600.0
 CALM_S = 15.0
 """Before memory is read."""
 POLL_S = 0.05
+FAILED = 42
+"""Exit code of a failed pod. Code 1 in the first minute may mean wrong arguments: the operator waits 5 s for more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +46,30 @@ class Side:
     """True if pods have an agent; the operator's jobs have a hub, too."""
     scheduler: bool = False
     """True for Kubernetes' scheduler, false for the bench's binder."""
+    peer: Peer | None = None
+    """Another controller of training jobs, above the Job controller."""
 
     @property
     def who(self) -> str:
+        if self.peer is not None:
+            return self.peer.value
         return "operator" if self.qps is None else f"Job controller, QPS {self.qps}"
 
+    @property
+    def restarts(self) -> bool:
+        """True if it restarts a gang of which a pod has failed."""
+        return self.qps is None or self.peer is not None
+
+    @property
+    def path(self) -> str:
+        """Path of its jobs."""
+        if self.peer is not None:
+            return group_path(self.peer, NAMESPACE)
+        return MEGATRON_JOBS if self.qps is None else INDEXED_JOBS
+
     def job(self, name: str, pods: int) -> Object:
+        if self.peer is not None:
+            return peer_job(self.peer, NAMESPACE, name, pods)
         make = megatron_job if self.qps is None else indexed_job
         return make(NAMESPACE, name, pods, hub=self.hub)
 
@@ -79,10 +100,18 @@ class Stage:
     program: Program
     running: Running
     limit_s: float
+    helpers: Sequence[Program] = ()
+    """Programs that the measured one needs as well, whose cost is added to its own."""
 
     @property
-    def _path(self) -> str:
-        return MEGATRON_JOBS if self.side.qps is None else INDEXED_JOBS
+    def measured(self) -> list[Program]:
+        """Programs whose cost is that of this side."""
+        return [self.program, *self.helpers]
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of this side so far."""
+        return sum(program.cpu_s for program in self.measured)
 
     async def apply(self, names: Sequence[str], pods: int) -> None:
         """Create jobs of `pods` pods each, some at a time."""
@@ -90,15 +119,15 @@ class Stage:
 
         async def create(name: str) -> None:
             async with limit:
-                await self.cluster.client.send("POST", self._path, self.side.job(name, pods))
+                await self.cluster.client.send("POST", self.side.path, self.side.job(name, pods))
 
         await asyncio.gather(*map(create, names))
 
     async def fail(self, pod: str) -> None:
-        """End all containers of a pod with code 1, as its kubelet would report it."""
+        """End all containers of a pod as a training that has failed, as its kubelet would report it."""
         found = await self.cluster.client.send("GET", f"{PODS}/{pod}")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        ended = {"terminated": {"exitCode": 1, "reason": "Error", "startedAt": now, "finishedAt": now}}
+        ended = {"terminated": {"exitCode": FAILED, "reason": "Error", "startedAt": now, "finishedAt": now}}
         statuses = [{**status, "ready": False, "state": ended} for status in found["status"]["containerStatuses"]]
         status = {"phase": "Failed", "containerStatuses": statuses}
         await self.cluster.client.send("PATCH", f"{PODS}/{pod}/status", {"status": status})
@@ -109,23 +138,23 @@ class Stopwatch:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._others = stage.cluster.others(stage.program)
-        self._cpu_s = stage.program.cpu_s
+        self._others = stage.cluster.others(stage.measured)
+        self._cpu_s = stage.cpu_s
         self.began = time.monotonic()
 
     async def measured(self, phase: str, pods: int, ended: float | None, note: str = "") -> Measured:
         """Return the cost of a phase, after all processes have settled."""
         await asyncio.sleep(SETTLE_S)
-        stage, program = self._stage, self._stage.program
-        others = stage.cluster.others(program)
+        stage = self._stage
+        others = stage.cluster.others(stage.measured)
         return Measured(
             phase=phase,
             side=stage.side,
             pods=pods,
             seconds=None if ended is None else ended - self.began,
-            cpu_s=program.cpu_s - self._cpu_s,
-            peak_mib=program.peak_mib,
-            rss_mib=program.rss_mib,
+            cpu_s=stage.cpu_s - self._cpu_s,
+            peak_mib=sum(program.peak_mib for program in stage.measured),
+            rss_mib=sum(program.rss_mib for program in stage.measured),
             others_cpu_s={name: used - self._others.get(name, 0.0) for name, used in others.items()},
             note=note or ("" if ended is not None else f"{len(stage.running.names)} pods run at the end"),
         )
@@ -134,15 +163,15 @@ class Stopwatch:
 @contextlib.asynccontextmanager
 async def staged(side: Side, limit_s: float) -> AsyncIterator[Stage]:
     """A fresh cluster with this side in it, which has already run a job of one pod."""
-    async with cluster() as made, asyncio.TaskGroup() as group:
+    async with cluster() as made, contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         running = Running()
         tasks = [group.create_task(running.follow(made.client, NAMESPACE))]
         if side.scheduler:
             made.scheduler()
         else:
             tasks.append(group.create_task(Binder(made.client, NAMESPACE, node_names()).run()))
-        program = made.operator() if side.qps is None else made.job_controller(side.qps)
-        stage = Stage(cluster=made, side=side, program=program, running=running, limit_s=limit_s)
+        program, *helpers = await _start_side(made, side, stack)
+        stage = Stage(cluster=made, side=side, program=program, running=running, limit_s=limit_s, helpers=helpers)
         await stage.apply(["warm-up"], 1)
         if await running.until(1, limit_s=limit_s) is None:
             raise RuntimeError(f"{side.who} does not run a job of one pod:\n{program.text[-3000:]}")
@@ -152,13 +181,24 @@ async def staged(side: Side, limit_s: float) -> AsyncIterator[Stage]:
             task.cancel()
 
 
+async def _start_side(made: Cluster, side: Side, stack: contextlib.AsyncExitStack) -> list[Program]:
+    """Start the programs of a side, the one that it is named by first."""
+    if side.qps is None:
+        return [made.operator()]
+    if side.peer is None:
+        return [made.job_controller(side.qps)]
+    stack.enter_context(serving_certificates(made.plane))
+    jobs = made.job_controller(side.qps, "garbage-collector-controller")
+    return [*await start_peer(made, side.peer, NAMESPACE), jobs]
+
+
 async def single_gang(side: Side, pods: int, limit_s: float) -> AsyncIterator[Measured]:
-    """Measure a job of many pods from apply to all running; then our operator loses a pod, and all run again."""
+    """Measure a job of many pods from apply to all running; then it loses a pod, and all run again."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, "one job", ["gang"], pods)
-        if side.qps is None:
+        if side.restarts:
             known, clock = set(stage.running.names), Stopwatch(stage)
-            await stage.fail("gang-worker-0")
+            await stage.fail(min(name for name in stage.running.names.values() if name.startswith("gang-")))
             ended = await stage.running.until(pods, limit_s=limit_s, known=known)
             yield await clock.measured("gang restart", pods, ended)
 

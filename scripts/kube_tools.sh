@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes, or a tool beside it, from tests/tools and print the folder that holds them.
-# Usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins
+# Usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins|jobset|trainer
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (four minutes on two cores, once)
 #   api-1.30   the same of the oldest minor release that we support, with etcd and kubectl of api (150 s more)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
@@ -9,13 +9,14 @@
 #   kueue    that program (150 s) and its chart
 #   release   oras and syft, for releases, and crane, for a registry of tests (four minutes)
 #   scheduler-plugins   its scheduler (150 s) and its CRDs
+#   jobset, trainer   the controller (six and five minutes) and its CRDs
 # For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
 # module in a folder named by the hash of what made it.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 cd "$here/../tests/tools"
 
-group="${1:?usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins}"
+group="${1:?usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|release|scheduler-plugins|jobset|trainer}"
 module=$group programs=("$group")
 case "$group" in
   api) module=kubernetes programs=(kube-apiserver kubectl etcd) ;;
@@ -27,8 +28,10 @@ case "$group" in
   kueue) main=sigs.k8s.io/kueue/cmd/kueue ;;
   release) programs=(oras syft crane) ;;
   scheduler-plugins) programs=(kube-scheduler) main=sigs.k8s.io/scheduler-plugins/cmd/scheduler ;;
+  jobset) main=sigs.k8s.io/jobset ;;
+  trainer) programs=(trainer-controller-manager) main=github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager ;;
   *)
-    echo "kube_tools.sh: unknown set '$group'; use api, api-1.30, cluster, helm, kwok, coredns, kueue, release or scheduler-plugins" >&2
+    echo "kube_tools.sh: unknown set '$group'; use api, api-1.30, cluster, helm, kwok, coredns, kueue, release, scheduler-plugins, jobset or trainer" >&2
     exit 2
     ;;
 esac
@@ -70,6 +73,8 @@ case "$module" in
   kueue) version=$(released sigs.k8s.io/kueue) ;;
   release) version=$(released github.com/anchore/syft) flags+=" -X main.version=$version" ;;
   scheduler-plugins) version=$(released sigs.k8s.io/scheduler-plugins) ;;
+  jobset) version=$(released sigs.k8s.io/jobset) ;;
+  trainer) version=$(released github.com/kubeflow/trainer/v2) ;;
 esac
 made_by=$({ cat go.mod go.sum; echo "CGO_ENABLED=0 -trimpath $compiler_flags $flags"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
 folder="${XDG_CACHE_HOME:-$HOME/.cache}/megatronapp/$module-$version-$made_by"
@@ -102,8 +107,14 @@ if [ "$module" = kubernetes-1.30 ]; then
   newest=$("$here/kube_tools.sh" api)
   ln -sf "$newest/etcd" "$newest/kubectl" "$folder"
 fi
-if [ "$module" = scheduler-plugins ] && [ ! -e "$folder/crds" ]; then
-  cp -r "$(go list -m -f '{{.Dir}}' sigs.k8s.io/scheduler-plugins)/config/crd/bases" "$folder/.crds.part"
+definitions= # folder of a module with its CRDs
+case "$module" in
+  scheduler-plugins) definitions=$(go list -m -f '{{.Dir}}' sigs.k8s.io/scheduler-plugins)/config/crd/bases ;;
+  jobset) definitions=$(go list -m -f '{{.Dir}}' sigs.k8s.io/jobset)/config/components/crd/bases ;;
+  trainer) definitions=$(go list -m -f '{{.Dir}}' github.com/kubeflow/trainer/v2)/manifests/base/crds ;;
+esac
+if [ -n "$definitions" ] && [ ! -e "$folder/crds" ]; then
+  cp -r "$definitions" "$folder/.crds.part"
   chmod -R u+w "$folder/.crds.part"
   mv "$folder/.crds.part" "$folder/crds"
 fi

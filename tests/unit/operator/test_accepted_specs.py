@@ -1,12 +1,14 @@
 """Jobs whose stored spec breaks a rule that was added after it was accepted."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job import PinnedSettings
+from megatronapp_common.job import PinnedSettings, judge
+from megatronapp_common.job.rules import Rule
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.execution.budgets import DisruptionBudgets
@@ -177,3 +179,22 @@ async def test_a_job_that_cannot_be_rendered_leaves_the_objects_of_others_compar
     reconciler.know(wrong, template="none")
     reconciler.know(right)
     assert await reconciler.compare_owned_objects([]) == [("default", "second")]
+
+
+def test_a_new_job_is_judged_once_by_each_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judging takes milliseconds, which count where a thousand small jobs are created at once."""
+    judged: list[Rule] = []
+    real = judge._broken
+
+    def counting(rules: Sequence[Rule], *arguments: Any, **options: Any) -> list[tuple[Rule, str]]:
+        judged.extend(rules)
+        return real(rules, *arguments, **options)
+
+    document = stored(observed=None)
+    del document["spec"]["env"]
+    monkeypatch.setattr(judge, "_broken", counting)
+    reconciler = Remembering()
+    assert reconciler.read(document) == "gpt" and reconciler.skipped() == ()
+    assert judged and len(judged) == len({rule.id for rule in judged})
+    judged.clear()
+    assert reconciler.read(document | {"status": {"phase": "Running"}}) == "gpt" and not judged, "by a status write"

@@ -59,6 +59,8 @@ class LeaseHolder:
         self._renewed_at = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
         """Newest resourceVersion of another's lease, and when it was first seen."""
+        self._expires_at = float("-inf")
+        """When another's lease may be taken, unless it is renewed."""
 
     @property
     def is_leader(self) -> bool:
@@ -68,7 +70,7 @@ class LeaseHolder:
     async def acquire(self) -> None:
         """Wait until the lease is ours."""
         while not await self._try():
-            await asyncio.sleep(self._settings.retry_s)
+            await asyncio.sleep(self._pause_s())
 
     async def hold(self) -> None:
         """Renew until the lease may be lost, then raise LeaseLostError.
@@ -115,6 +117,11 @@ class LeaseHolder:
         left = self._renewed_at + self._settings.renew_deadline_s - self._clock()
         return left if left > 0 else self._settings.renew_deadline_s
 
+    def _pause_s(self) -> float:
+        """Return the seconds until the next attempt: no longer than until the time of the lease's holder is over."""
+        left = self._expires_at - self._clock()
+        return min(self._settings.retry_s, left) if left > 0 else self._settings.retry_s
+
     def _may_take(self, lease: Object) -> bool:
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if not holder or holder == self._identity:
@@ -123,7 +130,8 @@ class LeaseHolder:
         if version != self._seen[0]:
             self._seen = (version, now)
         duration_s = max(lease["spec"].get("leaseDurationSeconds") or 0, self._settings.duration_s)
-        return now >= self._seen[1] + duration_s
+        self._expires_at = self._seen[1] + duration_s
+        return now >= self._expires_at
 
     def _fresh(self) -> Object:
         metadata = {"name": self._name, "namespace": self._namespace}

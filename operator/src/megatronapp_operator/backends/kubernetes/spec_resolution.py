@@ -127,8 +127,10 @@ def _begun(source: SpecSource) -> ResolvedSpec:
 
 
 def _without_profiles(source: SpecSource) -> ResolvedSpec:
-    job, unknown = load_stored_job(source.document, accepted=is_accepted(source.document))
-    skipped = skipped_rules(job) if source.status.phase not in TERMINAL_PHASES else ()
+    accepted = is_accepted(source.document)
+    job, unknown = load_stored_job(source.document, accepted=accepted)
+    judged = not accepted and job.spec.profile is None  # by all rules, of which it broke none
+    skipped = () if judged or source.status.phase in TERMINAL_PHASES else skipped_rules(job)
     concerned = source.status.condition(ConditionType.PROFILE_APPLIED) is not None or bool(
         source.choice.profiles or source.choice.problem
     )
