@@ -13,7 +13,14 @@ from ports import reserved_ports
 
 from megatronapp_operator.backends.kubernetes.client import errors
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
-from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, PODS, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.resources import (
+    CONFIG_MAPS,
+    CREATOR,
+    FIELD_MANAGER,
+    PODS,
+    Object,
+    Resource,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -68,6 +75,27 @@ async def test_a_list_is_read_in_pages(plane: kube.ControlPlane, namespace: str)
     assert [item["metadata"]["name"] for item in even.items] == ["map-0", "map-2", "map-4", "map-6"]
     assert len(everywhere.items) >= 7
     assert int(everywhere.resource_version) >= int(every.resource_version) > 0
+
+
+async def test_apply_removes_fields_that_were_created(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        created = config_map(namespace, labels={"owner": "us"}, a="1", b="2")
+        await api.create(CONFIG_MAPS, created, manager=CREATOR)
+        found = await api.read_labelled(CONFIG_MAPS, namespace, "one", "owner", "us")
+        await api.annotate(CONFIG_MAPS, namespace, "one", {"example.com/of": "another"})
+        with pytest.raises(errors.ConflictError):
+            await api.own_by_apply(CONFIG_MAPS, found)
+        found = await api.read_labelled(CONFIG_MAPS, namespace, "one", "owner", "us")
+        await api.own_by_apply(CONFIG_MAPS, found)
+        applied = await api.apply(CONFIG_MAPS, config_map(namespace, a="1"))
+        assert applied["data"] == {"a": "1"} and "labels" not in applied["metadata"]
+        assert applied["metadata"]["annotations"] == {"example.com/of": "another"}, "others keep their fields"
+        owners = [(entry["manager"], entry["operation"]) for entry in applied["metadata"]["managedFields"]]
+        assert sorted(owners) == [(FIELD_MANAGER, "Apply"), (FIELD_MANAGER, "Update")]
+        version = applied["metadata"]["resourceVersion"]
+        await api.own_by_apply(CONFIG_MAPS, applied)
+        unchanged = await api.get(CONFIG_MAPS, namespace, "one")
+        assert unchanged is not None and unchanged["metadata"]["resourceVersion"] == version
 
 
 async def test_apply_sets_named_fields_and_removes_the_others(plane: kube.ControlPlane, namespace: str) -> None:

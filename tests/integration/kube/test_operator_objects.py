@@ -103,6 +103,25 @@ async def test_a_job_of_which_nothing_was_deleted_costs_next_to_nothing(
         assert stage.api.count - before - lists <= 3, "the ConfigMap is looked at and applied, the Secret created"
 
 
+async def test_a_quota_that_is_used_up_does_not_keep_what_exists_from_being_applied(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    """A new process tries to create: the quota refuses that before the server finds that the object exists."""
+    async with simulated_operator(plane, namespace) as stage:
+        pods = await train(stage, **HUB)
+        plane.set_quota(namespace, {"count/services": "0", "count/configmaps": "0"})
+        service = await stage.nodes.api.get(SERVICES, namespace, "job-hub")
+        assert service is not None
+        service["spec"]["ports"][0]["targetPort"] = 1
+        await stage.nodes.api.replace(SERVICES, service)
+        await stage.begin()
+        for _ in range(2):
+            await stage.pass_time(TEND_S)
+        restored = await stage.nodes.api.get(SERVICES, namespace, "job-hub")
+        assert restored is not None and restored["spec"]["ports"][0]["targetPort"] != 1
+        assert await continue_until_stable(stage) == pods
+
+
 async def test_what_was_changed_is_made_as_it_was_and_what_was_added_stays(
     plane: kube.ControlPlane, namespace: str
 ) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
+from megatronapp_operator.backends.kubernetes.client.errors import NotFoundError
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
@@ -196,13 +197,13 @@ class EmptyNamespace:
     def __init__(self) -> None:
         self.secrets: list[str] = []
 
-    async def has_label(self, *_: object) -> None:
-        return None
+    async def read_labelled(self, *_: object) -> Object:
+        raise NotFoundError("nothing is here")
 
     async def apply(self, *_: object) -> None:
         return None
 
-    async def create(self, _resource: object, obj: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, _resource: object, obj: Object, **_: object) -> Object:
         if obj["kind"] == "Secret":
             self.secrets.append(obj["metadata"]["name"])
         return obj

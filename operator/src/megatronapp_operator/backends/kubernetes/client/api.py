@@ -31,7 +31,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     UnavailableError,
     api_error_for,
 )
-from megatronapp_operator.backends.kubernetes.client.resources import FIELD_MANAGER, VERSIONS, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.resources import CREATOR, FIELD_MANAGER, VERSIONS, Object, Resource
 
 REQUEST_S = 30.0
 """Seconds for one request to the API server."""
@@ -212,10 +212,16 @@ class KubernetesApi:
             self._on_answer("WATCH", resource.plural, status)
 
     async def create(
-        self, resource: Resource, obj: Object, *, dry_run: bool = False, decode: Decoder = decode_object
+        self,
+        resource: Resource,
+        obj: Object,
+        *,
+        dry_run: bool = False,
+        manager: str = FIELD_MANAGER,
+        decode: Decoder = decode_object,
     ) -> Object:
         """Create an object and return it as stored. Raises AlreadyExistsError."""
-        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
+        query = {"fieldManager": manager, "fieldValidation": "Strict"} | _dry(dry_run)
         return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj, decode=decode)
 
     async def apply(self, resource: Resource, obj: Object) -> Object:
@@ -243,31 +249,41 @@ class KubernetesApi:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
-    async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
-        """Return True if an object has this label; None if it does not exist. Needs no right to read objects."""
-        try:
-            await self._test_label(resource, namespace, name, label, value)
-        except NotFoundError:
-            return None
-        except InvalidError:
-            return False
-        return True
-
     async def find_labelled(
         self, resource: Resource, namespace: str, name: str, label: str, value: str
     ) -> Object | None:
         """Return an object if it exists and has this label, or None. Needs no right to read objects."""
         try:
-            return await self._test_label(resource, namespace, name, label, value)
+            return await self.read_labelled(resource, namespace, name, label, value)
         except (NotFoundError, InvalidError):
             return None
 
-    async def _test_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object:
-        """Send a patch without effect that fails unless the label has this value; return the whole object."""
+    async def read_labelled(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object:
+        """Return an object by a patch without effect. Needs no right to read objects.
+
+        Raises NotFoundError, InvalidError for one whose label has another value.
+        """
         pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
         body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
         path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
         return await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
+
+    async def own_by_apply(self, resource: Resource, found: Object) -> None:
+        """Let `apply` remove fields that were created by CREATOR: it removes only those that it owns itself.
+
+        `found` has its managed fields; nothing is sent if none are CREATOR's. Raises ConflictError.
+        """
+        managers = [entry.get("manager") for entry in found["metadata"].get("managedFields") or ()]
+        if CREATOR not in managers:
+            return
+        entry = f"/metadata/managedFields/{managers.index(CREATOR)}"
+        body: list[Object] = [
+            {"op": "replace", "path": f"{entry}/manager", "value": FIELD_MANAGER},
+            {"op": "replace", "path": f"{entry}/operation", "value": "Apply"},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": found["metadata"]["resourceVersion"]},
+        ]
+        path, query = resource.path(_namespace(found), _name(found)), {"fieldManager": FIELD_MANAGER}
+        await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
 
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None

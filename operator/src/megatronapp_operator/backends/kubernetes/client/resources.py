@@ -10,6 +10,8 @@ from megatronapp_common.names import GROUP, VERSION
 
 FIELD_MANAGER = "megatron-operator"
 """Manager of the fields that the operator writes."""
+CREATOR = f"{FIELD_MANAGER}-create"
+"""Manager of the fields of an object that was created, until it is applied for the first time."""
 Object = dict[str, Any]
 
 

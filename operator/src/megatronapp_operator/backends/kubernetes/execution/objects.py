@@ -10,10 +10,15 @@ from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
-from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, ForbiddenError
-from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
+from megatronapp_operator.backends.kubernetes.client.errors import (
+    AlreadyExistsError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+)
+from megatronapp_operator.backends.kubernetes.client.resources import CREATOR, Object, Resource
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
-from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import EventType, RecordEvent
@@ -32,6 +37,8 @@ class ObjectApplier:
         self._keys = keys
         self._events = events
         self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
+        self._created: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        """Objects that exist, by uid of the job, kind and name: those are applied, not created."""
 
     async def ensure(self, work: JobContext) -> None:
         """Ensure the objects that must exist before any pod, in order, once per attempt and process.
@@ -68,16 +75,49 @@ class ObjectApplier:
         await self.put(work, [render.ranks(work.owner, table)])
 
     async def put(self, work: JobContext, rendered: Sequence[tuple[Resource, Object]]) -> None:
-        """Apply the objects, in their order, after a check that none of them belongs to another owner."""
-        await run_all([self._check_name(work, resource, obj) for resource, obj in rendered])
+        """Create the objects, in their order; apply those that exist. Raises NameTakenError for another owner's."""
         for resource, obj in rendered:
-            await self._api.apply(resource, obj)
+            made = work.owner.uid, resource.plural, str(obj["metadata"]["name"])
+            if made in self._created or not await self._create(work, resource, obj):
+                await self._apply(work, resource, obj)
+            self._created[made] = None
+            if len(self._created) > REMEMBERED:
+                self._created.popitem(last=False)
 
-    async def _check_name(self, work: JobContext, resource: Resource, obj: Object) -> None:
-        """Check by a label of our objects that the name is free: this needs no right to read ConfigMaps."""
+    async def _create(self, work: JobContext, resource: Resource, obj: Object) -> bool:
+        """Create an object; return False if it exists and is ours. Raises NameTakenError, ApiError.
+
+        A quota or a policy may refuse it before the server finds that it exists.
+        """
+        try:
+            await self._api.create(resource, obj, manager=CREATOR)
+        except (AlreadyExistsError, ForbiddenError, InvalidError) as error:
+            if await self._find(work, resource, obj) is not None:
+                return False
+            if isinstance(error, AlreadyExistsError):  # deleted meanwhile
+                return False
+            raise
+        return True
+
+    async def _apply(self, work: JobContext, resource: Resource, obj: Object) -> None:
+        """Apply an object, which exists or not. Raises NameTakenError for another owner's, ApiError."""
+        found = await self._find(work, resource, obj)
+        if found is not None:
+            await self._api.own_by_apply(resource, found)
+        await self._api.apply(resource, obj)
+
+    async def _find(self, work: JobContext, resource: Resource, obj: Object) -> Object | None:
+        """Return our object of this name by a label of ours: this needs no right to read ConfigMaps.
+
+        Raises NameTakenError for another owner's.
+        """
         namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
-        if await self._api.has_label(resource, namespace, name, LABEL_JOB_UID, work.owner.uid) is False:
-            raise name_taken(resource, namespace, name)
+        try:
+            return await self._api.read_labelled(resource, namespace, name, LABEL_JOB_UID, work.owner.uid)
+        except NotFoundError:
+            return None
+        except InvalidError:
+            raise name_taken(resource, namespace, name) from None
 
     async def _ensure_secret(self, work: JobContext) -> None:
         """Create the job's Secret. The name follows from uid and key, so an existing one is right."""
