@@ -40,12 +40,12 @@ def test_a_kubeconfig_that_is_not_there_is_called_so_and_nothing_else(
     assert caplog.text == ""
 
 
-def test_commands_import_neither_the_client_of_the_operator_nor_before_its_use_the_official_one() -> None:
+def test_commands_import_neither_numpy_nor_the_client_of_the_operator_nor_before_its_use_the_official_one() -> None:
     folder = pathlib.Path(cluster.__file__).parent
     names = ", ".join(f"{cluster.__name__}.{path.stem}" for path in sorted(folder.glob("[a-z]*.py")))
     program = f"import sys, {names}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
-    assert {"aiohttp", "kubernetes_asyncio", "kubernetes", "kopf"}.isdisjoint(done.stdout.split())
+    assert {"aiohttp", "kubernetes_asyncio", "kubernetes", "kopf", "numpy"}.isdisjoint(done.stdout.split())
 
 
 @contextlib.contextmanager

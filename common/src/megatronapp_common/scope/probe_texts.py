@@ -23,11 +23,8 @@ from numpy.typing import NDArray
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.layer_statistics import MAX_LAYER, NO_LAYER, perturbation_of
+from megatronapp_common.scope.probe_limits import MAX_CHARACTERS, MAX_TEXTS, MAX_TOKENS
 
-MAX_TEXTS = 8
-MAX_TOKENS = 256
-MAX_CHARACTERS = 2048
-"""Longest text of a manifest."""
 MAX_BLOCKS = 64
 CANDIDATES = 5
 """Likeliest next tokens at each position."""

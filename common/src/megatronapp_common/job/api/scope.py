@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.scope.perturbation.recipe import MAX_NAMED, NamedRecipe
-from megatronapp_common.scope.probe_texts import MAX_CHARACTERS, MAX_TEXTS
+from megatronapp_common.scope.probe_limits import MAX_CHARACTERS, MAX_TEXTS
 
 MODULE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatronapp_common.scope.probe_texts import MAX_TEXTS, MAX_TOKENS
+from megatronapp_common.scope.probe_limits import MAX_TEXTS, MAX_TOKENS
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.microbatches import HostMicrobatch

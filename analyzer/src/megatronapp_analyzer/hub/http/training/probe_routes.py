@@ -10,7 +10,7 @@ from megatronapp_analyzer.hub.http.training import probe_views as views
 from megatronapp_analyzer.hub.state.capture_store import MAX_STEP
 from megatronapp_analyzer.scope.routes import bounded
 from megatronapp_common.scope.layer_statistics import MAX_LAYER
-from megatronapp_common.scope.probe_texts import MAX_TEXTS
+from megatronapp_common.scope.probe_limits import MAX_TEXTS
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
