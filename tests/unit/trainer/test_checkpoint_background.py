@@ -1,6 +1,6 @@
 """Checkpoints that are written in the background, by real ranks and their real writer processes.
 
-Writers are forked (`forked_writers`), except those of failed writes, which are started as in a job.
+Writers are forked (`forked_writers`), except that in place of a lost one, which is started as in a job.
 """
 
 import contextlib
@@ -109,7 +109,8 @@ def suffer(folder: str, flags: str) -> list[str]:
 
     background.PAUSES_S = (0.0,)
     Stage = background.SaveStage
-    run, manager, trainer = prepare(f"{flags} --save {folder} --async-save")
+    with forked_writer():
+        run, manager, trainer = prepare(f"{flags} --save {folder} --async-save")
     saves, is_last = manager.background, dist.get_rank() == dist.get_world_size() - 1
     found = []
 
