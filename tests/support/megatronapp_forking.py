@@ -1,4 +1,4 @@
-"""`megatronapp` for jobs whose ranks are forked from the fork server, with a real backend, launchers, agents and hub.
+"""`megatronapp` for jobs whose ranks, agents and hub are forked from the fork server; backend and launchers are real.
 
 `command(forkserver.python())` replaces `python -m megatronapp_common.cli`; see `forked_python` for what differs.
 """
@@ -21,16 +21,19 @@ def command(python: Sequence[str]) -> list[str]:
     return [interpreter, __file__, " ".join(program)]
 
 
-def with_forked_ranks(job: MegatronJob) -> ProcessCommands:
-    """Return the commands of a job, of which the launcher has another program for ranks."""
+def forked_commands(job: MegatronJob) -> ProcessCommands:
+    """Return the commands of a job with another program for agents, for the hub and, by the launcher, for ranks."""
     commands = build_commands(job)
     flags = commands.launcher.index("--")
     module = "megatronapp_trainer.serve" if job.spec.mode == "serve" else "megatronapp_trainer.pretrain"
     program = f"--program={sys.argv[1]} -m {module}"
-    return dataclasses.replace(commands, launcher=(*commands.launcher[:flags], program, *commands.launcher[flags:]))
+    launcher = (*commands.launcher[:flags], program, *commands.launcher[flags:])
+    python = (sys.executable, *sys.argv[1].split())
+    hub, agent = (*python, *commands.hub[1:]), (*python, *commands.agent[1:])
+    return dataclasses.replace(commands, launcher=launcher, hub=hub, agent=agent)
 
 
 if __name__ == "__main__":
     backend.TICK_S = 0.1
-    run.build_commands = with_forked_ranks  # type: ignore[attr-defined]
+    run.build_commands = forked_commands  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[2:]))
