@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import yaml
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import Env
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
@@ -188,7 +189,13 @@ class ChaosJob:
         url = json.loads((self.root / "hub.json").read_text())["url"]
         token = derive_token(read_secret(self.root / "secret"), TokenRole.VIEWER)
         with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.get(f"{url}{path}", headers={"Authorization": f"Bearer {token}"}, timeout=5, trust_env=False)
+            answer = httpx.get(
+                f"{url}{path}",
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=5,
+                trust_env=False,
+                verify=SHARED_TLS,
+            )
             if answer.is_success:
                 return answer.json()
         return None

@@ -20,6 +20,7 @@ import yaml
 from chaos_job import Cli
 from ports import reserved_ports
 from prometheus_client import CollectorRegistry, start_http_server
+from shared_tls import SHARED_TLS
 from worker_groups import worker_groups
 
 from megatronapp_common.job import read_status
@@ -79,7 +80,7 @@ class Prometheus:
     """Queries of a running server."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=120, trust_env=False)
+        self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=120, trust_env=False, verify=SHARED_TLS)
 
     def close(self) -> None:
         """End the open connections."""
@@ -213,7 +214,7 @@ def running_prometheus(folder: pathlib.Path, *scrapes: Object) -> Iterator[Prome
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
+        return httpx.get(url, trust_env=False, verify=SHARED_TLS).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
 

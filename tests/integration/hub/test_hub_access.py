@@ -142,7 +142,7 @@ async def test_browsers_of_two_jobs_on_two_ports_stay_logged_in(tmp_path: Path, 
     """One browser sends all its cookies to both, as it would at 127.0.0.1."""
     with contextlib.ExitStack() as stack:
         hubs = [stack.enter_context(serve(tmp_path / uid, uid=uid)) for uid in ("uid-one", "uid-two")]
-        async with httpx.AsyncClient(timeout=DEADLINE_S) as browser:
+        async with httpx.AsyncClient(timeout=DEADLINE_S, verify=SHARED_TLS) as browser:
             for hub in hubs:
                 await browser.post(f"{hub.url}/login", data={"token": await new_code(hub)})
             for hub in hubs:

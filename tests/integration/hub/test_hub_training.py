@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from shared_tls import SHARED_TLS
 
 from megatronapp_analyzer.hub.settings import ControlSettings
 from megatronapp_analyzer.hub.state.lease import LEASE_S, ControlLease
@@ -30,7 +31,9 @@ def steered(tmp_path: Path, serve: Any) -> Iterator[Any]:
 @pytest_asyncio.fixture
 async def controller(steered: Any) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": f"Bearer {derive_token(steered.secret, TokenRole.CONTROLLER)}"}
-    async with httpx.AsyncClient(base_url=f"{steered.url}/api/v1", headers=headers, timeout=180) as client:
+    async with httpx.AsyncClient(
+        base_url=f"{steered.url}/api/v1", headers=headers, timeout=180, verify=SHARED_TLS
+    ) as client:
         yield client
 
 
@@ -270,7 +273,7 @@ async def test_captures_are_ordered_and_the_ranks_report_their_interval(
 @pytest.mark.asyncio
 async def test_a_training_without_control_is_reported(hub: Any) -> None:
     headers = {"Authorization": f"Bearer {derive_token(hub.secret, TokenRole.CONTROLLER)}"}
-    async with httpx.AsyncClient(base_url=hub.url, headers=headers, timeout=180) as client:
+    async with httpx.AsyncClient(base_url=hub.url, headers=headers, timeout=180, verify=SHARED_TLS) as client:
         answer = await client.get("/api/v1/training")
         assert answer.status_code == 409 and "spec.scope.training.enabled" in answer.json()["hint"]
     assert (await hub.get("/api/v1/job"))["training"] is None

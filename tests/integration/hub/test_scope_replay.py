@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scope_session
 import websocket_clients
+from shared_tls import SHARED_TLS
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.delivery import session_file
@@ -52,7 +53,7 @@ async def replayed(file: pathlib.Path, *arguments: str) -> AsyncIterator[tuple[h
             token = (await process.stdout.readline()).decode().split()[-1]
             url = (await process.stdout.readline()).decode().partition("/#code=")[0]
         async with httpx.AsyncClient(
-            base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=DEADLINE_S
+            base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=DEADLINE_S, verify=SHARED_TLS
         ) as client:
             await listening(client)
             yield client, process

@@ -16,6 +16,7 @@ import httpx
 import kube
 import pytest
 import yaml
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import ANNOTATION_RESTART
 from megatronapp_operator.controller.main import LOST
@@ -394,7 +395,11 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
         assert plane.kubectl(*patch).returncode == 0
         wait(lambda: not {name for name in names(client, "pods") if "worker" in name})
         port = re.findall(r"probes at port (\d+)", log.read_text(encoding="utf-8"))[-1]
-        page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=120).raise_for_status().text
+        page = (
+            httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, verify=SHARED_TLS, timeout=120)
+            .raise_for_status()
+            .text
+        )
         assert 'verb="create"' in page or 'verb="POST"' in page
         refused = {re.sub('.*resource="([a-z]+)".*', r"\1", line) for line in page.splitlines() if 'code="403"' in line}
         assert refused == ({"clustermegatronprofiles"} if mode == "namespaces" else set())

@@ -10,6 +10,7 @@ import gateway
 import httpx
 import kube
 import pytest
+from shared_tls import SHARED_TLS
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -294,7 +295,7 @@ def test_metrics_have_a_separate_port_and_name_no_users(
 
     def metrics() -> str:
         at = f"http://127.0.0.1:{reviewing.metrics_port}"
-        with httpx.Client(base_url=at, trust_env=False, timeout=gateway.DEADLINE_S) as client:
+        with httpx.Client(base_url=at, trust_env=False, verify=SHARED_TLS, timeout=gateway.DEADLINE_S) as client:
             assert client.get("/healthz").status_code == 200
             answer = client.get("/metrics")
             assert answer.status_code == 200  # some scrapers follow nothing

@@ -10,6 +10,7 @@ import kube
 import pytest
 from operator_process import DEADLINE_S, started
 from operator_simulation import manifest
+from shared_tls import SHARED_TLS
 
 
 def pods(plane: kube.ControlPlane, namespace: str) -> list[str]:
@@ -30,8 +31,12 @@ def test_a_job_that_is_created_while_the_operator_runs_and_before_gets_its_pods(
         operator.wait(operator.leads)
         apply(plane, namespace, "late")
         operator.wait(lambda: len(pods(plane, namespace)) == 4)
-        assert httpx.get(f"{operator.url}/healthz", trust_env=False, timeout=DEADLINE_S).is_success
-        operator.wait(lambda: httpx.get(f"{operator.url}/readyz", trust_env=False, timeout=DEADLINE_S).is_success)
+        assert httpx.get(f"{operator.url}/healthz", trust_env=False, verify=SHARED_TLS, timeout=DEADLINE_S).is_success
+        operator.wait(
+            lambda: (
+                httpx.get(f"{operator.url}/readyz", trust_env=False, verify=SHARED_TLS, timeout=DEADLINE_S).is_success
+            )
+        )
         assert "megatron_operator_is_leader 1.0" in operator.metrics()
         phase = f'megatron_job_phase{{name="late",namespace="{namespace}",phase="Starting"}}'
         operator.wait(lambda: f"{phase} 1.0" in operator.metrics())

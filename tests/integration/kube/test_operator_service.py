@@ -14,6 +14,7 @@ from fake_launchers import ADDRESSES
 from fake_nodes import FakeNodes
 from operator_simulation import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import STATUS_PORT
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList, connect
@@ -53,7 +54,7 @@ async def serving(
     health = ControllerHealth(leads=True)
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client,
     ):
         failing = FailingApi(api._client)
         failing.failures = failures

@@ -16,6 +16,7 @@ import httpx
 import kube
 import yaml
 from ports import reserved_ports
+from shared_tls import SHARED_TLS
 
 Object = dict[str, Any]
 START_S = 120
@@ -42,7 +43,9 @@ class Kueue:
     def ready(self) -> bool:
         """Return whether its webhooks answer."""
         try:
-            return httpx.get(f"http://127.0.0.1:{self.health_port}/readyz", trust_env=False).is_success
+            return httpx.get(
+                f"http://127.0.0.1:{self.health_port}/readyz", trust_env=False, verify=SHARED_TLS
+            ).is_success
         except httpx.TransportError:
             return False
 

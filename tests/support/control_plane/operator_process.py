@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import kube
 from operator_simulation import KEY
+from shared_tls import SHARED_TLS
 
 from megatronapp_operator.controller.main import LOST
 
@@ -75,7 +76,11 @@ class OperatorProcess:
 
     def metrics(self) -> str:
         """The page of its metrics."""
-        return httpx.get(f"{self.url}/metrics", trust_env=False, timeout=DEADLINE_S).raise_for_status().text
+        return (
+            httpx.get(f"{self.url}/metrics", trust_env=False, verify=SHARED_TLS, timeout=DEADLINE_S)
+            .raise_for_status()
+            .text
+        )
 
     def wait(self, what: Callable[[], bool]) -> None:
         """Wait until the condition holds. An operator that has lost its lease starts again, as its pod would."""

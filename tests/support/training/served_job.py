@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import served_model
+from shared_tls import SHARED_TLS
 
 from megatronapp_common import cli
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
@@ -90,7 +91,7 @@ class Served:
         lines = self.call("serve", "--print", self.name).splitlines()
         url, key = (line.partition("=")[2] for line in lines)
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False, verify=SHARED_TLS)
 
     def entry(self, role: TokenRole) -> str:
         """Return the address of the page that logs a user of this role in, once."""
@@ -103,7 +104,7 @@ class Served:
         key = derive_token(read_secret(self.folder / "secret"), role)
         url = json.loads((self.folder / "hub.json").read_text())["url"] + "/api/v1"
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False, verify=SHARED_TLS)
 
     def rank(self, rank: int) -> int:
         """The process of a rank."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import httpx
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
@@ -69,7 +70,7 @@ class ModelServer:
         """Return a client with the key, unless another is given."""
         key = derive_token(self.secret, TokenRole.SERVE) if token is None else token
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, verify=SHARED_TLS)
 
     def until_ready(self) -> None:
         """Wait until it takes requests."""

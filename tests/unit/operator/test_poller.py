@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_clock import FakeClock
 from ports import own_addresses
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
@@ -81,7 +82,7 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
 
 
 async def polled(before: PollResult | None = None, pods: list[PodRecord] = PODS) -> PollResult:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         return await HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY])).poll(
             "uid", pods, before or PollResult(), attempt=1, workers=2, key_id=""
         )
@@ -102,7 +103,7 @@ async def test_hub_and_launcher_report_progress_and_the_rank_table() -> None:
 
 async def test_a_refused_token_is_remembered_until_the_next_answer() -> None:
     other = KeyRing(["ef" * 32])
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         async with answering(HUB, HUB_PORT, b"{}"), answering(LAUNCHER, STATUS_PORT, b"{}"):
             result = await HubPoller(client, timeout_s=PATIENCE_S, keys=other).poll(
                 "uid", PODS, PollResult(), attempt=1, workers=2, key_id=""
@@ -123,7 +124,7 @@ async def test_a_refused_token_is_remembered_until_the_next_answer() -> None:
 async def test_without_the_key_of_the_job_no_request_is_sent() -> None:
     ring = KeyRing([KEY])
     async with (
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client,
         answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as hub,
         answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
     ):
@@ -184,7 +185,7 @@ async def test_pods_that_do_not_run_or_are_of_another_attempt_are_not_polled() -
 
 async def test_a_hub_that_times_out_is_polled_less_and_less_often() -> None:
     clock, result, misses = FakeClock(1000.0), PollResult(), []
-    async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False) as client:
+    async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock, timeout_s=0.02)
         for _ in range(40):
             result = await poller.poll("uid", PODS[:1], result, attempt=1, workers=2, key_id="")
@@ -242,7 +243,7 @@ async def poll_hub(poller: HubPoller, before: PollResult, body: bytes, port: int
 
 async def test_the_time_of_the_last_contact_alone_is_no_change() -> None:
     clock = FakeClock(1000.0)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         assert (await poll_hub(poller, PollResult(), summary(1000.0, attempt=0))).received_at == 0.0
         first = await poll_hub(poller, PollResult(), summary(1000.0))
@@ -271,7 +272,7 @@ async def test_a_launcher_reports_the_workers_it_waits_for(phase: str, attempt: 
 
 async def test_a_hub_whose_agent_has_died_reports_no_contact() -> None:
     clock = FakeClock(1000.0)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         first = await poll_hub(poller, PollResult(), summary(1000.0))
         clock.now += RECENT_S + 1
@@ -289,7 +290,7 @@ async def test_a_hub_whose_agent_has_died_reports_no_contact() -> None:
 async def test_a_hub_with_all_agents_knows_that_a_gang_hangs() -> None:
     clock = FakeClock(1000.0)
     clock.now += 3600
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         poller = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY]), clock=clock)
         assert (await poll_hub(poller, PollResult(), summary(1000.0, agents=1))).received_at == 0.0
         assert (await poll_hub(poller, PollResult(), summary(1000.0, agents=2))).received_at == clock.now

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.web import server
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
@@ -333,7 +334,9 @@ def test_requests_that_follow_without_waiting_are_answered_in_their_order(serve:
 
 def test_a_connection_serves_requests_in_sequence(serve: Any) -> None:
     port = serve(SECRET)
-    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, timeout=DEADLINE_S) as client:
+    with httpx.Client(
+        trust_env=False, verify=SHARED_TLS, headers={"Authorization": f"Bearer {KEY}"}, timeout=DEADLINE_S
+    ) as client:
         ends = set()
         for path, status in (("/healthz", 200), ("/v1/models", 503), ("/nothing", 404)) * 4:
             with client.stream("GET", f"http://127.0.0.1:{port}{path}") as answer:
@@ -375,6 +378,6 @@ def test_a_stopping_server_reports_it_at_once(serve: Any) -> None:
     stop_requested = threading.Event()
     port = serve(SECRET, stopping=stop_requested.is_set)
     for expected in ("starting", "stopping"):
-        answer = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=DEADLINE_S)
+        answer = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, verify=SHARED_TLS, timeout=DEADLINE_S)
         assert (answer.status_code, answer.json()) == (503, {"status": expected})
         stop_requested.set()
