@@ -43,14 +43,13 @@ TOLERANCE = 1e-4
 SPLIT = VARIANTS | {"rotary-one-key-head": MORE_VARIANTS["rotary-one-key-head"]}
 """The last has fewer key heads than ranks: all hold the one."""
 BOTH = ("learned-tied", "rotary-one-key-head", "rotary-tied-window")
-"""Models for splits of tensors and layers at once: each split alone is tested with all of them."""
+"""Models for splits of tensors and layers at once: `make test-full` tests each split alone with all of them."""
 BY_LAYOUT: dict[str, tuple[str, ...]] = (
     {"TP2": tuple(SPLIT), "PP2": tuple(SPLIT), "PP2-uneven": BOTH, "TP2xPP2": BOTH}
     if FULL
     else {
         "TP2": ("rotary-one-key-head",),  # the test of sequence parallelism generates with rotary-grouped
-        "PP2": ("learned-untied", "rotary-tied-window"),
-        "TP2xPP2": ("learned-tied",),
+        "TP2xPP2": ("learned-untied", "rotary-tied-window"),
     }
 )
 SEQUENTIAL = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}

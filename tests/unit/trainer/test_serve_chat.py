@@ -5,9 +5,7 @@ import pathlib
 from typing import Any
 
 import pytest
-import transformers
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from megatronapp_trainer.data.chat_template import ChatTemplate, TemplateError, read_template
 from megatronapp_trainer.errors import DataError
@@ -60,6 +58,8 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(template: str) -> Any:
+    from transformers import PreTrainedTokenizerFast  # half a second, which all processes would take to collect tests
+
     backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=backend, chat_template=template, **TOKENS)
@@ -91,11 +91,13 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: pathlib.Path,
 
 
 def test_a_folder_that_transformers_wrote_is_read(tmp_path: pathlib.Path) -> None:
+    from transformers import AutoTokenizer
+
     theirs(TEMPLATES["namespaces"]).save_pretrained(tmp_path)
     found = read_template(tmp_path)
     assert found.text == TEMPLATES["namespaces"]
     assert TOKENS.items() <= found.tokens.items()
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == found.text
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == found.text
 
 
 def test_a_model_without_a_template_has_its_special_tokens_all_the_same(tmp_path: pathlib.Path) -> None:

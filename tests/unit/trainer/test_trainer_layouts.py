@@ -142,7 +142,6 @@ CORNERS = (
     "gpt-DP2-overlap",
     "gpt-local-layers",
     "llama-TP2",
-    "llama-PP2xDP2",
     "llama-selective-recompute",
 )
 """Each way to cut the model, with one of the two models; TP4+SP, which takes a third of the time, is none of them.

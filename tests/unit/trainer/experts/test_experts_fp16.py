@@ -48,7 +48,8 @@ def test_losses_are_those_of_fp32_in_each_layout(run_ranks: RunRanks) -> None:
         assert not any(skipped)
 
 
-@pytest.mark.parametrize("flags", [pytest.param("", marks=pytest.mark.full("the other optimizer")), SHARDED])
+@pytest.mark.full("without experts the same in test_fp16")
+@pytest.mark.parametrize("flags", ["", SHARDED])
 def test_a_resumed_run_continues_with_its_scale(run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str) -> None:
     whole = figures_of(run_ranks, 2, f"{HIGH} {EP} {flags}")
     assert whole[0][2], "no overflow"

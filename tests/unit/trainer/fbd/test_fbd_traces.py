@@ -24,7 +24,7 @@ PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
 EIGHT = "--global-batch-size 8"
 
 
-@pytest.mark.full("the others have all that a pair has; with MegaDPP", but=("VPP2", "VPP2-auto", "one-forward-for-two"))
+@pytest.mark.full("the others have all that a pair has; with MegaDPP", but=("VPP2", "one-forward-for-two"))
 @pytest.mark.parametrize(
     ("world", "flags", "replicas"),
     [
