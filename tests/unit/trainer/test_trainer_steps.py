@@ -31,7 +31,7 @@ from megatronapp_trainer.training.metrics import (
     why_no_mfu,
 )
 from megatronapp_trainer.training.progress import Reporter, open_progress
-from megatronapp_trainer.training.watch.events import Events, open_events
+from megatronapp_trainer.training.watch.events import EventFileWriter, Events, open_events
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -242,7 +242,9 @@ class Samples:
 def test_events_are_written_at_their_interval() -> None:
     events, lines = Samples(), list[str]()
     config = config_of("--tensorboard-log-interval 2 --log-interval 100")
-    reporter = Reporter(config, progress=None, events=Events({"/events": events}), print_line=lines.append)
+    reporter = Reporter(
+        config, progress=None, events=Events({"/events": EventFileWriter(events)}), print_line=lines.append
+    )
     for iteration in range(1, 5):
         reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)
     reporter.validation(4, 0.0, "validation")
@@ -268,7 +270,7 @@ class FullDisk(Samples):
 
 def test_an_error_of_the_event_file_ends_the_file_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
     events, others = FullDisk(), Samples()
-    writers = Events({"/events": events, "others": others})
+    writers = Events({"/events": EventFileWriter(events), "others": EventFileWriter(others)})
     reporter = Reporter(config_of(""), progress=None, events=writers, print_line=lambda _: None)
     for iteration in range(1, 4):
         reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)

@@ -71,8 +71,8 @@ def test_a_run_has_the_figures_by_iteration_and_is_that_of_the_job(
         events.close()
         wandb.teardown()
     (file,) = tmp_path.glob("wandb/wandb/offline-run-*/run-uid-of-the-job.wandb")
-    rows = history_of(file)
-    assert [(row["iteration"], row["lm loss"]) for row in rows if "lm loss" in row] == [(10, 2.5), (5, 2.25)]
+    rows = [{tag: value for tag, value in row.items() if not tag.startswith("_")} for row in history_of(file)]
+    assert rows == [{"iteration": 10, "lm loss": 2.5, "learning-rate": 1e-3}, {"iteration": 5, "lm loss": 2.25}]
     assert b"llama" in file.read_bytes()
 
 
@@ -87,11 +87,51 @@ def test_flags_of_runs_need_a_project() -> None:
         config_of("--wandb-exp-name first")
 
 
-@pytest.mark.full("the package takes seconds to import and starts a process")
-def test_a_run_that_cannot_start_names_a_remedy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_earlier_runs_is_not_the_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    try:
+        with pytest.raises(UsageError, match=r"install megatronapp-trainer\[wandb\]"):
+            open_events(config_of("--wandb-project training"))
+    finally:
+        sys.modules.pop("wandb", None)
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch, home: pathlib.Path, key: str | None) -> TrainerConfig:
+    """Return flags of a run whose server cannot be reached."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    if key is None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    return config_of(f"--wandb-project training --wandb-save-dir {home}")
+
+
+@pytest.mark.full("the package takes seconds to import and starts a process")
+def test_a_run_that_cannot_start_names_a_remedy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = unreachable(monkeypatch, tmp_path, None)
     with pytest.raises(UsageError, match="set WANDB_API_KEY, or WANDB_MODE=offline"):
-        open_events(config_of(f"--wandb-project training --wandb-save-dir {tmp_path}"))
+        open_events(config)
+
+
+@pytest.mark.full("the package tries again for half a minute")
+@pytest.mark.timeout(300)
+def test_a_server_that_cannot_be_reached_is_given_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = unreachable(monkeypatch, tmp_path, "0" * 40)
+    with pytest.raises(UsageError, match="giving up after 3 attempt"):
+        open_events(config)
+
+
+def test_a_job_that_resumes_trains_without_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv(Env.ATTEMPT, "2")
+    events = open_events(config_of("--wandb-project training"))
+    events.add({"lm loss": 2.5}, 1)
+    events.close()
+    assert "no events are written to Weights & Biases in this attempt: --wandb-project needs" in caplog.text

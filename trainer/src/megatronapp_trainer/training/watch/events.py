@@ -15,14 +15,38 @@ from megatronapp_trainer.errors import UsageError
 log = logging.getLogger(__name__)
 
 
-class EventWriter(Protocol):
-    """Methods used of TensorBoard's SummaryWriter."""
+_START_TRIES = 3
+"""Requests before a server is given up; by default the package repeats them for many minutes before a step is run."""
+_REQUEST_S = 10.0
+"""Seconds that a request may take."""
+_END_S = 30.0
+"""Seconds at the end of a training in which the run's last figures are sent; by default there is no limit."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a sample of a scalar."""
+
+class EventWriter(Protocol):
+    """Writes figures of steps."""
+
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        """Add samples of scalars of a step."""
 
     def close(self) -> None:
         """Write all pending events and close."""
+
+
+class EventFileWriter:
+    """Writes event files by TensorBoard's SummaryWriter."""
+
+    def __init__(self, events: Any) -> None:  # noqa: ANN401 - TensorBoard's
+        self._events = events
+
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        """Add samples of scalars of a step."""
+        for tag, value in values.items():
+            self._events.add_scalar(tag, value, iteration)
+
+    def close(self) -> None:
+        """Write all pending events and close the file."""
+        self._events.close()
 
 
 class WandbWriter:
@@ -34,9 +58,9 @@ class WandbWriter:
         run.define_metric("*", step_metric="iteration")
         self._run = run
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a sample of a scalar."""
-        self._run.log({tag: value, "iteration": step})
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        """Add samples of scalars of a step, in one row."""
+        self._run.log({**values, "iteration": iteration})
 
     def close(self) -> None:
         """Send what is pending and end the run."""
@@ -54,8 +78,7 @@ class Events:
         """Add samples of scalars of a step."""
         for place, writer in list(self._writers.items()):
             try:
-                for tag, value in values.items():
-                    writer.add_scalar(tag, value, iteration)
+                writer.add(values, iteration)
             except Exception as error:  # the writers' threads forward any error
                 self._give_up(place, error)
 
@@ -73,12 +96,23 @@ class Events:
 
 
 def open_events(config: TrainerConfig) -> Events:
-    """Open the writers that flags ask for. Raises UsageError where one cannot be opened, or its package is missing."""
+    """Open the writers that flags ask for.
+
+    Raises:
+        UsageError: one cannot be opened, or its package is missing. A job that has had an attempt before gets a
+            warning in place of a run of Weights & Biases that cannot be started.
+    """
     writers: dict[str, EventWriter] = {}
     if (directory := config.logging.tensorboard_dir) is not None:
         writers[directory] = _open_tensorboard(directory)
     if (project := config.logging.wandb_project) is not None:
-        writers[f"the project {project} of Weights & Biases"] = _open_wandb(config, project)
+        try:
+            writers[f"the project {project} of Weights & Biases"] = _open_wandb(config, project)
+        except UsageError as error:
+            if int(os.environ.get(Env.ATTEMPT, "0")) == 0:
+                raise
+            # The flags were right before: an outage of the server must not end a job that resumes.
+            log.warning("no events are written to Weights & Biases in this attempt: %s", error)
     return Events(writers)
 
 
@@ -90,16 +124,15 @@ def _open_tensorboard(directory: str) -> EventWriter:
             "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
         ) from error
     try:
-        events: EventWriter = SummaryWriter(directory)
+        return EventFileWriter(SummaryWriter(directory))
     except OSError as error:
         raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
-    return events
 
 
 def _open_wandb(config: TrainerConfig, project: str) -> EventWriter:
     """Start a run, or in a worker of a job continue that of its earlier attempts."""
     try:
-        import wandb
+        from wandb import Settings, init  # by name: a folder "wandb" of earlier runs can be imported, too
     except ImportError as error:
         raise UsageError("--wandb-project needs the package wandb; install megatronapp-trainer[wandb]") from error
     flags, saved = config.logging, config.checkpoint.save
@@ -107,7 +140,7 @@ def _open_wandb(config: TrainerConfig, project: str) -> EventWriter:
     uid = os.environ.get(Env.JOB_UID)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        run = wandb.init(
+        run = init(
             project=project,
             entity=flags.wandb_entity,
             name=flags.wandb_exp_name or os.environ.get(Env.JOB),
@@ -115,9 +148,18 @@ def _open_wandb(config: TrainerConfig, project: str) -> EventWriter:
             id=uid,
             resume="allow" if uid else None,
             config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-            settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True),
+            settings=Settings(
+                console="off",
+                disable_git=True,
+                save_code=False,
+                silent=True,
+                finish_timeout=_END_S,
+                x_graphql_retry_max=_START_TRIES - 1,
+                x_graphql_retry_wait_max_seconds=_REQUEST_S,
+                x_graphql_timeout_seconds=_REQUEST_S,
+            ),
         )
-    except (OSError, wandb.errors.Error) as error:
+    except Exception as error:  # the package's errors have no class in common
         raise UsageError(
             f"--wandb-project {project}: no run can be started: {error}; set WANDB_API_KEY, or WANDB_MODE=offline to "
             f"write it to {folder} alone, for `wandb sync`"
