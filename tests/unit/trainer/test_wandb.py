@@ -1,5 +1,6 @@
 """Figures of a training in Weights & Biases: by its real package, without its server."""
 
+import contextlib
 import json
 import pathlib
 import struct
@@ -12,7 +13,7 @@ import pytest
 from megatronapp_common.names import Env
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.errors import UsageError, UsageErrors
-from megatronapp_trainer.training.watch.events import open_events
+from megatronapp_trainer.training.watch.events import Events, WandbWriter, open_events
 
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 "
@@ -80,6 +81,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"install megatronapp-trainer\[wandb\]"):
         open_events(config_of("--wandb-project training"))
+
+
+class OpenRun:
+    """Fake of a run that notes its end."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def define_metric(self, *_names: str, **_options: str) -> None:
+        """Do nothing with an axis."""
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_by_an_error_does_not_wait_for_the_server(fails: bool) -> None:
+    run = OpenRun()
+    events = Events({"run": WandbWriter(run)})
+    with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as parts:
+        parts.callback(events.close)
+        assert fails is False or 1 // 0
+    assert run.finished is not fails
 
 
 def test_flags_of_runs_need_a_project() -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ _START_TRIES = 3
 """Requests before a server is given up; by default the package repeats them for many minutes before a step is run."""
 _REQUEST_S = 10.0
 """Seconds that a request may take."""
-_END_S = 30.0
+_END_S = 15.0
 """Seconds at the end of a training in which the run's last figures are sent; by default there is no limit."""
 
 
@@ -63,8 +64,12 @@ class WandbWriter:
         self._run.log({**values, "iteration": iteration})
 
     def close(self) -> None:
-        """Send what is pending and end the run."""
-        self._run.finish()
+        """Send what is pending and end the run, unless an error ends the training, whose exit waits for no server.
+
+        Of such a run the server has all but the last seconds, which the next attempt trains again.
+        """
+        if sys.exception() is None:
+            self._run.finish()
 
 
 class Events:
