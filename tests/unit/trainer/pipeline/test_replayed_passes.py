@@ -107,6 +107,56 @@ def test_no_input_of_an_earlier_pass_is_let_go_by_a_recording(run_ranks: RunRank
     assert all(of_rank and not any(of_rank) for of_rank in found)
 
 
+def rounded_within_replays(flags: str) -> tuple[int, int]:
+    """Return how often a replay has read a weight in 8 bits, and how often of these it would have rounded it."""
+    from megatronapp_trainer.models.kernels.fp8 import Quantized
+    from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weight
+    from megatronapp_trainer.pipeline.graphs.pass_slot import PassSlot
+
+    replays, found = [False], list[bool]()
+    forward, backward, rows, columns = PassSlot.forward, PassSlot.backward, Fp8Weight.rows, Fp8Weight.columns
+
+    def replayed(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            replays[0] = True
+            try:
+                return compute(*arguments)
+            finally:
+                replays[0] = False
+
+        return run
+
+    def reading(form: Callable[[Fp8Weight], Quantized], step_of: str) -> Callable[[Fp8Weight], Quantized]:
+        def read(weight: Fp8Weight) -> Quantized:
+            if replays[0]:
+                found.append(getattr(weight, step_of) != weight._weights.step)
+            return form(weight)
+
+        return read
+
+    module: Any = PassSlot
+    module.forward, module.backward = replayed(forward), replayed(backward)
+    weights: Any = Fp8Weight
+    weights.rows, weights.columns = reading(rows, "_rows_of"), reading(columns, "_columns_of")
+    replayed_training.train(f"{MODEL} {flags} {replayed_training.LOCAL}")
+    return len(found), sum(found)
+
+
+@pytest.mark.full("graphs read weights that are rounded before them: a GPU's tests find it, too")
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        pytest.param(2, f"{PP2} {VPP2} --use-dpp", id="MegaDPP-VPP2"),
+        pytest.param(2, f"{PP2} --rampup-batch-size 2 2 16", id="PP2-growing-batch"),
+    ],
+)
+def test_no_replay_rounds_a_weight(run_ranks: RunRanks, world: int, flags: str) -> None:
+    flags = f"{flags} --bf16 --fp8-format e4m3 --transformer-impl torch"
+    for read, rounded in run_ranks(world, rounded_within_replays, flags, timeout_s=PATIENCE_S):
+        assert read > 0
+        assert rounded == 0
+
+
 def with_hooks() -> tuple[Trained, Trained]:
     """Train with a hook in the model during the fourth step, with recordings and without."""
     flags = f"{MODEL} --train-iters 7 --fp16 --initial-loss-scale 4096"
