@@ -1,5 +1,6 @@
-"""TLS of the gateway: a real process, its certificate, and what is served after the certificate is renewed."""
+"""TLS of the gateway: a real process, its certificate, what is served after a renewal, and the limit of connections."""
 
+import asyncio
 import pathlib
 import re
 import ssl
@@ -11,20 +12,27 @@ import httpx
 import pytest
 import yaml
 from ports import reserved_ports
+from starlette.applications import Starlette
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.web import server
+from megatronapp_operator.controller.probes import ProbeServer
 from megatronapp_operator.errors import BackendError
-from megatronapp_operator.gateway.__main__ import main
-from megatronapp_operator.gateway.tls import Certificate
+from megatronapp_operator.gateway.__main__ import main, page_config
+from megatronapp_operator.gateway.tls import Certificate, serving
+
+CURVE = ("ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
 
-def write_certificate(folder: pathlib.Path, *, key: bool = True) -> ssl.SSLContext:
+def write_certificate(
+    folder: pathlib.Path, *, key: bool = True, kind: tuple[str, ...] = CURVE, password: bool = False
+) -> ssl.SSLContext:
     """Write a new certificate for 127.0.0.1, and its key; return a client's context that trusts this one alone."""
     new = folder / "new"
     new.mkdir(exist_ok=True)
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", *kind, *(["-passout", "pass:word"] if password else ["-nodes"])]
     command += ["-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(new / "tls.key"), "-out", str(new / "tls.crt")]
     subprocess.run(command, check=True, capture_output=True)
@@ -76,7 +84,7 @@ def test_a_gateway_serves_its_pages_over_tls_and_takes_up_a_renewed_certificate(
             with pytest.raises(InvalidStatus) as refused:
                 connect(live, ssl=first, open_timeout=gateway.DEADLINE_S, proxy=None)
             assert refused.value.response.status_code in {401, 403}
-            second = write_certificate(tmp_path)
+            second = write_certificate(tmp_path, kind=("rsa:2048",))  # clients prefer the curve where both are offered
             gateway.wait_for(lambda: answers(second), log)
             assert not answers(first)
 
@@ -115,3 +123,46 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: pathlib.Path) -> No
         (tmp_path / name).write_text("no certificate", encoding="ascii")
     with pytest.raises(BackendError, match="name a certificate chain and its key, in PEM"):
         Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+
+
+def test_an_encrypted_key_is_refused_without_a_question(tmp_path: pathlib.Path) -> None:
+    write_certificate(tmp_path, password=True)
+    with pytest.raises(BackendError, match="the key is encrypted; write it without a password"):
+        Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+
+
+async def status_of(client: httpx.AsyncClient, url: str) -> int | None:
+    try:
+        return (await client.get(url)).status_code
+    except httpx.TransportError:
+        return None
+
+
+@pytest.mark.parametrize("handshake_s", [3600.0, 0.5])
+def test_a_connection_without_a_handshake_has_a_limit_and_an_end(tmp_path: pathlib.Path, handshake_s: float) -> None:
+    context = write_certificate(tmp_path)
+    certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+
+    async def try_it() -> None:
+        listener = server.listen("127.0.0.1", 0, stall_s=gateway.DEADLINE_S)
+        port = listener.getsockname()[1]
+        uvicorn = ProbeServer(page_config(Starlette()))
+        async with (
+            asyncio.timeout(gateway.DEADLINE_S),
+            serving(uvicorn, listener, certificate, limit=2, handshake_s=handshake_s),
+        ):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            if handshake_s < 1:
+                assert [await reader.read() for reader, _ in silent] == [b"", b""], "they are let go"
+                async with httpx.AsyncClient(verify=context, trust_env=False, timeout=gateway.DEADLINE_S) as client:
+                    while await status_of(client, f"https://127.0.0.1:{port}/") != 404:
+                        pass  # a slow computer may need more time for a handshake
+            else:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                assert await reader.read() == b"", "there is no room for a third"
+                writer.close()
+            for _, writer in silent:
+                writer.close()
+        assert listener.fileno() == -1
+
+    asyncio.run(try_it())

@@ -20,6 +20,7 @@ from megatronapp_common.web.bounded_websocket import BoundedWebSocketProtocol
 from megatronapp_operator.backends.kubernetes.client.api import connect
 from megatronapp_operator.controller import probes
 from megatronapp_operator.errors import BackendError, OperatorError
+from megatronapp_operator.gateway import tls
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
 from megatronapp_operator.gateway.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.gateway.metrics import GatewayMetrics
@@ -32,7 +33,7 @@ MAX_MESSAGE_BYTES = 4 << 10
 """Limit of a page's message: the live socket receives none, MegaScope's receives credit and what the page missed."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
-"""Then a port of the gateway answers 503. Live sockets have a limit of their own."""
+"""Then the plain port answers 503, and the TLS port closes connections. Live sockets have a limit of their own."""
 TLS_PORT = 8443
 METRICS_PORT = 8081
 """Port of metrics and liveness probe; network policies open it to Prometheus alone."""
@@ -108,12 +109,10 @@ def page_config(app: ASGIApp) -> uvicorn.Config:
 @contextlib.asynccontextmanager
 async def serving_tls(app: ASGIApp, arguments: argparse.Namespace, certificate: Certificate) -> AsyncIterator[None]:
     """Serve the pages over TLS, too, until the block ends. Raises BackendError."""
-    config = page_config(app)
-    config.load()
-    config.ssl = certificate.context
+    server = probes.ProbeServer(page_config(app))
     listener = listen(arguments, "--tls-port", arguments.tls_port)
     log.info("pages over TLS at port %d", listener.getsockname()[1])
-    async with certificate.followed(), probes.serving(probes.ProbeServer(config), listener):
+    async with certificate.followed(), tls.serving(server, listener, certificate, limit=MAX_CONNECTIONS):
         yield
 
 
@@ -138,8 +137,8 @@ async def serve(arguments: argparse.Namespace) -> None:
             probes.serving(probe_server, listen(arguments, "--metrics-port", arguments.metrics_port)),
         ):
             app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
-            tls = contextlib.nullcontext() if certificate is None else serving_tls(app, arguments, certificate)
-            async with app.router.lifespan_context(app), tls:
+            over_tls = contextlib.nullcontext() if certificate is None else serving_tls(app, arguments, certificate)
+            async with app.router.lifespan_context(app), over_tls:
                 await uvicorn.Server(page_config(app)).serve(sockets=[pages])
 
 

@@ -1,19 +1,28 @@
-"""TLS with a certificate that is read again once its files change."""
+"""TLS with a certificate that is read again once its files change, and with a limit of connections."""
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import pathlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
+from typing import Never
 
+import uvicorn
+
+from megatronapp_common.web.bounded_http import BoundedHttpProtocol
 from megatronapp_operator.errors import BackendError
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 5.0
 """Seconds between two reads of the files. The kubelet takes up to a minute to write a renewed Secret."""
+HANDSHAKE_S = 10.0
+"""Seconds until a handshake must be complete, and until a peer must confirm the end of a connection."""
+ACCEPT_PAUSE_S = 1.0
+"""Seconds until connections are accepted again after an error, such as too many open files."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,15 +32,16 @@ class Certificate:
     chain: pathlib.Path
     key: pathlib.Path
     context: ssl.SSLContext = dataclasses.field(init=False)
-    """Context of the server: connections that begin after a renewal get the new certificate."""
+    """Context of connections that begin now. Each renewal makes another: in the same context a certificate with
+    another kind of key would be added, and OpenSSL would still serve the old one to clients that prefer its kind.
+    """
     _read: tuple[bytes, bytes] = dataclasses.field(init=False)
+    _problem: str = dataclasses.field(default="", init=False)
 
     def __post_init__(self) -> None:
         """Read the files. Raises BackendError if one is missing or wrong."""
-        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            self._read = self._load()
+            self._load()
         except (OSError, ValueError) as error:
             raise BackendError(
                 f"--tls-cert {self.chain} and --tls-key {self.key}: {error}; "
@@ -42,7 +52,7 @@ class Certificate:
         """Read the files again if they have changed; return True if they have. Raises OSError, ValueError."""
         if self._contents() == self._read:
             return False
-        self._read = self._load()
+        self._load()
         return True
 
     async def follow(self) -> None:
@@ -52,26 +62,103 @@ class Certificate:
             try:
                 if self.renew():
                     log.info("serving the renewed certificate in %s", self.chain)
+                self._problem = ""
             except (OSError, ValueError) as error:
-                log.error("the certificate in %s is not renewed: %s", self.chain, error)
+                if str(error) != self._problem:  # once, and not at every read
+                    log.error("the certificate in %s is not renewed: %s", self.chain, error)
+                self._problem = str(error)
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """Follow the files until the block ends."""
-        task = asyncio.create_task(self.follow())
-        try:
+        async with _running(asyncio.create_task(self.follow())):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     def _contents(self) -> tuple[bytes, bytes]:
         return self.chain.read_bytes(), self.key.read_bytes()
 
-    def _load(self) -> tuple[bytes, bytes]:
-        """Load the files, first into another context: a key that does not fit would spoil the one in use."""
+    def _load(self) -> None:
         contents = self._contents()
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.chain, self.key)
-        self.context.load_cert_chain(self.chain, self.key)
-        return contents
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.chain, self.key, password=_refuse_encryption)
+        self.context, self._read = context, contents
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    server: uvicorn.Server,
+    listener: socket.socket,
+    certificate: Certificate,
+    *,
+    limit: int,
+    handshake_s: float = HANDSHAKE_S,
+) -> AsyncIterator[None]:
+    """Serve at a listening socket over TLS, which is closed at the end; more connections than `limit` are closed.
+
+    uvicorn would serve one certificate only, and asyncio would take any number of connections and wait a minute for
+    the handshake of each, with 0.3 MiB of memory.
+    """
+    with listener:
+        answering = asyncio.create_task(server.serve(sockets=[]))
+        try:
+            async with _running(asyncio.create_task(_accept(server, listener, certificate, limit, handshake_s))):
+                yield
+        finally:
+            server.should_exit = True
+            await answering
+
+
+async def _accept(
+    server: uvicorn.Server, listener: socket.socket, certificate: Certificate, limit: int, handshake_s: float
+) -> Never:
+    """Accept connections until cancelled, each with the certificate of that moment."""
+    loop, beginning = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    listener.setblocking(False)
+    try:
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.error("no connection is accepted over TLS: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(beginning) + len(server.server_state.connections) >= limit:
+                connection.close()
+                continue
+            task = asyncio.create_task(_begin(server, connection, certificate.context, handshake_s))
+            beginning.add(task)
+            task.add_done_callback(beginning.discard)
+    finally:
+        for task in beginning:
+            task.cancel()
+
+
+async def _begin(
+    server: uvicorn.Server, connection: socket.socket, context: ssl.SSLContext, handshake_s: float
+) -> None:
+    """Return after the handshake; the protocol answers from then on. A peer without a handshake is let go."""
+    with contextlib.suppress(OSError):
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: BoundedHttpProtocol(config=server.config, server_state=server.server_state, app_state={}),
+            connection,
+            ssl=context,
+            ssl_handshake_timeout=handshake_s,
+            ssl_shutdown_timeout=handshake_s,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _running(task: "asyncio.Task[None] | asyncio.Task[Never]") -> AsyncIterator[None]:
+    """Cancel a task at the end of the block."""
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _refuse_encryption() -> str:
+    """Refuse an encrypted key, for whose password OpenSSL would ask at the terminal."""
+    raise ValueError("the key is encrypted; write it without a password")
