@@ -5,13 +5,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import rendered
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import WORKLOADS
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.group_removal import RETRY_S, PodGroupRemover
-from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
     ConditionType,
     Deletion,
@@ -165,6 +170,17 @@ async def test_a_refused_removal_is_tried_again_after_ten_minutes_and_announced_
     assert remover.refused("u") == frozenset()
     assert await remover.remove(owner, WORKLOADS, 1, ()) is None
     assert (remover.refused("u"), api.requests) == ({1}, 2)
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_the_cluster_does_not_serve_is_removed_without_a_request() -> None:
+    """Otherwise a job that waited for such groups would be reconciled every two seconds after its end."""
+    job, api = rendered.make_job({"scheduling": {"gang": "Kubernetes"}}), NoRights()
+    executor = Executor(cast(KubernetesApi, api), ObjectStore(), keys=KeyRing(["ab" * 32]), identity="one")
+    owner, settings = rendered.owner_of(job), dataclasses.replace(rendered.SETTINGS, pod_groups=None)
+    work = JobContext(document={}, job=job, owner=owner, attempt=AttemptSettings(number=4), settings=settings)
+    assert await executor.run(work, [RemoveGroup(attempt=3)]) is None
+    assert (executor.groups.removed_attempts(owner.uid), api.requests) == ({3}, 0)
 
 
 def test_a_workload_is_removed_if_worker_0_completes_the_job_while_others_wait(running: Maker, worker: Maker) -> None:

@@ -39,9 +39,12 @@ class PodGroupRemover:
         since = self.clock() - RETRY_S
         return frozenset(attempt for attempt, at in self._refused.get(uid, {}).items() if at > since)
 
-    async def remove(self, owner: JobOwner, resource: Resource, attempt: int, pods: Iterable[str]) -> str | None:
-        """Remove the group of an attempt; `pods` are uids of its pods. Return why it was rejected, the first time."""
-        refused = await self._delete(resource, owner, attempt, frozenset(pods))
+    async def remove(self, owner: JobOwner, resource: Resource | None, attempt: int, pods: Iterable[str]) -> str | None:
+        """Remove the group of an attempt; `pods` are uids of its pods. Return why it was rejected, the first time.
+
+        Without a `resource` the cluster serves no such groups, and none is left.
+        """
+        refused = None if resource is None else await self._delete(resource, owner, attempt, frozenset(pods))
         known = attempt in self.removed_attempts(owner.uid)
         if resource != WORKLOADS or refused:  # Kueue may create the workload later
             self._removed[owner.uid] = self.removed_attempts(owner.uid) | {attempt}

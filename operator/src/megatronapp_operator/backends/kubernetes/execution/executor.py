@@ -178,8 +178,6 @@ class Executor:
         pods = [pod.uid for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.attempt == attempt]
         gang = work.job.spec.scheduling.gang
         resource = WORKLOADS if gang == KUEUE else render.group_resource(gang, work.settings)
-        if resource is None:
-            return
         refused = await self.groups.remove(work.owner, resource, attempt, pods)
         if refused is not None:
             await self.events.record(
