@@ -128,7 +128,7 @@ tolerations:
 {{- if .part.affinity }}
 affinity:
   {{- toYaml .part.affinity | nindent 2 }}
-{{- else if and .labels (eq $apart "required") }}
+{{- else if and .labels (eq $apart "required") (gt (int .part.replicaCount) 1) }}
 affinity:
   podAntiAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
@@ -158,7 +158,7 @@ priorityClassName: {{ . }}
 
 {{/* Of a Deployment whose pods demand nodes of their own: one goes before the next comes. */}}
 {{- define "megatronapp.strategy" -}}
-{{- if and (eq (.antiAffinity | default "preferred") "required") (not .affinity) }}
+{{- if and (eq (.antiAffinity | default "preferred") "required") (gt (int .replicaCount) 1) (not .affinity) }}
 strategy:
   type: RollingUpdate
   rollingUpdate: {maxSurge: 0, maxUnavailable: 1}
@@ -186,7 +186,7 @@ strategy:
 {{- $service := include "megatronapp.fullname" . -}}
 {{- $names := list -}}
 {{- with .Values.gateway.ingress }}{{ if .enabled }}{{ $names = append $names .host }}{{ end }}{{ end -}}
-{{- with .Values.gateway.httpRoute }}{{ if .enabled }}{{ $names = concat $names .hostnames }}{{ end }}{{ end -}}
+{{- with .Values.gateway.httpRoute }}{{ if .enabled }}{{ $names = concat $names (.hostnames | default list) }}{{ end }}{{ end -}}
 {{- $names = concat $names (list (printf "%s.%s.svc" $service .Release.Namespace) (printf "%s.%s.svc.%s" $service .Release.Namespace .Values.clusterDomain)) -}}
 {{- .Values.gateway.tls.certManager.dnsNames | default ($names | uniq) | toJson -}}
 {{- end -}}

@@ -98,17 +98,42 @@ def test_a_given_secret_needs_no_certificate() -> None:
     assert backend == {"name": "megatronapp", "port": {"name": "https"}}
 
 
+TLS = ("gateway.tls.secretName=pages",)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (INGRESS, "gateway.ingress.tls needs a certificate: name a Secret in gateway.tls.secretName"),
         ((*INGRESS, "gateway.ingress.tls=false", "gateway.ingress.port=https"), "and the gateway serves no TLS"),
+        ((*ROUTE, "gateway.enabled=false"), "gateway.httpRoute leads to the gateway, and gateway.enabled is false"),
+        ((*TLS, "gateway.service.port=443"), "gateway.service.port and gateway.tls.servicePort are both 443"),
+        (
+            ("priorityClass.create=true", "priorityClass.name=system-ours"),
+            "a PriorityClass must not be called system-ours",
+        ),
     ],
 )
-def test_an_ingress_without_a_certificate_is_refused(settings: tuple[str, ...], message: str) -> None:
+def test_values_that_contradict_each_other_are_refused(settings: tuple[str, ...], message: str) -> None:
     done = template(*settings)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("switched_on", "missing"),
+    [
+        (("priorityClass.create=true",), "priorityClass.value"),
+        (("flowSchema.create=true",), "flowSchema.matchingPrecedence"),
+        ((*INGRESS, *TLS), "gateway.ingress.tls"),
+        (CERT_MANAGER, "gateway.tls.certManager.issuerRef.kind"),
+    ],
+)
+def test_a_default_that_an_older_chart_lacks_is_named(switched_on: tuple[str, ...], missing: str) -> None:
+    """`helm upgrade --reuse-values` would make a PriorityClass of value 0, or an Ingress without TLS."""
+    done = template(*switched_on, f"{missing}=null")
+    assert done.returncode != 0
+    assert f"the value {missing} is missing, as in values of an older chart" in done.stderr
 
 
 def test_values_that_are_missing_or_wrong_are_named() -> None:
@@ -119,7 +144,7 @@ def test_values_that_are_missing_or_wrong_are_named() -> None:
         "gateway.tls.certManager.enabled=true": "/gateway/tls/certManager/issuerRef/name",
         "gateway.antiAffinity=always": "/gateway/antiAffinity",
         "priorityClass.value=2000000000": "/priorityClass/value",
-        "flowSchema.matchingPrecedence=10000": "/flowSchema/matchingPrecedence",
+        "flowSchema.matchingPrecedence=1": "/flowSchema/matchingPrecedence",
     }
     done = template(*wrong)
     assert done.returncode != 0

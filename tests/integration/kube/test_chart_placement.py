@@ -65,3 +65,5 @@ def test_replicas_that_demand_separate_nodes_are_removed_before_others_are_added
     assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     other = deployments(f"{part}.antiAffinity=none", f"{part}.replicaCount=2")[part]
     assert "affinity" not in other["template"]["spec"] and "strategy" not in other
+    single = deployments(f"{part}.antiAffinity=required")[part]
+    assert "affinity" not in single["template"]["spec"] and "strategy" not in single, "an update needs no interruption"
