@@ -82,6 +82,7 @@ POD_EXAMPLES = (
         "gpus-are-claimed",
         {**_CLAIMED, f"{_POD}.resourceClaims": [_CLAIM], _CONTAINERS: [_CLAIMING]},
         {**_CLAIMED, "spec.gpusPerNode": 0},
+        {**_CLAIMED, "spec.profile": "has-the-claims"},
         {"spec.gpusPerNode": 4},
     ),
     *bad(

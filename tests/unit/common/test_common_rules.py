@@ -77,6 +77,14 @@ def test_examples_of_a_rule_break_that_rule(monkeypatch: pytest.MonkeyPatch) -> 
         load_job(manifest(example))
 
 
+def test_a_claim_that_no_profile_has_is_missed_once_the_profile_is_merged() -> None:
+    spec = {"gpusPerNode": 4, "gpuResourceName": "resource.k8s.io/claims", "profile": "small"}
+    document = changed({f"spec.{name}": value for name, value in spec.items()})
+    load_job(document)
+    with pytest.raises(JobError, match="podTemplate claims nothing for the trainer"):
+        load_job(document, merged=True)
+
+
 @pytest.mark.parametrize("value", [2**63, -(10**30), 10**400, 1e300, None, [], {"a": [None]}])
 def test_any_content_of_a_pod_template_is_judged(value: Any) -> None:
     load_job(changed({"spec.podTemplate.spec": {"unknown": value}, "spec.affinity": {"unknown": value}}))

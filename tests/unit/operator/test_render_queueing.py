@@ -152,6 +152,13 @@ def test_the_scheduler_of_kubernetes_sees_a_group_of_its_own_kind(resource: Reso
     assert "schedulerName" not in pod and "workloadRef" not in pod
 
 
+def test_a_group_has_the_priority_that_the_template_gives_its_pods() -> None:
+    """Kubernetes decides by that of the group who is preempted."""
+    made, pod = kubernetes_gang(KUBERNETES_POD_GROUPS[0], podTemplate={"spec": {"priorityClassName": "template"}})
+    assert made is not None
+    assert (made["spec"]["priorityClassName"], pod["priorityClassName"]) == ("template", "template")
+
+
 def test_kubernetes_1_35_has_the_group_in_a_workload() -> None:
     made, pod = kubernetes_gang(KUBERNETES_POD_GROUPS[2])
     assert made is not None

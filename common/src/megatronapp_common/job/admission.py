@@ -125,6 +125,10 @@ ADMISSION_RULES = (
     ),
 )
 """Rules over `object`, the whole job with its defaults."""
+JUDGED_MERGED = frozenset({"gpus-are-claimed"})
+"""Ids of rules that ask for something in podTemplate: of a job that names a profile, which may have it, the operator
+judges them on the merged spec.
+"""
 
 
 def admission_policy() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,9 +162,10 @@ def _validation(rule: Rule) -> dict[str, Any]:
     Its message names the field, because a refusal by a policy does not.
     """
     place = f"spec{rule.field}: "
-    before = re.sub(r"\bobject\.", "oldObject.", rule.rule)
+    text = f"has(object.spec.profile) || {rule.rule}" if rule.id in JUDGED_MERGED else rule.rule
+    before = re.sub(r"\bobject\.", "oldObject.", text)
     return {
-        "expression": f"({rule.rule}) || (oldObject != null && !({before}))",
+        "expression": f"({text}) || (oldObject != null && !({before}))",
         "message": place + rule.message,
         **(
             {"messageExpression": f"'{place}%s'.format([{rule.message_expression}])"} if rule.message_expression else {}

@@ -10,7 +10,7 @@ from typing import Any
 from cel_expr_python import cel
 from cel_expr_python.ext import ext_strings
 
-from megatronapp_common.job.admission import ADMISSION_RULES
+from megatronapp_common.job.admission import ADMISSION_RULES, JUDGED_MERGED
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
@@ -38,11 +38,15 @@ def broken_rules(
     spec: Mapping[str, Any], unknown: Collection[Path] = (), *, merged: bool = False
 ) -> list[tuple[Rule, str]]:
     """Return the problems as `find_problems` does, each with the rule that the spec breaks."""
-    rules = SPEC_RULES if merged or spec.get("profile") is None else ()
-    known = [rule for rule in rules if not _depends_on(rule, unknown)]
-    admitted = [rule for rule in ADMISSION_RULES if not _depends_on(rule, unknown)]
-    whole = {name: value for name, value in spec.items() if name != "profile"} if merged else spec
-    return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": whole}}, refuse_errors=True)
+    is_whole = merged or spec.get("profile") is None
+    known = [rule for rule in SPEC_RULES if is_whole and not _depends_on(rule, unknown)]
+    admitted = [
+        rule
+        for rule in ADMISSION_RULES
+        if (is_whole or rule.id not in JUDGED_MERGED) and not _depends_on(rule, unknown)
+    ]
+    judged = {name: value for name, value in spec.items() if name != "profile"} if merged else spec
+    return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": judged}}, refuse_errors=True)
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:

@@ -120,9 +120,9 @@ def _group(draft: WorkerDraft) -> Rendered | None:
     resource = group_resource(gang, draft.settings)
     if resource is None:
         return None
-    if gang == KUBERNETES:
-        return kubernetes_group(draft, resource)
     pods = [(_pod_spec(draft, group.first), group.nodes) for group in draft.world.worker_groups]
+    if gang == KUBERNETES:
+        return kubernetes_group(draft, resource, pods[0][0])
     return pod_group(draft, resource, pods)
 
 

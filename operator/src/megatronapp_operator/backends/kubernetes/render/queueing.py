@@ -31,8 +31,11 @@ def group_resource(gang: str, settings: RenderSettings) -> Resource | None:
     return settings.pod_groups if gang == KUBERNETES else GROUPS.get(gang)
 
 
-def kubernetes_group(draft: WorkerDraft, resource: Resource) -> Rendered:
-    """Return the group for Kubernetes' own scheduler: all workers start together, and only all may be preempted."""
+def kubernetes_group(draft: WorkerDraft, resource: Resource, pod: Object) -> Rendered:
+    """Return the group for Kubernetes' own scheduler: all workers start together, and only all may be preempted.
+
+    `pod` is the spec of a worker, whose priority may be that of the template.
+    """
     meta = metadata(draft.owner, draft.names.group(draft.attempt.number), labels(draft.owner, "worker"))
     policy = {"gang": {"minCount": draft.world.nodes}}
     if resource.plural == "workloads":
@@ -41,7 +44,7 @@ def kubernetes_group(draft: WorkerDraft, resource: Resource) -> Rendered:
         return resource, make(resource.api_version, "Workload", meta, spec=spec)
     spec = {"schedulingPolicy": policy}
     if resource == KUBERNETES_POD_GROUPS[0]:  # before 1.37 these two need a feature gate of their own
-        spec |= _without_none({"priorityClassName": draft.spec.priority_class_name, "disruptionMode": {"all": {}}})
+        spec |= _without_none({"priorityClassName": pod.get("priorityClassName"), "disruptionMode": {"all": {}}})
     return resource, make(resource.api_version, "PodGroup", meta, spec=spec)
 
 
