@@ -28,6 +28,8 @@ CHART = ROOT / "charts" / "megatronapp"
 BUILDER = "docker.io/library/python:3.11-bookworm"
 """Image in which the Dockerfiles build ours, unless the variable BUILDER names another."""
 BASE_LABEL = "org.opencontainers.image.base.name"
+MARK = ".release"
+"""File in a folder of results, by which it may be emptied for the next release."""
 POLL_S = 0.05
 PROCESSORS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 
@@ -96,8 +98,7 @@ class Release:
     def make(self) -> None:
         """Make everything, read it back, and write the results. Raises ReleaseError."""
         source = self.source
-        shutil.rmtree(self.output, ignore_errors=True)
-        self.output.mkdir(parents=True)
+        empty(self.output)
         platforms: list[Artifact] = []
         indexes: dict[str, Artifact] = {}
         for image in self.images:
@@ -114,7 +115,7 @@ class Release:
         script = self.output / "sign.sh"
         script.write_text(plan.signing_script([*indexes.values(), *platforms, chart]), encoding="utf-8")
         script.chmod(0o755)
-        files = {path.name: path.read_bytes() for path in self.output.iterdir()}
+        files = {path.name: path.read_bytes() for path in self.output.iterdir() if path.name != MARK}
         (self.output / "SHA256SUMS").write_text(plan.checksums(files), encoding="utf-8")
         print(json.dumps(released, indent=2))
         where = "nothing was pushed beyond this computer" if self.dry_run else f"to sign it: {script}"
@@ -133,9 +134,12 @@ class Release:
         if wrong := plan.wrong_versions(versions(), self.version):
             raise ReleaseError("\n".join(wrong))
         address = run("git", "-C", ROOT, "config", "--default", "unknown", "--get", "remote.origin.url").strip()
-        address = re.sub(r"//[^/@]*@", "//", address)  # without user and password
         return ReleaseSource(
-            version=self.version, commit=commit, dirty=dirty, repository=address, built=not self.skip_build
+            version=self.version,
+            commit=commit,
+            dirty=dirty,
+            repository=plan.repository_address(address),
+            built=not self.skip_build,
         )
 
     def _push(self, image: str, target: str) -> Artifact:
@@ -252,6 +256,17 @@ def local_registry(crane: pathlib.Path, folder: pathlib.Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def empty(folder: pathlib.Path) -> None:
+    """Make an empty folder, or remove the results of an earlier release in it. Raises ReleaseError for any other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = list(folder.iterdir())
+    if found and not (folder / MARK).is_file():
+        raise ReleaseError(f"--output {folder} holds other files; name an empty folder, or one that does not exist")
+    for path in found:
+        path.unlink()
+    (folder / MARK).touch()
 
 
 def kinds_of(listed: Mapping[str, Any]) -> list[str]:

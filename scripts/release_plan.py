@@ -75,6 +75,13 @@ def parse_registry(text: str) -> str:
     return text
 
 
+def repository_address(remote: str) -> str:
+    """Return the address of a git remote as a URL, without user and password; git's `user@host:path` is SSH's."""
+    if found := re.fullmatch(r"(?:[^/@:]+@)?([^/@:]+):(?!//)(.+)", remote):
+        return f"ssh://{found[1]}/{found[2].removeprefix('/')}"
+    return re.sub(r"//[^/@]*@", "//", remote)
+
+
 def parse_choices(name: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Return comma separated words, each of which must be known. Raises ReleaseError."""
     choices = tuple(dict.fromkeys(filter(None, text.split(","))))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from release import MARK, empty
 from release_plan import (
     IMAGES,
     IN_TOTO,
@@ -23,6 +24,7 @@ from release_plan import (
     parse_registry,
     parse_version,
     provenance,
+    repository_address,
     signing_script,
     statement,
     summary,
@@ -59,6 +61,31 @@ def test_registries() -> None:
     for text in ("", "ghcr.io", "https://ghcr.io/team", "ghcr.io/Team", "ghcr.io/team/", "ghcr.io//team"):
         with pytest.raises(ReleaseError, match="write host/path in lower case"):
             parse_registry(text)
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://user:word@git.example/team/m.git", "https://git.example/team/m.git"),
+        ("git@git.example:team/m.git", "ssh://git.example/team/m.git"),
+        ("ssh://git@git.example:22/team/m.git", "ssh://git.example:22/team/m.git"),
+        ("/srv/m.git", "/srv/m.git"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_the_provenance_has_the_address_of_the_repository_without_credentials(remote: str, address: str) -> None:
+    assert repository_address(remote) == address
+
+
+def test_a_folder_with_other_files_is_not_emptied(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "work").touch()
+    with pytest.raises(ReleaseError, match="holds other files; name an empty folder"):
+        empty(tmp_path)
+    results = tmp_path / "dist" / "release"
+    for _ in range(2):
+        empty(results)
+        assert [path.name for path in results.iterdir()] == [MARK]
+        (results / "SHA256SUMS").touch()
 
 
 def test_choices_name_what_is_known() -> None:
