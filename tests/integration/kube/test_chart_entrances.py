@@ -183,6 +183,7 @@ def test_the_api_server_takes_the_operators_requests_apart(plane: kube.ControlPl
                 uids[schema["metadata"]["name"].removeprefix(f"{HOME}-megatronapp-")] = made["metadata"]["uid"]
             kube.wait_until(lambda: schema_of("/api/v1/pods", account) == uids["operator"], "the operator's FlowSchema")
             kube.wait_until(lambda: schema_of(lease, account) == uids["operator-lease"], "that of its Lease")
+            kube.wait_until(lambda: schema_of("/apis/resource.k8s.io/v1", account) == uids["operator"], "of discovery")
             assert schema_of("/api/v1/pods", {"Impersonate-User": "somebody"}) not in uids.values()
         finally:
             for schema in schemas:
