@@ -72,7 +72,7 @@ def test_a_gateway_serves_its_pages_over_tls_and_takes_up_a_renewed_certificate(
             except httpx.TransportError:
                 return False
 
-        with gateway.process([sys.executable, "-m", "megatronapp_operator.gateway", *flags], log):
+        with gateway.process([sys.executable, "-m", "megatronapp_operator.gateway", *flags], log) as child:
             gateway.wait_for(lambda: answers(first), log)
             plain = httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False, timeout=gateway.DEADLINE_S)
             assert plain.is_success
@@ -87,6 +87,8 @@ def test_a_gateway_serves_its_pages_over_tls_and_takes_up_a_renewed_certificate(
             second = write_certificate(tmp_path, kind=("rsa:2048",))  # clients prefer the curve where both are offered
             gateway.wait_for(lambda: answers(second), log)
             assert not answers(first)
+            child.terminate()
+            assert child.wait(gateway.DEADLINE_S) == 0, "it ends by itself, after both servers have"
 
 
 def test_a_certificate_that_does_not_fit_its_key_leaves_the_last_in_use(tmp_path: pathlib.Path) -> None:

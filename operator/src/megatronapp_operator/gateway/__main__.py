@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import logging
 import pathlib
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -116,6 +117,19 @@ async def serving_tls(app: ASGIApp, arguments: argparse.Namespace, certificate: 
         yield
 
 
+@contextlib.contextmanager
+def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end a server, and nothing more: uvicorn would end the process before what is around it."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal arrives. Raises OperatorError if the gateway cannot start."""
     certificate = read_certificate(arguments)
@@ -138,8 +152,10 @@ async def serve(arguments: argparse.Namespace) -> None:
         ):
             app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
             over_tls = contextlib.nullcontext() if certificate is None else serving_tls(app, arguments, certificate)
+            server = probes.ProbeServer(page_config(app))
             async with app.router.lifespan_context(app), over_tls:
-                await uvicorn.Server(page_config(app)).serve(sockets=[pages])
+                with ended_by_signals(server):
+                    await server.serve(sockets=[pages])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
