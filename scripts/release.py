@@ -98,6 +98,7 @@ class Release:
     def make(self) -> None:
         """Make everything, read it back, and write the results. Raises ReleaseError."""
         source = self.source
+        self._require_new()
         empty(self.output)
         platforms: list[Artifact] = []
         indexes: dict[str, Artifact] = {}
@@ -141,6 +142,18 @@ class Release:
             repository=plan.repository_address(address),
             built=not self.skip_build,
         )
+
+    def _require_new(self) -> None:
+        """Raise ReleaseError if this version is complete in the registry, where the chart is last.
+
+        Users have pinned its digests, and a chart that is packed again has another one.
+        """
+        name = f"{self.registry}/charts/megatronapp:{self.version}"
+        try:
+            digest = self._oras("resolve", self._pushed(name)).strip()
+        except ReleaseError:  # not there; what else is wrong with the registry, such as a login, ends the first push
+            return
+        raise ReleaseError(f"{name} is released already, as {digest}; raise the version")
 
     def _push(self, image: str, target: str) -> Artifact:
         """Build an image for a platform, and push it."""

@@ -13,7 +13,8 @@ from typing import Any
 import kube
 import pytest
 import yaml
-from release import main
+from release import Release, build_parser, main
+from release_plan import ReleaseError
 
 pytestmark = pytest.mark.full("builds oras, syft and crane, and runs buildah as root")
 REGISTRY = "registry.example/team"
@@ -66,7 +67,10 @@ def values_of(packed: pathlib.Path) -> dict[str, Any]:
 def test_a_dry_run_makes_a_whole_release(version: str, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "release"
     flags = ["--version", version, "--registry", REGISTRY, "--dry-run", "--skip-build", "--output", str(output)]
-    assert main([*flags, "--platforms", "linux/amd64,linux/arm64"]) == 0
+    with Release(build_parser().parse_args([*flags, "--platforms", "linux/amd64,linux/arm64"])) as release:
+        release.make()
+        with pytest.raises(ReleaseError, match=rf"charts/megatronapp:{version} is released already, as sha256:"):
+            release.make()
     released = read(output / "release.json")
     assert set(released["images"]) == set(IMAGES)
     for image in IMAGES:
