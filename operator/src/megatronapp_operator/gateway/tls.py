@@ -117,8 +117,11 @@ async def _accept(
     listener.setblocking(False)
     try:
         while True:
+            await asyncio.sleep(0)  # a connection that waits already is accepted without a turn for others
             try:
                 connection, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
             except OSError as error:
                 log.error("no connection is accepted over TLS: %s", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
