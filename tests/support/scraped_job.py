@@ -257,7 +257,7 @@ class Jobs:
             facts = JobFacts(workers=2, world_size=2, nodes=nodes)
             self._metrics.observe_job(TEAM, JOB, status, now=time.time(), facts=facts)
         self._restart()
-        self._metrics.request("patch", "megatronjobs", 200)
+        self._metrics.request("patch", "megatronjobs", "200")
         self._metrics.watch_event("megatronjobs", time.time())
         self._metrics.queue(1, time.monotonic() - began)
         self._metrics.reconciled(time.monotonic() - began, "ok")

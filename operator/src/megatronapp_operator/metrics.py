@@ -97,7 +97,8 @@ class OperatorMetrics:
         )
         self._requests = Counter(
             "megatron_operator_api_requests",
-            "Requests to the API server; the code is an HTTP status, or 'error' without an answer.",
+            "Requests to the API server; the code is an HTTP status, 'terminating' (403: the namespace is being "
+            "terminated), or 'error' (no answer).",
             ["verb", "resource", "code"],
             registry=registry,
         )
@@ -153,12 +154,12 @@ class OperatorMetrics:
         """Count a finished reconcile; `outcome` is "ok" or "error"."""
         self._reconcile.labels(outcome).observe(seconds)
 
-    def request(self, verb: str, resource: str, code: int | str) -> None:
-        """Count a request by the code of its answer ("error": none).
+    def request(self, verb: str, resource: str, code: str) -> None:
+        """Count a request by the code of its answer (`code` of ApiError, or an HTTP status).
 
         `resource` is the plural, never an object's name.
         """
-        self._requests.labels(verb, resource, str(code)).inc()
+        self._requests.labels(verb, resource, code).inc()
 
     def queue(self, depth: int, oldest_s: float) -> None:
         """Set the number of waiting jobs, and the seconds that the oldest has waited."""

@@ -146,6 +146,7 @@ async def test_no_right_and_no_such_kind(plane: kube.ControlPlane, namespace: st
 
 
 async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> None:
+    codes: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
@@ -153,9 +154,10 @@ async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> 
                 await KubernetesApi(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
     with reserved_ports(1) as (port,):  # bound, and not listened on
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+            api = KubernetesApi(client, on_answer=lambda *answered: codes.append(answered[-1]))
             with pytest.raises(errors.UnavailableError) as refused:
-                await KubernetesApi(client).get(CONFIG_MAPS, namespace, "one")
-    assert refused.value.status == 0
+                await api.get(CONFIG_MAPS, namespace, "one")
+    assert (refused.value.status, refused.value.code) == (0, "error") and codes == ["error"]
 
 
 async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
@@ -166,12 +168,14 @@ async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
         await writer.drain()
         writer.close()
 
+    codes: list[str] = []
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+        api = KubernetesApi(client, on_answer=lambda *answered: codes.append(answered[-1]))
         with pytest.raises(errors.UnavailableError, match="<html>") as refused:
-            await KubernetesApi(client).get(CONFIG_MAPS, namespace, "one")
-    assert refused.value.status == 502
+            await api.get(CONFIG_MAPS, namespace, "one")
+    assert (refused.value.status, codes) == (502, ["502"])
 
 
 async def test_a_proxy_of_the_environment_is_used_unless_it_is_not_for_this_server(

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import STATUS_PORT
+from megatronapp_operator.backends.kubernetes.client import errors
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
@@ -44,7 +45,10 @@ class FailingApi(KubernetesApi):
 
 @contextlib.asynccontextmanager
 async def serving(
-    plane: kube.ControlPlane, namespace: str, failures: list[Exception]
+    plane: kube.ControlPlane,
+    namespace: str,
+    failures: list[Exception],
+    on_answer: Callable[[str, str, str], None] = lambda _verb, _resource, _code: None,
 ) -> AsyncIterator[tuple[KubernetesApi, asyncio.Task[Any], ControllerHealth, LeaderService]]:
     """An operator without watches, which lists everything again and again."""
     settings = ControllerSettings(
@@ -56,7 +60,7 @@ async def serving(
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client,
     ):
-        failing = FailingApi(api._client)
+        failing = FailingApi(api._client, on_answer=on_answer)
         failing.failures = failures
         service = LeaderService(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
         task = asyncio.ensure_future(running(service))
@@ -117,7 +121,9 @@ async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietl
         for name in ("one", "two"):
             await api.create(JOBS, manifest(namespace, name))
     assert plane.kubectl("delete", "namespace", namespace, "--wait=false").returncode == 0
-    async with serving(plane, namespace, []) as (api, task, health, _service):
+    codes = set[str]()
+    async with serving(plane, namespace, [], lambda _verb, _resource, code: codes.add(code)) as started:
+        api, task, health, _service = started
 
         async def reconciled() -> bool:
             assert not task.done()
@@ -133,6 +139,7 @@ async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietl
         assert await pods(api, namespace) == []
     assert _warnings(caplog) == 1
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert errors.TERMINATING in codes and "403" not in codes, "no right is missing"
 
 
 async def _same_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -210,7 +210,7 @@ def test_the_loop_itself(scrape: Scrape) -> None:
     metrics = scrape.metrics
     metrics.reconciled(0.02, "ok")
     metrics.queue(3, 1.5)
-    metrics.request("create", "pods", 201)
+    metrics.request("create", "pods", "201")
     metrics.request("create", "pods", "error")
     metrics.watch_event("pods", NOW)
     metrics.missed("pods", 2)

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 from megatronapp_operator.backends.kubernetes.client.errors import (
+    TERMINATING,
     ForbiddenError,
     NamespaceTerminatingError,
     api_error_for,
@@ -63,3 +64,4 @@ def test_a_terminating_namespace_is_known_by_its_cause() -> None:
     cause = {"reason": "NamespaceTerminating", "field": "metadata.namespace"}
     ending = api_error_for(403, document | {"details": {"causes": [cause]}}, "POST /pods")
     assert isinstance(ending, NamespaceTerminatingError) and "being terminated" in str(ending)
+    assert (ending.code, api_error_for(403, document, "POST /pods").code) == (TERMINATING, "403")

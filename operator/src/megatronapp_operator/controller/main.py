@@ -125,7 +125,7 @@ async def _serve(
     clock = ServerClock()
     guarded = api.guarded(
         _guard(lease),
-        lambda verb, what, code: metrics.request(verb, what, code or "error"),
+        metrics.request,
         dated=clock.observe_date,
         at_once=settings.concurrency,
     )

@@ -64,9 +64,9 @@ class GatewayMetrics:
         """A request has its answer."""
         self._requests.labels(route, str(status)).inc()
 
-    def count_api_request(self, verb: str, resource: str, status: int) -> None:
-        """The API server has answered, or (0) has not."""
-        self._api.labels(verb.lower(), resource, str(status) if status else "error").inc()
+    def count_api_request(self, verb: str, resource: str, code: str) -> None:
+        """Count a request to the API server by the code of its answer ("error": none)."""
+        self._api.labels(verb.lower(), resource, code).inc()
 
     @contextmanager
     def asking_hub(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from megatronapp_operator.backends.kubernetes.client.connections import SocketTracker
 from megatronapp_operator.backends.kubernetes.client.decoding import Decoder, decode_object
 from megatronapp_operator.backends.kubernetes.client.errors import (
+    NO_ANSWER,
     ApiError,
     ConflictError,
     ExpiredError,
@@ -103,15 +104,16 @@ class KubernetesApi:
         *,
         request_s: float = REQUEST_S,
         guard: Callable[[], None] = lambda: None,
-        on_answer: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+        on_answer: Callable[[str, str, str], None] = lambda _verb, _resource, _code: None,
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> None:
         """Wrap a client.
 
         `guard` is called before every request that may change something, and raises if that is not allowed now.
-        `on_answer` receives verb, resource and HTTP status (0: none) of every answer; `dated` receives the server's
-        time of answers that have it, and the monotonic times of request and answer. `at_once` limits concurrent
+        `on_answer` receives verb, resource and code of every request (HTTP status, or NO_ANSWER, TERMINATING of
+        `errors`); `dated` receives the server's time of answers that have it, and the monotonic times of request and
+        answer. `at_once` limits concurrent
         requests; others wait.
         """
         self._client = client
@@ -124,7 +126,7 @@ class KubernetesApi:
     def guarded(
         self,
         guard: Callable[[], None],
-        on_answer: Callable[[str, str, int], None],
+        on_answer: Callable[[str, str, str], None],
         *,
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
@@ -198,18 +200,18 @@ class KubernetesApi:
         query = {"labelSelector": labels, "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
         query |= {"timeoutSeconds": str(limits.server_s)}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._request_s, sock_read=limits.silence_s)
-        request, status = f"WATCH {resource.path(namespace)}", 0
+        request, code = f"WATCH {resource.path(namespace)}", NO_ANSWER
         try:
             async with self._request("GET", resource.path(namespace), query=query, timeout=timeout) as answer:
-                status = answer.status
+                code = str(answer.status)
                 if not answer.ok:
-                    raise api_error_for(status, _status(await answer.read()), request)
+                    raise api_error_for(answer.status, _status(await answer.read()), request)
                 async for data in answer.content.iter_any():
                     yield data
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
         finally:
-            self._on_answer("WATCH", resource.plural, status)
+            self._on_answer("WATCH", resource.plural, code)
 
     async def create(
         self,
@@ -322,7 +324,7 @@ class KubernetesApi:
         timeout_s: float | None = None,
         decode: Decoder = decode_object,
     ) -> Object:
-        request, status = f"{method} {path}", 0
+        request, code = f"{method} {path}", NO_ANSWER
         timeout = aiohttp.ClientTimeout(total=self._request_s if timeout_s is None else timeout_s)
         data = None if body is None else json.dumps(body)
         async with self._limit:
@@ -333,16 +335,18 @@ class KubernetesApi:
                 async with self._request(
                     method, path, query=query, data=data, content=content, timeout=timeout
                 ) as answer:
-                    status = answer.status
+                    code = str(answer.status)
                     text = await answer.read()
                 if not answer.ok:
-                    raise api_error_for(status, _status(text), request)
+                    rejection = api_error_for(answer.status, _status(text), request)
+                    code = rejection.code
+                    raise rejection
                 self._note_date(answer.headers.get("Date"), sent)
                 return decode(text)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
             finally:
-                self._on_answer(method, resource.plural, status)
+                self._on_answer(method, resource.plural, code)
 
     @contextlib.asynccontextmanager
     async def _request(

@@ -20,6 +20,9 @@ from typing import Any
 
 from megatronapp_operator.errors import OperatorError
 
+NO_ANSWER, TERMINATING = "error", "terminating"
+"""Codes in metrics of a request without an answer, and of a NamespaceTerminatingError; others are HTTP statuses."""
+
 
 class ApiError(OperatorError):
     """A request that the API server did not carry out. `status` is its HTTP status, 0 if there was no answer."""
@@ -29,6 +32,11 @@ class ApiError(OperatorError):
         self.status = status
         self.details = dict(details or {})
         """`details` of the Status object: causes with their fields, seconds to wait."""
+
+    @property
+    def code(self) -> str:
+        """Code under which metrics count the answer."""
+        return str(self.status) if self.status else NO_ANSWER
 
 
 class AlreadyExistsError(ApiError):
@@ -45,6 +53,11 @@ class ForbiddenError(ApiError):
 
 class NamespaceTerminatingError(ForbiddenError):
     """The namespace is being terminated and accepts no new objects, so the only remedy is to wait."""
+
+    @property
+    def code(self) -> str:
+        """TERMINATING: an alert takes a 403 for a missing right."""
+        return TERMINATING
 
 
 class NotFoundError(ApiError):
