@@ -368,6 +368,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "megatronapp_operator.controller", *flags]
     config = kubeconfig_of(plane, "megatronapp-operator", tmp_path)
     client = plane.client()
+    plane.delete_jobs()  # of earlier tests, some of whose namespaces have a quota or are being terminated
 
     def start() -> "subprocess.Popen[bytes]":
         with log.open("ab") as out:

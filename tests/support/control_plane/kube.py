@@ -31,6 +31,8 @@ EFFECT_S = 120
 """Time for the API server to act by what it has stored: it judges by copies of roles, policies and definitions."""
 EFFECT_POLL_S = 0.01
 ADMIN = "admin"
+JOBS = "/apis/megatronapp.io/v1alpha1/megatronjobs"
+MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 DISCOVERY = {
     "Accept": "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,"
@@ -198,6 +200,18 @@ class ControlPlane:
             definitions += made["items"] if made["kind"] == "List" else [made]
         with self.client() as client:
             wait_until(lambda: all(_is_served(client, each) for each in definitions), f"the kinds of {paths}")
+
+    def delete_jobs(self) -> None:
+        """Delete the jobs of all namespaces, which an operator that watches the whole cluster would manage."""
+        with self.client() as client:
+            for job in client.get(JOBS).raise_for_status().json()["items"]:
+                path = "{apiVersion}/namespaces/{namespace}/megatronjobs/{name}".format(**job, **job["metadata"])
+                if job["metadata"].get("finalizers"):
+                    bare = {"metadata": {"finalizers": None}}
+                    client.patch(f"/apis/{path}", json=bare, headers=MERGE_PATCH).raise_for_status()
+                if "deletionTimestamp" not in job["metadata"]:
+                    client.delete(f"/apis/{path}").raise_for_status()
+            assert not client.get(JOBS).raise_for_status().json()["items"]
 
     def kubectl(self, *arguments: str, stdin: Any = None, user: str = ADMIN) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `stdin` is an object that it reads as JSON from `-f -`."""
