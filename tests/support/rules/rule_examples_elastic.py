@@ -23,6 +23,7 @@ def _elastic(min_data: int = 2, **policy: Any) -> Changes:
 
 _RIGHT: Changes = _elastic() | _SAVES | _SIZES
 _FAULT = {"kind": "host", "rank": 1, "factor": 2, "fromStep": 2, "steps": 2}
+_COPIES: Changes = {"spec.checkpoint.memorySaveInterval": 5, "spec.args": ["--replication"]}
 _WHERE = "spec.runPolicy.elastic"
 
 ELASTIC_EXAMPLES: tuple[Example, ...] = (
@@ -46,8 +47,12 @@ ELASTIC_EXAMPLES: tuple[Example, ...] = (
     *bad(
         "elastic-batch-in-fields",
         "spec.args",
-        (_RIGHT | {"spec.args": ["--global-batch-size", "12"]}, "no flag of batches or chunks"),
-        (_RIGHT | {"spec.args": ["--micro-batch-size=2"]}, "write the fields of training"),
+        (_RIGHT | {"spec.args": ["--global-batch-size", "12"]}, "no flag of batches or of the layout"),
+        (_RIGHT | {"spec.args": ["--expert-model-parallel-size", "2"]}, "which are fields of training and parallelism"),
+        (_RIGHT | {"spec.args": ["--profile", "--profile-ranks", "0", "15"]}, "for one number of replicas"),
+        (_RIGHT | {"spec.args": ["--hf-dataset", "/data/text"]}, "none of --profile-ranks, --hf-dataset"),
+        (_RIGHT | {"spec.args": ["--replication", "--replication-jump=8"]}, "--replication-jump"),
+        (_RIGHT | {"spec.args": ["--micro-batch-size=2"]}, "fields of training and parallelism"),
     ),
     *good("elastic-sizes-are-written", _RIGHT),
     *bad(
@@ -66,6 +71,8 @@ ELASTIC_EXAMPLES: tuple[Example, ...] = (
         (_RIGHT | _elastic(3) | {"spec.training.globalBatchSize": 24, "spec.nodes": 2, "spec.procPerNode": 8},
          "possible up to 16: [2]"),
     ),
+    *good("elastic-copies", _RIGHT | _COPIES, _RIGHT | _elastic(1)),
+    *bad("elastic-copies", f"{_WHERE}.minData", (_RIGHT | _elastic(1) | _COPIES, "must leave 2 workers or more")),
     *good("elastic-patience", _RIGHT | _elastic(startDeadlineSeconds=301)),
     *bad(
         "elastic-patience",

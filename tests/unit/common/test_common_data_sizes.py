@@ -1,8 +1,10 @@
 """Sizes of a gang that may get smaller: those that the rules accept as the smallest, each of which is a right job."""
 
 import copy
+import re
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest_workers import examples
@@ -63,6 +65,20 @@ def test_the_rules_accept_the_sizes_that_the_operator_may_choose(**sizes: int) -
         document = smaller.model_dump(mode="json", by_alias=True, exclude_unset=True)
         document["spec"]["runPolicy"].pop("elastic")
         load_job(document)  # as right as a job that a user writes
+
+
+def test_an_interleaved_schedule_needs_whole_rounds_of_microbatches_in_each_step_of_the_ramp_up() -> None:
+    right = elastic(data=4, per_node=1, expert=1, batch=1, ramp=0, least=1)
+    spec = right["spec"]
+    spec |= {"procPerNode": 3, "parallelism": {"data": 4, "pipeline": 3}}
+    spec["model"] |= {"numLayers": 6}
+    spec["training"] |= {"globalBatchSize": 36, "rampupBatchSize": [12, 12, 100]}
+    assert reduced_sizes(load_job(right)) == (3, 2, 1)
+    spec["parallelism"]["virtualPipeline"] = 2
+    assert reduced_sizes(load_job(right)) == (2, 1)
+    spec["runPolicy"]["elastic"]["minData"] = 3
+    with pytest.raises(JobError, match=re.escape("possible up to 16: [1, 2]")):
+        load_job(right)
 
 
 def test_a_job_that_an_accepting_cluster_lets_pass_keeps_its_size() -> None:

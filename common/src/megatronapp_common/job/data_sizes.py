@@ -53,9 +53,7 @@ def _divides(spec: Spec, world: World, data: int) -> bool:
     training = spec.training
     if training is None or training.global_batch_size is None or data % world.topology.expert:
         return False
-    stride = training.micro_batch_size * data
-    ramp = training.rampup_batch_size or ()
-    if any(samples % stride for samples in (training.global_batch_size, *ramp[:2])):
-        return False
     interleaved = (spec.parallelism.virtual_pipeline or 1) > 1
-    return not interleaved or training.global_batch_size // stride % spec.parallelism.pipeline == 0
+    stride = training.micro_batch_size * data * (spec.parallelism.pipeline if interleaved else 1)
+    ramp = training.rampup_batch_size or ()
+    return not any(samples % stride for samples in (training.global_batch_size, *ramp[:2]))

@@ -29,17 +29,26 @@ SIZED_FLAGS = (
     "--global-batch-size",
     "--rampup-batch-size",
     "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--profile-ranks",
+    "--hf-dataset",
+    "--replication-jump",
+    "--replication-factor",
 )
-"""Flags that would decide in `spec.args` which sizes are possible."""
+"""Flags that would decide in `spec.args` which sizes are possible: a trainer that refuses its size fails the job."""
 
 
 def _possible(size: str) -> str:
     """Return CEL text: a gang of this many replicas can train the whole batch on whole nodes."""
-    stride = f"({_MICRO} * {size})"
-    chunks = f"has({_JOB}.parallelism.virtualPipeline) ? {_JOB}.parallelism.pipeline * {stride} : {stride}"
+    chunks = f"(has({_JOB}.parallelism.virtualPipeline) ? {_JOB}.parallelism.pipeline : 1)"
+    stride = f"({_MICRO} * {size} * {chunks})"
     ramp = f"has({_RAMP}) ? {_RAMP}[0] % {stride} + {_RAMP}[1] % {stride} : 0"
     rests = f"{_JOB}.nodes * {size} % {_DATA} + {size} % {_JOB}.parallelism.expert"
-    return f"{size} < {_DATA} && {rests} + {_BATCH} % ({chunks}) + ({ramp}) == 0"
+    return f"{size} < {_DATA} && {rests} + {_BATCH} % {stride} + ({ramp}) == 0"
 
 
 _POSSIBLE_SIZES = f"[{', '.join(map(str, range(1, LISTED + 1)))}].filter(size, {_possible('size')})"
@@ -185,8 +194,9 @@ ELASTIC_RULES = (
         field=".args",
         rule=f"{_SAME_SIZE} || "
         + no_item(f"{_JOB}.args", "word", f"[{_FLAGS}].exists(flag, word == flag || word.startsWith(flag + '='))"),
-        message="must hold no flag of batches or chunks with runPolicy.elastic; write the fields of training and "
-        "parallelism",
+        message="must hold no flag of batches or of the layout with runPolicy.elastic, which are fields of training "
+        "and parallelism, and none of --profile-ranks, --hf-dataset, --replication-jump and --replication-factor, "
+        "which are for one number of replicas",
     ),
     Rule(
         id="elastic-sizes-are-written",
@@ -205,6 +215,13 @@ ELASTIC_RULES = (
             f"parallelism.expert, and divide the batch; possible up to {LISTED}: %s'"
             f".format([string({_LEAST}), string({_DATA}), {_POSSIBLE_SIZES}])"
         ),
+    ),
+    Rule(
+        id="elastic-copies",
+        field=".runPolicy.elastic.minData",
+        rule=f"{_SAME_SIZE} || {_NO_TRAINING} || !({_WRITTEN}) || "
+        f"!{_JOB}.args.exists(word, word == '--replication') || {_JOB}.nodes * {_LEAST} >= 2 * {_DATA}",
+        message="must leave 2 workers or more with --replication, which stores copies in the memory of another worker",
     ),
     Rule(
         id="elastic-patience",
