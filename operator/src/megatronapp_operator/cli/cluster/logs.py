@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job import MegatronJob, resized
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
@@ -59,6 +59,12 @@ def _selected_log(job: MegatronJob, selection: LogSelection) -> tuple[int, int |
     return job.world.placement.worker_of(rank), rank
 
 
+def _sized_job(job: ClusterJob) -> MegatronJob:
+    """Return the job with the size of its current gang. Raises OperatorError for a spec that cannot be read."""
+    whole, size = cluster_layers(job).job, job.status.get("gangSize")
+    return whole if size is None else resized(whole, size["data"])
+
+
 def _pod_name(job: ClusterJob, worker: int) -> str:
     """Return the name of the pod of a worker, whose place a former spare may hold."""
     taken = (entry["pod"] for entry in job.status.get("takeovers", ()) if entry["worker"] == worker)
@@ -69,20 +75,34 @@ class WorkerLog:
     """Log of one rank, or of a launcher, in the pod of its worker."""
 
     def __init__(
-        self, cluster: Cluster, job: ClusterJob, *, worker: int, rank: int | None, attempt: int | None
+        self,
+        cluster: Cluster,
+        job: ClusterJob,
+        *,
+        worker: int,
+        rank: int | None,
+        attempt: int | None,
+        reports: bool = False,
     ) -> None:
+        """Select a log. `reports`: that of the reporting rank, which is another one in a gang of another size."""
         self._cluster = cluster
         self.job = job
         self._worker = worker
         self._rank = rank
         self._attempt = attempt
-        self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"
+        self._reports = reports
+
+    @property
+    def whose(self) -> str:
+        """Rank or launcher that has written the log."""
+        return f"the launcher of worker {self._worker}" if self._rank is None else f"rank {self._rank}"
 
     @classmethod
     def of(cls, cluster: Cluster, job: ClusterJob, selection: LogSelection) -> "WorkerLog":
         """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
-        worker, rank = _selected_log(cluster_layers(job).job, selection)
-        return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt)
+        worker, rank = _selected_log(_sized_job(job), selection)
+        reports = selection.worker is None and selection.rank is None
+        return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt, reports=reports)
 
     @property
     def _pod(self) -> str:
@@ -117,6 +137,8 @@ class WorkerLog:
             self.job = self._cluster.view(self.job.name)
         except JobNotFoundError:
             return True
+        if self._reports:
+            self._worker, self._rank = _selected_log(_sized_job(self.job), LogSelection())
         return self.job.ended
 
     def following(self, tail: int | None = None) -> Iterator[str]:
