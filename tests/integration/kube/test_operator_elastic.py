@@ -12,6 +12,7 @@ from megatronapp_common.names import ANNOTATION_RESTART, Env, ExitCode
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, WorkerOutcome
+from megatronapp_operator.plan.policies.spares import CHECKED_S
 
 pytestmark = pytest.mark.asyncio
 ELASTIC: dict[str, Any] = {
@@ -109,6 +110,8 @@ async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_
         assert (status["restarts"], status["restartsTowardsMax"]) == (1, 1)
         nodes.number = 3
         await stage.rest()
+        assert ANNOTATION_RESTART not in (await nodes.pods())["job-worker-0"]["metadata"]["annotations"]
+        await stage.pass_time(CHECKED_S)
         order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
         assert order.split()[0] == "2" and order.endswith(" checkpoint")
         await end_ranks(stage, 2, ExitCode.PREEMPTED, 0, 1)

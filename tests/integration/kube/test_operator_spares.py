@@ -10,6 +10,7 @@ from megatronapp_common.names import ANNOTATION_RESTART, LABEL_ATTEMPT, LABEL_RE
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, SlowRank, WorkerOutcome
+from megatronapp_operator.plan.policies.spares import CHECKED_S
 from megatronapp_operator.plan_io.hub_summary import HubSummary
 
 pytestmark = pytest.mark.asyncio
@@ -147,6 +148,7 @@ async def with_slow_node(stage: OperatorSimulation) -> None:
         trace={"enabled": True},
         checkpoint={"save": "/runs/a", "saveInterval": 2, "volume": volume},
     )
+    await stage.pass_time(CHECKED_S)
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
     verdict = SlowRank(
@@ -218,6 +220,7 @@ async def test_a_spare_on_the_slow_node_is_replaced_before_the_swap(plane: kube.
         assert (await reasons(stage))["SwapWaits"] == f"Worker 1 stays on {SLOW} until a spare waits on another node."
         del stage.nodes.places[FIRST_SPARE]
         await stage.rest()
+        await stage.pass_time(CHECKED_S)
         await ends_with_its_checkpoint(stage)
         await check_swapped(stage)
 

@@ -15,6 +15,7 @@ from megatronapp_common.job import read_status, status_document
 from megatronapp_common.job.api.status import ConditionType, ExcludedNode
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
+    Backoff,
     CreateWorker,
     DeleteWorker,
     Deletion,
@@ -22,13 +23,16 @@ from megatronapp_operator.plan import (
     ElasticSize,
     EndAtCheckpoint,
     GangSize,
+    LeavingNode,
     Phase,
     PodRejection,
     Progress,
     RecordEvent,
     RestartWorker,
+    RunPolicy,
     WorkerPhase,
 )
+from megatronapp_operator.plan.policies.spares import CHECKED_S
 
 Maker = Callable[..., Any]
 PATIENCE_S = 300.0
@@ -172,16 +176,39 @@ def test_a_slow_node_is_used_again_before_the_gang_gets_smaller(lost: Maker) -> 
     assert (status.gang_size, status.released) == (None, 1)
 
 
-def test_a_full_quota_reduces_the_gang_by_a_size_at_a_time(lost: Maker, worker: Maker) -> None:
-    made = lost(3, 2, placed=4)
-    refusal = PodRejection(attempt=1, final=False, reason="QuotaExceeded", message="exceeded quota: team-a")
-    made.see(*made.observed.workers[:2], refusal=refusal)
-    assert made.plan().status.gang_size is None, "the quota may soon have room"
-    made.now += PATIENCE_S
-    made.see(refusal=dataclasses.replace(refusal, attempt=made.job.status.attempt))
-    plan = made.plan()
-    assert plan.status.gang_size.data == 3
-    assert "exceeded quota: team-a; attempt" in events(plan, "DataParallelReduced")[0]
+def test_a_full_quota_reduces_the_gang_by_a_size_at_a_time(lost: Maker) -> None:
+    made = lost(3, 2, 1)
+
+    def refused(after_s: float = 800.0) -> Any:
+        made.now += after_s
+        made.see()
+        made.plan()
+        refusal = PodRejection(attempt=made.job.status.attempt, final=False, reason="QuotaExceeded", message="no quota")
+        made.see(refusal=refusal)
+        return made.plan()
+
+    plan = refused(after_s=PATIENCE_S)
+    assert (plan.status.gang_size, plan.status.released) == (None, 1), "pods may just have gone"
+    plan = refused()
+    assert (plan.status.gang_size.data, plan.status.released) == (3, 0)
+    assert "no quota; attempt" in events(plan, "DataParallelReduced")[0]
+    plan = refused()
+    assert (plan.status.gang_size.data, plan.status.released) == (3, 1), (
+        "the quota may not know yet that pods have gone"
+    )
+    assert refused().status.gang_size.data == 2
+
+
+def test_patience_with_a_quota_begins_after_the_pause_of_a_restart(lost: Maker) -> None:
+    made = lost(3)
+    made.see()
+    pause = RunPolicy().backoff.max_s
+    made.spec(policy=dataclasses.replace(made.job.spec.policy, backoff=Backoff(initial_s=pause, max_s=pause)))
+    refusal = PodRejection(attempt=1, final=False, reason="QuotaExceeded", message="no quota")
+    made.status(released=1)
+    made.see(refusal=refusal)
+    made.now = made.job.status.last_restart_time + pause + PATIENCE_S - 1
+    assert (made.plan().status.gang_size, made.job.status.released) == (None, 2)
 
 
 def test_spares_wait_for_the_absent_workers_and_the_gang_grows_at_its_next_checkpoint(
@@ -237,6 +264,56 @@ def test_a_gang_does_not_grow_onto_nodes_that_it_has_lost(
     gang = tuple(standby(known, 1) for known in made.observed.workers)
     made.see(*gang[:2], dataclasses.replace(gang[2], **changes), spares=(spare_at(worker, 3, 2),))
     assert made.plan().status.gang_size.data == 3
+
+
+def test_a_gang_with_a_node_that_it_leaves_soon_waits_for_as_many_others(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang, spare = made.observed.workers, spare_at(worker, 3, 2)
+    made.see(*gang, spares=(spare,), leaving_nodes=(LeavingNode(name=gang[1].node, reason="is cordoned"),))
+    plan = made.plan()
+    assert actions(plan) == []
+    assert plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED).reason == "NodesMissing"
+    made.see(*gang, leaving_nodes=())
+    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=2)]
+
+
+def test_a_spare_is_given_the_time_to_check_its_node_before_the_gang_ends_for_it(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang, spare = made.observed.workers, spare_at(worker, 3, 2, started_at=made.now)
+    made.see(*gang, spares=(spare,))
+    plan = made.plan()
+    assert (actions(plan), plan.wake_at) == ([], made.now + CHECKED_S)
+    made.now += CHECKED_S
+    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=2)]
+
+
+def test_a_gang_that_ended_twice_without_growing_stays_in_its_pods(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    for attempt in (2, 3):
+        gang = tuple(
+            dataclasses.replace(standby(known, ExitCode.PREEMPTED), ends_at_checkpoint=known.index == 0)
+            for known in made.observed.workers
+        )
+        made.see(*gang, spares=())
+        plan = made.plan()
+        assert plan.status.failures[-1].reason == "DataParallelGrows"
+        orders = [action for action in actions(plan) if isinstance(action, RestartWorker)]
+        assert [(order.index, order.attempt) for order in orders] == [(index, attempt + 1) for index in range(3)]
+        made.now += 60
+        made.see(*(sound(worker(index, attempt=attempt + 1), started_at=made.now) for index in range(3)),
+                 progress=Progress(attempt=attempt + 1, iteration=3))  # fmt: skip
+        made.plan()
+
+
+def test_the_end_of_a_whole_gang_in_order_is_not_called_growth(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(in_place=True, spares=1)
+    made.spec(elastic=sizes(2))
+    made.plan()
+    made.see(*(sound(worker(index)) for index in range(2)), progress=Progress(attempt=0, iteration=5))
+    made.plan()
+    ended = (standby(known, ExitCode.PREEMPTED) for known in made.observed.workers)
+    made.see(*(dataclasses.replace(known, ends_at_checkpoint=True) for known in ended))
+    assert made.plan().status.failures[-1].exit_code == ExitCode.PREEMPTED
 
 
 def test_the_condition_ends_with_the_full_size(reduced: Maker, worker: Maker) -> None:

@@ -16,7 +16,7 @@ from megatronapp_operator.plan.actions import EndAtCheckpoint, EventType
 from megatronapp_operator.plan.observed import PodRejection, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion, spares
-from megatronapp_operator.plan.policies.restart import next_attempt
+from megatronapp_operator.plan.policies.restart import next_attempt, paused_until
 from megatronapp_operator.plan.spec import ElasticSize
 
 
@@ -49,22 +49,26 @@ def shrink(draft: PlanBuilder) -> bool:
 def shrink_to_quota(draft: PlanBuilder, refusal: PodRejection) -> bool:
     """Begin an attempt of the next smaller size if a quota has refused the pods of this one for too long.
 
-    How many pods the quota allows is not known, so a smaller size is tried at a time.
+    How many pods the quota allows is not known, so a smaller size is tried at a time. A quota takes a moment to notice
+    that pods were deleted: the first refusal of each size releases the gang, and its next attempt asks again.
     """
     elastic, status = draft.job.spec.elastic, draft.status
-    since = status.start_time if status.last_restart_time is None else status.last_restart_time
+    since = status.start_time if status.last_restart_time is None else paused_until(draft)
     if elastic is None or refusal.final or refusal.denied or since is None or not _has_begun(draft):
+        return False
+    if not status.released:
         return False
     smaller = next(iter(_smaller(draft)), None)
     if smaller is None or draft.now < since + elastic.patience_s:
         return False
     _shrink(draft, smaller, refusal.message)
+    draft.update(released=0)
     return True
 
 
 def order_end(draft: PlanBuilder) -> bool:
     """Let a smaller gang end with its next checkpoint once spares hold the nodes of a larger one."""
-    if draft.status.phase is not Phase.RUNNING or _larger(draft, draft.job.spec.workers) is None:
+    if draft.status.phase is not Phase.RUNNING or _larger(draft) is None:
         return False
     action = EndAtCheckpoint(index=0, attempt=draft.status.attempt)
     if not _ends(draft) and action not in draft.actions:
@@ -74,7 +78,7 @@ def order_end(draft: PlanBuilder) -> bool:
 
 def ended_to_grow(draft: PlanBuilder, culprit: Worker) -> Failure | None:
     """Return the failure of an attempt that has ended with a checkpoint in order to grow; None: for another reason."""
-    if draft.job.spec.elastic is None or outcome.outcome_of(culprit).code != ExitCode.PREEMPTED:
+    if not draft.job.spec.absent_workers or outcome.outcome_of(culprit).code != ExitCode.PREEMPTED:
         return None
     if not _ends(draft) or any(worker.taken for worker in draft.gang):
         return None
@@ -96,8 +100,7 @@ def grow(draft: PlanBuilder) -> bool:
     if before not in _allowed(draft):
         _grow(draft, elastic.full, f"runPolicy.elastic does not allow {before.data} any more")
         return True
-    sound = [worker for worker in draft.observed.workers if worker.scheduled and _keeps_node(draft, worker)]
-    larger = _larger(draft, len(sound)) if draft.resized_in < status.attempt else None
+    larger = _larger(draft) if draft.resized_in < status.attempt else None
     if larger is None:
         return False
     _grow(draft, larger, f"spares hold nodes for more than the {before.data} before")
@@ -130,7 +133,7 @@ def report(draft: PlanBuilder) -> None:
     absent, waiting = full.workers - current.workers, len(_waiting(draft))
     workers = "absent worker" if absent == 1 else "absent workers"
     text = f"{current.data} of {full.data} model replicas; spares hold nodes for {waiting} of {absent} {workers}"
-    larger = _larger(draft, current.workers)
+    larger = _larger(draft)
     if larger is not None and status.phase is Phase.RUNNING:
         text += f"; the gang grows to {larger.data} replicas after its next checkpoint"
         if known is None or known.reason != reasons.GROWS_AT_CHECKPOINT:
@@ -174,9 +177,12 @@ def _smaller(draft: PlanBuilder) -> list[ElasticSize]:
     return [size for size in _allowed(draft) if size.workers < draft.job.spec.workers]
 
 
-def _larger(draft: PlanBuilder, sound: int) -> ElasticSize | None:
-    """Return the largest size that `sound` workers and the spares that wait could have; None: none above this one."""
+def _larger(draft: PlanBuilder) -> ElasticSize | None:
+    """Return the largest size for which workers and waiting spares hold nodes that can be used again; None: no larger
+    one than now.
+    """
     workers = draft.job.spec.workers
+    sound = sum(worker.scheduled and _keeps_node(draft, worker) for worker in draft.observed.workers)
     nodes = min(sound, workers) + len(_waiting(draft))
     return next((size for size in _allowed(draft) if workers < size.workers <= nodes), None)
 
@@ -184,13 +190,14 @@ def _larger(draft: PlanBuilder, sound: int) -> ElasticSize | None:
 def _waiting(draft: PlanBuilder) -> list[Worker]:
     """Return the spares that hold nodes of a larger gang; no spare of an earlier size is one of them."""
     since = draft.resized_in
-    return [spare for spare in draft.observed.spares if spare.attempt >= since and spares.holds_node(draft, spare)]
+    return [spare for spare in draft.observed.spares if spare.attempt >= since and spares.has_checked(draft, spare)]
 
 
 def _keeps_node(draft: PlanBuilder, worker: Worker) -> bool:
-    """Return True if the next attempt may have a worker on the node of this one."""
+    """Return True if the next attempt may have a worker on the node of this one, which is not to be emptied."""
     excluded = any(listed.node == worker.node and listed.until > draft.now for listed in draft.status.excluded_nodes)
-    return not worker.taken and not excluded
+    leaves = any(node.name == worker.node for node in draft.observed.leaving_nodes)
+    return not worker.taken and not excluded and not leaves
 
 
 def _ends(draft: PlanBuilder) -> bool:

@@ -13,7 +13,7 @@ from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.failure_rules import DEVICE_CODES
 from megatronapp_operator.plan.observed import Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies.restart import attempt_failed
+from megatronapp_operator.plan.policies.restart import ORDERED, attempt_failed
 
 POD_FAULTS = frozenset({reasons.NOT_GATHERED, reasons.LOST_NODE})
 """Reasons of failures that blame the pod of the worker that they name, or its node."""
@@ -63,7 +63,7 @@ def _repeats(status: Status, worker: Worker) -> bool:
     before, last = status.failures[-2:]
     if last.attempt != before.attempt + 1 or last.attempt < worker.attempt or last.reason != before.reason:
         return False
-    if last.exit_code == ExitCode.PREEMPTED:
+    if last.exit_code == ExitCode.PREEMPTED or last.reason in ORDERED:
         return False
     return last.worker == before.worker and last.worker in {None, worker.index}
 

@@ -27,14 +27,18 @@ def backoff_s(backoff: Backoff, counted: int) -> float:
 
 def restart_at(draft: PlanBuilder) -> float:
     """Return when the next gang may be created."""
-    if draft.status.last_restart_time is None:
-        return release_at(draft)
+    return max(paused_until(draft), release_at(draft))
+
+
+def paused_until(draft: PlanBuilder) -> float:
+    """Return when the pause after the last failure is over; that of a gang that was released is not part of it."""
     policy, status = draft.job.spec.policy, draft.status
+    if status.last_restart_time is None:
+        return 0.0
     if status.failures and status.failures[-1].reason in ORDERED:  # nothing has failed
-        return release_at(draft)
-    lately = unbudgeted_failures_since(status, draft.status.last_restart_time - policy.reset_after_s)
-    pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
-    return max(draft.status.last_restart_time + pause, release_at(draft))
+        return status.last_restart_time
+    lately = unbudgeted_failures_since(status, status.last_restart_time - policy.reset_after_s)
+    return status.last_restart_time + backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
 
 
 def unbudgeted_failures_since(status: Status, since: float) -> int:

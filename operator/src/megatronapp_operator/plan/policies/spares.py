@@ -18,6 +18,8 @@ from megatronapp_operator.plan.policies.restart import attempt_failed
 
 PAUSE_S = 60.0
 """Seconds after its end until a spare is replaced: it may end again and again."""
+CHECKED_S = 30.0
+"""Seconds in which a spare checks its node. One that fails ends, and the gang must not have ended for it by then."""
 NAMED = 8
 """Most workers that a message names."""
 
@@ -77,8 +79,8 @@ def judge_takeovers(draft: PlanBuilder) -> bool:
 
 
 def any_waits(draft: PlanBuilder) -> bool:
-    """Return True if a spare could take a place in the next attempt, if that began now."""
-    return any(_waits(draft, spare) for spare in draft.observed.spares)
+    """Return True if a spare has checked its node, and could take a place if the next attempt began now."""
+    return any(_waits(draft, spare) and has_checked(draft, spare) for spare in draft.observed.spares)
 
 
 def _may_take_over(draft: PlanBuilder, spare: Worker) -> bool:
@@ -88,10 +90,20 @@ def _may_take_over(draft: PlanBuilder, spare: Worker) -> bool:
 
 def _waits(draft: PlanBuilder, spare: Worker) -> bool:
     fits = spare.reusable and spare.attempt >= draft.resized_in
-    return fits and holds_node(draft, spare) and spare.index in _seats(draft)
+    return fits and _holds_node(draft, spare) and spare.index in _seats(draft)
 
 
-def holds_node(draft: PlanBuilder, spare: Worker) -> bool:
+def has_checked(draft: PlanBuilder, spare: Worker) -> bool:
+    """Return True if a spare runs on a node that the job may use, and has had the time to check it."""
+    if not _holds_node(draft, spare):
+        return False
+    at = (spare.started_at or 0.0) + CHECKED_S
+    if draft.now < at:
+        draft.wake(at)
+    return draft.now >= at
+
+
+def _holds_node(draft: PlanBuilder, spare: Worker) -> bool:
     """Return True if a spare runs on a node that the job may use."""
     return spare.phase is WorkerPhase.RUNNING and not spare.taken and not _on_excluded_node(draft, spare)
 
