@@ -165,6 +165,23 @@ def test_the_gang_gets_smaller_before_all_give_back_their_nodes(lost: Maker) -> 
     assert (status.gang_size.data, status.released) == (3, 0)
 
 
+def test_patience_begins_with_the_loss_of_a_node_also_for_a_gang_that_had_all(lost: Maker, worker: Maker) -> None:
+    made = lost(3)
+    gang = made.observed.workers
+    starting = [dataclasses.replace(known, phase=WorkerPhase.PENDING, unplaced=False, scheduled=True) for known in gang]
+    made.see(*starting)
+    assert made.plan().status.scheduled_time == made.now
+    made.now += 100
+    made.see(*starting[:3])
+    assert created(made.plan()) == [3]
+    made.see(*starting[:3], gang[3])
+    assert made.plan().status.gang_size is None
+    made.now += PATIENCE_S - 1
+    assert made.plan().status.gang_size is None
+    made.now += 1
+    assert made.plan().status.gang_size == GangSize(data=3, since_attempt=2)
+
+
 def test_a_slow_node_is_used_again_before_the_gang_gets_smaller(lost: Maker) -> None:
     made = lost(3)
     made.status(excluded_nodes=(ExcludedNode(node="slow", until=made.now + 9999, reason="SlowNodeDetected"),))

@@ -36,7 +36,8 @@ def shrink(draft: PlanBuilder) -> bool:
     if smaller is None:
         return False
     due = status.unplaced_time + elastic.patience_s
-    due = due if limit is None else min(due, status.attempt_time + limit)  # at which all would give back their nodes
+    begun = status.attempt_time if status.scheduled_time is None else status.scheduled_time
+    due = due if limit is None else min(due, begun + limit)  # at which all would give back their nodes
     if draft.now < due:
         draft.wake(due)
         return False

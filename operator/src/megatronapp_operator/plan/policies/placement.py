@@ -22,9 +22,15 @@ LASTING = frozenset(
 
 
 def record_placement(draft: PlanBuilder) -> None:
-    """Record which workers of the gang have nodes."""
+    """Record which workers of the gang have nodes, and since when one has none: also one that has lost its node."""
     status, gang = draft.status, draft.gang
-    if status.attempt_time is None or status.scheduled_time is not None:
+    if status.attempt_time is None or status.running_time is not None:
+        return
+    if not any(worker.unplaced for worker in gang):
+        draft.update(unplaced_time=None)
+    elif status.unplaced_time is None:
+        draft.update(unplaced_time=draft.now)
+    if status.scheduled_time is not None:
         return
     desired = draft.job.spec.workers
     if len(gang) >= desired:
@@ -32,10 +38,6 @@ def record_placement(draft: PlanBuilder) -> None:
     found = sum(_has_node(worker) for worker in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
-    if not any(worker.unplaced for worker in gang):
-        draft.update(unplaced_time=None)
-    elif status.unplaced_time is None:
-        draft.update(unplaced_time=draft.now)
     if found >= desired:
         draft.update(scheduled_time=draft.now)
         message = f"{draft.job.spec.all_workers_text} {'has a node' if desired == 1 else 'have nodes'}"
