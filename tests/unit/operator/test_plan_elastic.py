@@ -12,7 +12,7 @@ from seen_pods import actions, sound, standby
 from worker_groups import worker_groups
 
 from megatronapp_common.job import read_status, status_document
-from megatronapp_common.job.api.status import ConditionType, ExcludedNode
+from megatronapp_common.job.api.status import ConditionType, ExcludedNode, FailureAction
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     Backoff,
@@ -32,6 +32,7 @@ from megatronapp_operator.plan import (
     RunPolicy,
     WorkerPhase,
 )
+from megatronapp_operator.plan.policies.restart import unbudgeted_failures_since
 from megatronapp_operator.plan.policies.spares import CHECKED_S
 
 Maker = Callable[..., Any]
@@ -320,6 +321,17 @@ def test_a_gang_that_ended_twice_without_growing_stays_in_its_pods(reduced: Make
         made.see(*(sound(worker(index, attempt=attempt + 1), started_at=made.now) for index in range(3)),
                  progress=Progress(attempt=attempt + 1, iteration=3))  # fmt: skip
         made.plan()
+
+
+def test_an_end_for_growth_makes_the_pause_after_a_failure_no_longer(reduced: Maker) -> None:
+    made = reduced(3)
+    failure = made.job.status.failures[-1]
+    grown = dataclasses.replace(failure, reason="DataParallelGrows", action=FailureAction.RESTART_IGNORE_MAX)
+    pauses = []
+    for before in ((), (grown,) * 3):
+        made.status(failures=(*before, failure))
+        pauses.append(unbudgeted_failures_since(made.job.status, failure.time - 3600))
+    assert pauses[0] == pauses[1]
 
 
 def test_the_end_of_a_whole_gang_in_order_is_not_called_growth(plan_harness: Maker, worker: Maker) -> None:

@@ -42,11 +42,11 @@ def paused_until(draft: PlanBuilder) -> float:
 
 
 def unbudgeted_failures_since(status: Status, since: float) -> int:
-    """Return how many of the recorded failures since then were outside the budget.
+    """Return how many of the recorded failures since then were outside the budget; an ordered end is none of them.
 
     No budget ends a job that meets such failures again and again, so at least the pause must grow.
     """
-    recent = (failure for failure in status.failures if failure.time > since)
+    recent = (failure for failure in status.failures if failure.time > since and failure.reason not in ORDERED)
     return sum(failure.action is FailureAction.RESTART_IGNORE_MAX for failure in recent)
 
 
