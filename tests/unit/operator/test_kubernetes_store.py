@@ -72,6 +72,19 @@ def test_a_deleted_pod_stays_deleted_whatever_arrives_late(order: list[str]) -> 
     assert [pod.uid for pod in store.pods("here", "job-uid")] == ["next"]
 
 
+def test_a_pod_whose_labels_were_restored_is_known_again() -> None:
+    store, unlabelled = ObjectStore(), pod(version=4)
+    unlabelled["metadata"]["labels"] = {}
+    store.put_pod(pod(version=2))
+    store.drop_pod(pod(version=3))
+    assert store.put_pod(pod(version=3)) is None and store.put_pod(pod(version=5)) == ("here", "job")
+    store.replace_pods([read_pod(unlabelled)], 8)
+    assert store.put_pod(pod(version=8)) is None and store.put_pod(pod(version=9)) == ("here", "job")
+    record = read_pod(pod(version=9))
+    assert record is not None and store.drop_record(record) == ("here", "job")
+    assert store.put_pod(pod(version=10)) is None, "it does not exist, whatever a late event says"
+
+
 def test_a_list_removes_older_pods_and_leaves_newer_ones() -> None:
     store = ObjectStore()
     store.put_pod(pod("a", uid="a", version=5))

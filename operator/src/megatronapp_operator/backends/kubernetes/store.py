@@ -1,5 +1,6 @@
 """Store of jobs and their pods, from watches and fresh reads. The newest version wins, in any order of events."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -31,7 +32,8 @@ class ObjectStore:
         self._jobs: dict[Key, Object] = {}
         self._applied: dict[Key, tuple[FieldSet, ...]] = {}
         self._pods: dict[Gang, dict[str, PodRecord]] = {}
-        self._deleted: OrderedDict[str, None] = OrderedDict()
+        self._deleted: OrderedDict[str, float] = OrderedDict()
+        """Version up to which an object of this uid is deleted."""
 
     @property
     def keys(self) -> list[Key]:
@@ -95,7 +97,7 @@ class ObjectStore:
 
     def put_record(self, record: PodRecord) -> Key | None:
         """Store the record of a pod; return None if it is not new."""
-        if record.uid in self._deleted:
+        if record.version <= self._deleted.get(record.uid, -1):
             return None
         gang = self._pods.setdefault((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
@@ -105,13 +107,16 @@ class ObjectStore:
         return record.namespace, record.job
 
     def drop_pod(self, pod: Object) -> Key | None:
-        """Remove a pod that was deleted; return None if it was not known."""
-        record = read_pod(pod)
-        return None if record is None else self.drop_record(record)
+        """Remove a pod that was deleted; return None if it was not known.
 
-    def drop_record(self, record: PodRecord) -> Key | None:
-        """Remove the record of a pod; return None if it was not known."""
-        self._mark_deleted(record.uid)
+        A watch by labels also reports one as deleted that has lost its label, and as added once that is restored.
+        """
+        record = read_pod(pod)
+        return None if record is None else self.drop_record(record, until=record.version)
+
+    def drop_record(self, record: PodRecord, *, until: float = math.inf) -> Key | None:
+        """Remove the record of a pod, which a version after `until` restores; return None if it was not known."""
+        self._mark_deleted(record.uid, until)
         gang = self._pods.get((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
         if known is None or known.uid != record.uid:
@@ -150,15 +155,15 @@ class ObjectStore:
             for pod in self._known(only)
             if pod.uid not in listed and pod.version <= version and namespace in {None, pod.namespace}
         ]
-        changed |= {self.drop_record(pod) for pod in missing}
+        changed |= {self.drop_record(pod, until=version) for pod in missing}
         return {key for key in changed if key is not None}
 
     def _known(self, only: Gang | None) -> Iterator[PodRecord]:
         gangs = self._pods.values() if only is None else [self._pods.get(only, {})]
         return (record for gang in gangs for record in gang.values())
 
-    def _mark_deleted(self, uid: str) -> None:
-        self._deleted[uid] = None
+    def _mark_deleted(self, uid: str, until: float = math.inf) -> None:
+        self._deleted[uid] = max(until, self._deleted.get(uid, until))
         if len(self._deleted) > MAX_TOMBSTONES:
             self._deleted.popitem(last=False)
 
