@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import yaml
+from aiohttp import web
 
 from megatronapp_operator.backends.kubernetes.client import connections
-from megatronapp_operator.backends.kubernetes.client.api import connect
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, WatchLimits, connect
 from megatronapp_operator.backends.kubernetes.client.resources import PODS
 
 pytestmark = pytest.mark.asyncio
@@ -48,16 +49,21 @@ def silent_server(folder: pathlib.Path) -> Iterator[tuple[int, threading.Semapho
             open_here.close()
 
 
+def write_kubeconfig(folder: pathlib.Path, cluster: dict[str, str]) -> None:
+    document = {
+        "clusters": [{"name": "one", "cluster": cluster}],
+        "users": [{"name": "one", "user": {"token": "none"}}],
+        "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+        "current-context": "one",
+    }
+    (folder / "kubeconfig").write_text(yaml.safe_dump(document), encoding="utf-8")
+
+
 async def test_a_session_leaves_no_socket_of_a_cancelled_request(tmp_path: pathlib.Path) -> None:
     with silent_server(tmp_path) as (port, read):
-        cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(tmp_path / "crt")}
-        document = {
-            "clusters": [{"name": "one", "cluster": cluster}],
-            "users": [{"name": "one", "user": {"token": "none"}}],
-            "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
-            "current-context": "one",
-        }
-        (tmp_path / "kubeconfig").write_text(yaml.safe_dump(document), encoding="utf-8")
+        write_kubeconfig(
+            tmp_path, {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(tmp_path / "crt")}
+        )
         async with connect(kubeconfig=str(tmp_path / "kubeconfig")) as api:
             requests = [asyncio.ensure_future(api.list_objects(PODS, "default")) for _ in range(2)]
             for _ in requests:
@@ -89,3 +95,41 @@ async def test_a_connection_that_stays_open_is_logged(
     caplog.clear()
     await made.close()
     assert not caplog.records
+
+
+async def test_watches_leave_connections_for_other_requests(tmp_path: pathlib.Path) -> None:
+    """An operator of many namespaces watches each of them, and must still renew its lease."""
+    watches, watched = 110, asyncio.Semaphore(0)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"name": "a"}})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"\n")
+        watched.release()
+        await asyncio.Event().wait()
+        return response
+
+    async def watch(api: KubernetesApi) -> None:
+        async for _ in api.watch(PODS, "here", labels="", version="1", limits=WatchLimits()):
+            pass
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    write_kubeconfig(tmp_path, {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"})
+    async with connect(kubeconfig=str(tmp_path / "kubeconfig"), connections=0) as api:
+        tasks = [asyncio.create_task(watch(api)) for _ in range(watches)]
+        try:
+            async with asyncio.timeout(180):
+                for _ in tasks:
+                    await watched.acquire()
+            assert await api.get(PODS, "here", "a") is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await runner.cleanup()

@@ -17,6 +17,7 @@ from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, W
 from megatronapp_operator.backends.kubernetes.client.decoding import (
     LineBuffer,
     PodEvents,
+    decode_object,
     decode_pod,
     decode_pod_events,
     decode_pod_page,
@@ -221,6 +222,25 @@ async def test_a_forgotten_version_has_all_pods_listed_again(answer: list[bytes]
 
 
 @pytest.mark.asyncio
+async def test_watches_that_end_at_once_begin_again_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses, real = list[float](), asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        pauses.extend([seconds] if seconds else [])
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server = PodServer(*([[]] * (pod_watch.QUIET_FAILURES + 1)), [bookmark(20)], None)
+    async with following(server) as (_, _):
+        await server.idle.wait()
+    *longer, after = pauses
+    assert longer == sorted(longer) and longer[-1] > 4 * longer[0] and after < longer[0], pauses
+    assert "without an event" in caplog.text and server.lists == 2
+
+
+@pytest.mark.asyncio
 async def test_a_silent_connection_is_given_up() -> None:
     server = PodServer(None, [event("ADDED", pod("a", 12))], None)
     async with following(server, silence_s=0.2) as (store, _):
@@ -254,3 +274,35 @@ async def test_an_error_that_stays_ends_in_a_new_list(
         await server.idle.wait()
         assert versions(store) == {"a": 12}
     assert server.lists > 1 and logged in caplog.text
+
+
+@given(st.sampled_from([5, 1100, 9000]), st.booleans())
+def test_managed_fields_of_any_depth_hide_no_pod(depth: int, array: bool) -> None:
+    """An API server stores them as a client has written them: a user's pod must not stop the watch for all."""
+    deep, usual = pod("deep", 4), pod("b", 5)
+    deep["metadata"]["managedFields"] = "@"
+    deep["metadata"]["annotations"] = {"text": 'a "quoted" {[\\'}
+    opening, closing = (b"[", b"]") if array else (b'{"f:a":', b"}")
+    fields = opening * depth + b'{"f:b":{},"]":"}"}' + closing * depth
+
+    def with_fields(data: bytes) -> bytes:
+        return data.replace(b'"@"', fields)
+
+    page = with_fields(json.dumps({"metadata": {"resourceVersion": "9"}, "items": [deep, usual]}).encode())
+    expected = [read_pod(deep | {"metadata": deep["metadata"] | {"managedFields": []}}), read_pod(usual)]
+    assert None not in expected
+    assert [read_pod(item) for item in decode_pod_page(page)["items"]] == expected
+    assert [item["metadata"]["name"] for item in decode_object(page)["items"]] == ["deep", "b"]
+    found = decode_pod_events([with_fields(event("ADDED", deep)), event("ADDED", usual)])
+    assert (found.version, [read_pod(item) for _, item in found.events]) == ("5", expected)
+
+
+def test_a_pod_that_cannot_be_decoded_is_left_out_of_a_page() -> None:
+    unreadable = copy.deepcopy(pod("bad", 5))
+    unreadable["metadata"]["labels"] = 7
+    page = {"metadata": {"resourceVersion": "9", "continue": "x"}, "items": [pod("a", 4), unreadable]}
+    found = decode_pod_page(json.dumps(page).encode())
+    assert found["metadata"] == page["metadata"] and [item["metadata"]["name"] for item in found["items"]] == ["a"]
+    for data in (b"<html>", b'{"metadata": {}, "items": [', b'{"items": []}', b'{"a":' * 5000):
+        with pytest.raises(UnavailableError):
+            decode_pod_page(data)

@@ -71,7 +71,8 @@ async def operate(settings: ControllerSettings) -> None:
     """Wait for the lease, then lead. Raises LeaseLostError when it is lost, BackendError when the watches end."""
     registry, health = CollectorRegistry(), ControllerHealth()
     metrics = OperatorMetrics(registry, version=__version__)
-    async with connect(kubeconfig=settings.kubeconfig) as api:
+    # The lease must not wait for a connection: each namespace's watch holds one, and `at_once` limits other requests.
+    async with connect(kubeconfig=settings.kubeconfig, connections=0) as api:
         lease = LeaseHolder(
             api, namespace=settings.lease_namespace, name=settings.lease_name, identity=settings.identity
         )

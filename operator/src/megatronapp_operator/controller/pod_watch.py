@@ -19,7 +19,7 @@ from megatronapp_operator.backends.kubernetes.client.decoding import (
     decode_pod_events,
     decode_pod_page,
 )
-from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ExpiredError
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ExpiredError, UnavailableError
 from megatronapp_operator.backends.kubernetes.client.resources import PODS
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
@@ -96,15 +96,18 @@ class PodWatch:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
 
     async def _watch(self, version: str) -> None:
-        """Watch until the server ends it. Raises ApiError."""
-        buffer = LineBuffer()
+        """Watch until the server ends it. Raises ApiError, also if it had no event, not even a bookmark."""
+        buffer, empty = LineBuffer(), True
         chunks = self._api.watch(PODS, self._namespace, labels=LABEL_JOB_UID, version=version, limits=self._limits)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 lines = buffer.add(chunk)
+                empty = empty and not lines
                 for first in range(0, len(lines), BATCH):
                     self._store_events(lines[first : first + BATCH])
                     await asyncio.sleep(0)
+        if empty:  # a server or proxy that ends each watch at once must not get ten requests a second
+            raise UnavailableError("the server has ended it without an event")
 
     def _store_events(self, lines: Sequence[bytes]) -> None:
         """Store the events of complete lines. Raises ApiError for an event of type ERROR, and stores nothing then."""

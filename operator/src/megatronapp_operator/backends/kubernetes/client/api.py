@@ -36,6 +36,8 @@ from megatronapp_operator.backends.kubernetes.client.resources import CREATOR, F
 
 REQUEST_S = 30.0
 """Seconds for one request to the API server."""
+CONNECTIONS = 100
+"""Connections to the API server at a time, as the client of Kubernetes has them."""
 PAGE = 500
 """Objects of one page of a list, as client-go reads them."""
 READ_BUFFER = 1 << 21
@@ -66,27 +68,30 @@ class WatchLimits:
 
 
 @contextlib.asynccontextmanager
-async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["KubernetesApi"]:
-    """Connect by a kubeconfig (or the default one), inside a pod by its service account."""
+async def connect(
+    *, kubeconfig: str | None = None, context: str | None = None, connections: int = CONNECTIONS
+) -> AsyncIterator["KubernetesApi"]:
+    """Connect by a kubeconfig (or the default one), inside a pod by its service account.
+
+    More requests than `connections` wait for one of those, which each watch holds; 0: as many as there are requests.
+    """
     settings = Configuration()
     if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
     settings.proxy = settings.proxy or _proxy_for(settings.host or "")
-    connections = SocketTracker()
+    sockets = SocketTracker()
     try:
         async with ApiClient(configuration=settings) as client:
             # The client's own session reads the environment's proxies and ~/.netrc for every request, in a thread.
             session = client.rest_client.pool_manager
-            connector = aiohttp.TCPConnector(
-                limit=session.connector.limit, ssl=session.connector._ssl, socket_factory=connections.make
-            )
+            connector = aiohttp.TCPConnector(limit=connections, ssl=session.connector._ssl, socket_factory=sockets.make)
             client.rest_client.pool_manager = aiohttp.ClientSession(connector=connector, read_bufsize=READ_BUFFER)
             await session.close()
             yield KubernetesApi(client)
     finally:
-        await connections.close()
+        await sockets.close()
 
 
 def _proxy_for(host: str) -> str | None:
@@ -184,7 +189,7 @@ class KubernetesApi:
         query = {"labelSelector": labels, "limit": str(page)}
         while True:
             answer = await self._send("GET", resource, resource.path(namespace), query=query, decode=decode)
-            yield ObjectList(answer["items"], answer["metadata"]["resourceVersion"])
+            yield ObjectList(answer.get("items") or [], answer["metadata"]["resourceVersion"])
             if not (token := answer["metadata"].get("continue")):
                 return
             query |= {"continue": token}

@@ -6,17 +6,22 @@ without making objects of them, in a tenth of the time.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError, api_error_for
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 
+T = TypeVar("T")
 JsonText = bytes | msgspec.Raw
 Decoder = Callable[[JsonText], Object]
 """Decodes an answer to an object. Raises UnavailableError, ApiError."""
+MAX_DEPTH = 100
+"""Levels of an object that are decoded if it has more than Python's recursion limit allows."""
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
 class _Fields(msgspec.Struct, omit_defaults=True):
@@ -57,7 +62,12 @@ class _Pod(_Fields):
 
 class _PodPage(_Fields):
     metadata: dict[str, Any]
-    items: list[_Pod]
+    items: list[_Pod] | None = None
+
+
+class _RawPage(_Fields):
+    metadata: dict[str, Any]
+    items: list[msgspec.Raw] | None = None
 
 
 class _Version(msgspec.Struct):
@@ -73,10 +83,12 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
+_OBJECT = msgspec.json.Decoder()
 _EVENT = msgspec.json.Decoder(_Event)
 _VERSIONED = msgspec.json.Decoder(_Versioned)
 _POD = msgspec.json.Decoder(_Pod)
 _POD_PAGE = msgspec.json.Decoder(_PodPage)
+_RAW_PAGE = msgspec.json.Decoder(_RawPage)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ class LineBuffer:
 def decode_object(data: JsonText) -> Object:
     """Decode a whole object."""
     try:
-        found = msgspec.json.decode(data)
+        found = _decode(_OBJECT, data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise UnavailableError("the answer is not from an API server") from error
     if not isinstance(found, dict):
@@ -118,8 +130,17 @@ def decode_pod(data: JsonText) -> Object:
 
 
 def decode_pod_page(data: JsonText) -> Object:
-    """Decode a page of a list of pods, each as `decode_pod` does."""
-    return _builtins(_POD_PAGE, data)
+    """Decode a page of a list of pods, each as `decode_pod` does, without those that cannot be decoded."""
+    with contextlib.suppress(UnavailableError):
+        return _builtins(_POD_PAGE, data)
+    try:
+        page, pods = _decode(_RAW_PAGE, data), list[Object]()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UnavailableError(f"the answer is not from an API server: {error}") from error
+    for item in page.items or ():
+        with contextlib.suppress(UnavailableError):
+            pods.append(decode_pod(item))
+    return {"metadata": page.metadata, "items": pods}
 
 
 def decode_pod_events(lines: Sequence[bytes]) -> PodEvents:
@@ -128,12 +149,12 @@ def decode_pod_events(lines: Sequence[bytes]) -> PodEvents:
     version = None
     for line in lines:
         try:
-            event = _EVENT.decode(line)
+            event = _decode(_EVENT, line)
             if event.type == "ERROR":
                 status = decode_object(event.object)
                 raise api_error_for(int(status.get("code") or 0), status, "watch")
             version = _VERSIONED.decode(event.object).metadata.resourceVersion
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise UnavailableError(f"a watch event is not from an API server: {error}") from error
         if event.type != "BOOKMARK":
             with contextlib.suppress(UnavailableError):  # a pod that cannot be read is none of ours
@@ -143,7 +164,33 @@ def decode_pod_events(lines: Sequence[bytes]) -> PodEvents:
 
 def _builtins(decoder: msgspec.json.Decoder[Any], data: JsonText) -> Object:
     try:
-        found: Object = msgspec.to_builtins(decoder.decode(data))
+        found: Object = msgspec.to_builtins(_decode(decoder, data))
     except (msgspec.DecodeError, RecursionError) as error:
         raise UnavailableError(f"the answer is not from an API server: {error}") from error
     return found
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: JsonText) -> T:
+    """Decode JSON of any depth. Raises msgspec.DecodeError.
+
+    An API server stores managed fields as deep as a client has written them, up to some ten thousand levels.
+    """
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        return decoder.decode(_shallow(bytes(data)))
+
+
+def _shallow(data: bytes) -> bytes:
+    """Return JSON with null for each object and array that is nested deeper than MAX_DEPTH."""
+    parts, depth, end = list[bytes](), 0, 0
+    for token in _TOKEN.finditer(data):
+        if token[0] in {b"{", b"["}:
+            depth += 1
+            if depth == MAX_DEPTH + 1:
+                parts += data[end : token.start()], b"null"
+        elif token[0] in {b"}", b"]"}:
+            if depth == MAX_DEPTH + 1:
+                end = token.end()
+            depth -= 1
+    return b"".join([*parts, data[end:]])
