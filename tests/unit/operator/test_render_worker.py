@@ -346,7 +346,9 @@ def test_initializers_and_hub_have_the_priority_of_their_job_and_initializers_it
     ]
     affinity: dict[str, Any] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     place = {"nodeSelector": {"pool": "a"}, "affinity": affinity, "schedulerName": "own"}
-    job = rendered.make_job({**place, "priorityClassName": "high", "gpusPerNode": 2, "initializers": initializers})
+    apart: dict[str, Any] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    given = {**place, "affinity": affinity | apart, "priorityClassName": "high", "gpusPerNode": 2}
+    job = rendered.make_job({**given, "initializers": initializers})
     init = render.init_pod(job, rendered.owner_of(job))
     assert init is not None
     spec = init["spec"]

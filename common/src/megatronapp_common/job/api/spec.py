@@ -141,7 +141,7 @@ class Spec(ManifestModel):
     node_selector: Labels = Field(default={})
     """Labels of the nodes for workers, and for initializers of scope Job."""
     affinity: dict[str, Any] | None = None
-    """Affinity of the pods of workers and of initializers of scope Job, as in a pod's spec."""
+    """Affinity of pods of workers, as in a pod's spec; without podAntiAffinity also of initializers of scope Job."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
     """Taints of nodes that workers tolerate; that of GPU nodes is added."""
     priority_class_name: ObjectName | None = None

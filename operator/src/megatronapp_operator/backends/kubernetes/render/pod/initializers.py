@@ -86,11 +86,16 @@ def init_pod(job: MegatronJob, owner: JobOwner) -> Object | None:
 
 
 def _placement(job: MegatronJob) -> Object:
-    """Return the placement of the workers: only their nodes may reach their disks."""
+    """Return the placement of the workers: only their nodes may reach their disks.
+
+    Without their anti-affinity, by which a node would be closed to workers where an initializer has just ended: the
+    scheduler tries pods that were refused for such a pod again only after minutes.
+    """
+    affinity = {kind: terms for kind, terms in (job.spec.affinity or {}).items() if kind != "podAntiAffinity"}
     given = {
         "tolerations": tolerations(job.spec, job.spec.gpus_per_node),
         "nodeSelector": dict(job.spec.node_selector),
-        "affinity": job.spec.affinity,
+        "affinity": affinity,
         "schedulerName": job.spec.scheduler_name,
     }
     return {name: value for name, value in given.items() if value}
