@@ -17,6 +17,7 @@ from megatronapp_operator.gateway.access.authorization import Authorizer
 from megatronapp_operator.gateway.access.credentials import Credentials, cookie_name
 from megatronapp_operator.gateway.access.sessions import BrowserSessions
 from megatronapp_operator.gateway.access.subject_access import AccessReviews
+from megatronapp_operator.gateway.background import running
 from megatronapp_operator.gateway.gateway import CONTROLS, MAX_SOCKETS, Gateway, concurrency_limits
 from megatronapp_operator.gateway.job_catalog import JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics, RequestCounter
@@ -67,18 +68,6 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
     return app
 
 
-@contextlib.asynccontextmanager
-async def _following(keys: KeyRing) -> AsyncIterator[None]:
-    """Keep reading the key file while the gateway serves: the jobs that start after a rotation have the new key."""
-    task = asyncio.create_task(keys.follow())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
 def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMetrics) -> FastAPI:
     """The application that opens the jobs of a cluster."""
     sockets = concurrency_limits("live sockets", settings.max_sockets)
@@ -87,7 +76,7 @@ def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMe
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         catalog = JobCatalog(api, keys=settings.keys, namespaces=settings.namespaces)
-        async with new_session() as session, _following(settings.keys):
+        async with new_session() as session, running(asyncio.create_task(settings.keys.follow())):
             app.state.gateway = Gateway(
                 catalog=catalog,
                 gate=Authorizer(catalog, AccessReviews(api) if settings.reviews else None),

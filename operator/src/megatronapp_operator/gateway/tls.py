@@ -14,6 +14,7 @@ import uvicorn
 
 from megatronapp_common.web.bounded_http import BoundedHttpProtocol
 from megatronapp_operator.errors import BackendError
+from megatronapp_operator.gateway.background import running
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Certificate:
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """Follow the files until the block ends."""
-        async with _running(asyncio.create_task(self.follow())):
+        async with running(asyncio.create_task(self.follow())):
             yield
 
     def _contents(self) -> tuple[bytes, bytes]:
@@ -102,7 +103,7 @@ async def serving(
     with listener:
         answering = asyncio.create_task(server.serve(sockets=[]))
         try:
-            async with _running(asyncio.create_task(_accept(server, listener, certificate, limit, handshake_s))):
+            async with running(asyncio.create_task(_accept(server, listener, certificate, limit, handshake_s))):
                 yield
         finally:
             server.should_exit = True
@@ -149,17 +150,6 @@ async def _begin(
             ssl_handshake_timeout=handshake_s,
             ssl_shutdown_timeout=handshake_s,
         )
-
-
-@contextlib.asynccontextmanager
-async def _running(task: "asyncio.Task[None] | asyncio.Task[Never]") -> AsyncIterator[None]:
-    """Cancel a task at the end of the block."""
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def _refuse_encryption() -> str:
