@@ -18,8 +18,11 @@ SYNCHRONISES = "called a synchronizing CUDA operation"
 """Warning of torch while torch.cuda.set_sync_debug_mode("warn") is on."""
 
 
-def train(flags: str) -> dict[str, Any]:
-    """Train on this rank. Returns losses, gradient norms, the waits of one more step, and the ring's contents."""
+def train(flags: str, model: str = MODEL) -> dict[str, Any]:
+    """Train on this rank with the flags of `model` and further ones.
+
+    Returns losses, gradient norms, the waits of one more step, and the ring's contents.
+    """
     warnings.simplefilter("ignore")
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.config import parse
@@ -30,7 +33,7 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
-    config = parse(f"{MODEL} {flags}".split())
+    config = parse(f"{model} {flags}".split())
     layout = layout_of(config)
     os.environ[CONNECTIONS] = device_connections(flags.split(), layout.role)
     device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)

@@ -14,6 +14,9 @@ SMALL = (
     "--lr 1e-3 --mock-data --vocab-size 64"
 )
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+TRACED_COLLECTIVES = (
+    "--trace with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without spans of collectives)"
+)
 
 
 def config_of(flags: str) -> TrainerConfig:
@@ -26,18 +29,11 @@ def config_of(flags: str) -> TrainerConfig:
         (NO_DROPOUT, ()),
         ("", ("dropout",)),
         (f"{NO_DROPOUT} --cuda-graph-impl none", ("--cuda-graph-impl none",)),
-        (f"{NO_DROPOUT} --trace --fp16", ("--fp16",)),
-        (f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2", ("--tensor-model-parallel-size above 1",)),
-        (f"{NO_DROPOUT} --pipeline-model-parallel-size 2", ("--pipeline-model-parallel-size above 1",)),
-        (
-            f"{NO_DROPOUT} --pipeline-model-parallel-size 2 --use-dpp",
-            ("--pipeline-model-parallel-size above 1", "--use-dpp"),
-        ),
-        (f"{NO_DROPOUT} --tensor-model-parallel-size 2", ("--tensor-model-parallel-size above 1",)),
-        (
-            f"{NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl auto",
-            ("--tensor-model-parallel-size above 1",),
-        ),
+        (f"{NO_DROPOUT} --trace --fp16", ()),
+        (f"{NO_DROPOUT} --trace --pipeline-model-parallel-size 2 --use-dpp", ()),
+        (f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2", (TRACED_COLLECTIVES,)),
+        (f"{NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl auto", ()),
+        (f"{NO_DROPOUT} --overlap-grad-reduce --tensor-model-parallel-size 2", ("--overlap-grad-reduce",)),
         *(
             (f"{NO_DROPOUT} {layout} --cuda-graph-impl local", ())
             for layout in (

@@ -96,7 +96,7 @@ class KernelConfig:
     )
     cuda_graph_impl: str = option(
         "auto",
-        "a CUDA graph for each pass of a microbatch: none; local, also in pipelines, on tensor ranks, with MegaDPP and "
-        "--fp16, which has not run on GPUs yet; auto: on one pipeline stage and one tensor rank, without these",
+        "a CUDA graph for each pass of a microbatch: none; local; auto: where passes can be replayed, but not with "
+        "--overlap-grad-reduce or --overlap-param-gather, nor on tensor ranks with --trace",
         choices=("auto", "none", "local"),
     )

@@ -35,7 +35,8 @@ def graph_obstacles(config: TrainerConfig) -> tuple[str, ...]:
 def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     """Return why the passes of a microbatch are not replayed; empty if they are.
 
-    Besides what a graph cannot hold: what costs more than it saves, or has not run on GPUs, unless it is asked for.
+    Besides what a graph cannot hold, unless graphs are asked for: what costs more than it saves, and tensor-parallel
+    collectives of a traced run, whose times tell which rank of the group is slow and which replays do not record.
     """
     requested, parallel = config.kernels.cuda_graph_impl, config.parallel
     if requested == "none":
@@ -44,10 +45,8 @@ def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     if requested == "local":
         return obstacles
     found = {
-        "--pipeline-model-parallel-size above 1": parallel.pipeline_model_parallel_size > 1,
-        "--tensor-model-parallel-size above 1": parallel.tensor_model_parallel_size > 1,
-        "--use-dpp": config.dpp.use_dpp,
-        "--fp16": config.precision.fp16,
+        "--trace with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without spans of "
+        "collectives)": config.logging.trace and parallel.tensor_model_parallel_size > 1,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
         "--overlap-param-gather": parallel.overlap_param_gather,
     }
