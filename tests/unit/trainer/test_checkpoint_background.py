@@ -145,9 +145,26 @@ def suffer(folder: str, flags: str) -> list[str]:
     fail_and_recover(
         lambda: os.kill(saves.writer_pid, signal.SIGSTOP), lambda: os.kill(saves.writer_pid, signal.SIGKILL), nothing
     )
+    found.append(fail_to_copy(saves, trainer, fails=is_last))
     found.append(wait_for_a_stopped_writer(saves, trainer, stops=is_last))
     manager.close()
     return [*found, str(saves.report.failures)]
+
+
+def fail_to_copy(saves: Any, trainer: Any, *, fails: bool) -> str:
+    """Return what is reported of a copy that does not begin on a rank; the next checkpoint takes its place."""
+    from megatronapp_trainer.checkpoint.saving import host_copy
+
+    train_until(trainer, lambda: trainer._state.iteration > trainer._saved_iteration)
+    failures = saves.report.failures
+    error = RuntimeError("no more streams")
+    with mock.patch.object(host_copy, "begin_copy", side_effect=error) if fails else contextlib.nullcontext():
+        trainer._save()
+    train_until(trainer, lambda: saves.report.failures > failures and trainer._state.iteration > saves.pending)
+    trainer._save()
+    saves.finish()
+    assert saves.report.iteration == trainer._saved_iteration
+    return str(saves.report.last_failure)
 
 
 def wait_for_a_stopped_writer(saves: Any, trainer: Any, *, stops: bool) -> str:
@@ -231,10 +248,11 @@ def test_a_checkpoint_of_the_background_is_that_of_its_step(
 def test_failed_writes_are_tried_again_while_training_continues(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     first, second = run_ranks(2, suffer, str(tmp_path / "save"), DISTRIBUTED, timeout_s=LIMIT_S)
     assert first == second
-    begun, written, lost, stopped, failures = first
+    begun, written, lost, not_copied, stopped, failures = first
     assert begun.startswith("rank 0: FileExistsError")
     assert written.startswith("rank 1: OSError: ")
     assert lost.startswith("rank 1: the process that writes checkpoints was lost")
+    assert not_copied == "rank 1: the state could not be copied: no more streams"
     assert stopped.startswith("StorageError: the checkpoint of step ")
     assert "was not written within 0 s" in stopped
     assert int(failures) >= 3

@@ -20,6 +20,7 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.saving.background import BackgroundSaves
+from megatronapp_trainer.checkpoint.saving.device_snapshot import snapshot_memory
 from megatronapp_trainer.checkpoint.saving.files import (
     GlobalPlan,
     Publication,
@@ -79,7 +80,9 @@ class CheckpointManager:
         self._plan = SharedPlan()
         self._report = CheckpointReport()
         self.background = (
-            BackgroundSaves(self._plan, exit_wait_s=flags.async_save_exit_wait)
+            BackgroundSaves(
+                self._plan, exit_wait_s=flags.async_save_exit_wait, snapshots=snapshot_memory(config.parallel)
+            )
             if flags.async_save and flags.save is not None
             else None
         )

@@ -15,6 +15,7 @@ from megatronapp_trainer.checkpoint.memory.saves import CopyRule, MemorySaves
 from megatronapp_trainer.checkpoint.memory.search import MemorySearch, StoredStep
 from megatronapp_trainer.checkpoint.memory.selection import ranks_with_useless_copies
 from megatronapp_trainer.checkpoint.memory.training import training_token
+from megatronapp_trainer.checkpoint.saving.device_snapshot import snapshot_memory
 from megatronapp_trainer.checkpoint.train_state import NO_STEP, TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
@@ -52,7 +53,7 @@ class MemoryCheckpoints:
         directory = CheckpointDirectory(pathlib.Path(flags.save))
         digest = flags_digest(config, broadcast_from_zero(lambda: training_token(directory)))
         self.interval = flags.non_persistent_save_interval
-        self.saves = MemorySaves(place, rule, digest, group)
+        self.saves = MemorySaves(place, rule, digest, group, snapshot_memory(config.parallel))
         self._search = MemorySearch(place, digest, group)
         self._found: dict[int, StoredStep | None] = {}
         self.resumed: StoredStep | None = None

@@ -23,6 +23,7 @@ from megatronapp_trainer.checkpoint.memory.place import MemoryPlace, allocated_b
 from megatronapp_trainer.checkpoint.memory.search import StoredStep
 from megatronapp_trainer.checkpoint.memory.selection import copy_holders, describe_ranks
 from megatronapp_trainer.checkpoint.memory.slots import SlotPair
+from megatronapp_trainer.checkpoint.saving.device_snapshot import SnapshotMemory
 from megatronapp_trainer.checkpoint.saving.host_copy import TensorCopy, begin_copy, places_of, tensor_at
 from megatronapp_trainer.checkpoint.saving.report import MemoryReport
 from megatronapp_trainer.checkpoint.train_state import TrainState
@@ -70,8 +71,11 @@ class _RunningSave:
 class MemorySaves:
     """Saves one step at a time; all ranks begin each together."""
 
-    def __init__(self, place: MemoryPlace, rule: CopyRule, flags: str, group: Group) -> None:
-        """Prepare; `flags`: digest of those that the state depends on."""
+    def __init__(
+        self, place: MemoryPlace, rule: CopyRule, flags: str, group: Group, snapshots: SnapshotMemory | None
+    ) -> None:
+        """Prepare; `flags`: digest of those that the state depends on; `snapshots`: as of `begin_copy`."""
+        self._snapshots = snapshots
         self._place = place
         self._rule = rule
         self._flags = flags
@@ -170,7 +174,7 @@ class MemorySaves:
         if self._is_ended(gather_from_all(problem)):
             return False
         assert prepared is not None, "it is there without a problem"
-        running = _RunningSave(state.iteration, began_s, 0.0, begin_copy(prepared.pairs))
+        running = _RunningSave(state.iteration, began_s, 0.0, begin_copy(prepared.pairs, self._snapshots))
         running.thread = threading.Thread(target=self._run, args=(running, prepared), name="memory-save", daemon=True)
         running.thread.start()
         running.blocked_s = time.monotonic() - began_s

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatronapp_trainer.checkpoint.saving.device_snapshot import SnapshotMemory
 from megatronapp_trainer.checkpoint.saving.files import Publication
-from megatronapp_trainer.checkpoint.saving.host_copy import HostCopies, places_of
+from megatronapp_trainer.checkpoint.saving.host_copy import CopyPlace, HostCopies, places_of
 from megatronapp_trainer.checkpoint.saving.plans import SharedPlan
 from megatronapp_trainer.checkpoint.saving.rank_content import RankContent
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
@@ -74,12 +75,22 @@ class _PendingCheckpoint:
 class BackgroundSaves:
     """Writes one checkpoint at a time in the background. All ranks have the same stage at the same step."""
 
-    def __init__(self, plan: SharedPlan, *, exit_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the writer process, so that it is ready at the first checkpoint."""
+    def __init__(
+        self,
+        plan: SharedPlan,
+        *,
+        exit_wait_s: float,
+        snapshots: SnapshotMemory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the writer process, so that it is ready at the first checkpoint.
+
+        `snapshots`: memory of the device through which copies may pass.
+        """
         self._plan = plan
         self._exit_wait_s = exit_wait_s
         self._clock = clock
-        self._copies = HostCopies()
+        self._copies = HostCopies(snapshots)
         self._process = WriterProcess(self._copies.descriptor)
         self._pending: _PendingCheckpoint | None = None
         self._layout: tuple[int, bytes, int] = (-1, b"", 0)
@@ -116,8 +127,9 @@ class BackgroundSaves:
             )
         agreement = Agreement()
         with agreement.attempt():
-            self._begin_copy(content)
-        agreement.settle()
+            places = self._reserve(content)
+        agreement.settle()  # before the copies, which what the ranks exchange would wait for on a GPU
+        self._copies.begin(content.tensors, places)
         blocked_s = self._clock() - began_s
         self._pending = _PendingCheckpoint(
             publication=publication, content=replace(content, tensors=[]), began_s=began_s, blocked_s=blocked_s
@@ -125,7 +137,8 @@ class BackgroundSaves:
         self.report = replace(self.report, pending_iteration=self._pending.iteration)
         self._request()
 
-    def _begin_copy(self, content: RankContent) -> None:
+    def _reserve(self, content: RankContent) -> list[CopyPlace]:
+        """Provide memory for the copies; returns where each tensor has its place."""
         places, size_bytes = places_of(content.tensors)
         try:
             self._copies.reserve(size_bytes)
@@ -134,9 +147,9 @@ class BackgroundSaves:
                 f"{size_bytes / 2**30:.2f} GiB of host memory, in which --async-save keeps a copy of what this rank "
                 f"writes, are not there ({error.strerror}); leave --async-save out, or give the rank more memory"
             ) from error
-        self._copies.begin(content.tensors, places)
         if self._layout[0] != self._plan.version:
             self._layout = (self._plan.version, pickle.dumps((content.items, places)), size_bytes)
+        return places
 
     def before_change(self) -> None:
         """Let changes of weights and optimizer wait for the copies."""

@@ -1,7 +1,7 @@
 """Copies of tensors in memory of the host that this process shares with the process that writes them.
 
-Training continues while the copies are made: on a GPU by a stream of their own, on a CPU by a thread. The next change
-of the tensors waits for them by `before_change`.
+Training continues while the copies are made: on a GPU by a stream of their own, from a snapshot where there is room for
+it, on a CPU by a thread. The next change of the tensors waits by `before_change`: for the snapshot, or for the copies.
 """
 
 import logging
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from megatronapp_trainer.checkpoint.saving.device_snapshot import Pairs, SnapshotCopy, SnapshotMemory
 
 logger = logging.getLogger(__name__)
 _ALIGNMENT = 512
@@ -50,7 +52,9 @@ def mapped(descriptor: int, size_bytes: int) -> torch.Tensor:
 class HostCopies:
     """Memory for the copies of a checkpoint, which the next one uses again. It has no name and dies with its users."""
 
-    def __init__(self) -> None:
+    def __init__(self, snapshots: SnapshotMemory | None = None) -> None:
+        """Create it, still empty; `snapshots`: as of `begin_copy`."""
+        self._snapshots = snapshots
         self.descriptor = os.memfd_create("checkpoint")
         self._memory: torch.Tensor | None = None
         self._copy: TensorCopy | None = None
@@ -69,11 +73,14 @@ class HostCopies:
             pin(self._memory)
 
     def begin(self, tensors: Sequence[torch.Tensor], places: Sequence[CopyPlace]) -> None:
-        """Begin to copy; the former copies must be done with."""
+        """Begin to copy; the former copies must be done with. `done` and `wait` raise what fails here, too."""
         pairs = []
         if self._memory is not None:
             pairs = [(tensor, tensor_at(self._memory, place)) for tensor, place in zip(tensors, places, strict=True)]
-        self._copy = begin_copy(pairs)
+        try:
+            self._copy = begin_copy(pairs, self._snapshots)
+        except RuntimeError as error:
+            self._copy = _FailedCopy(error)
 
     def done(self) -> bool:
         """Return True once everything is copied. Raises any error of the copy."""
@@ -94,10 +101,6 @@ class HostCopies:
         os.close(self.descriptor)
 
 
-_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, each with its place in the memory."""
-
-
 class TensorCopy(Protocol):
     """A copy of tensors that has begun."""
 
@@ -111,18 +114,38 @@ class TensorCopy(Protocol):
         """Block until everything is copied. Raises any error of the copy."""
 
 
-def begin_copy(pairs: _Pairs) -> TensorCopy:
-    """Begin to copy tensors to their places."""
-    return _StreamCopy(pairs) if any(tensor.is_cuda for tensor, _ in pairs) else _ThreadCopy(pairs)
+def begin_copy(pairs: Pairs, snapshots: SnapshotMemory | None) -> TensorCopy:
+    """Begin to copy tensors to their places; `snapshots`: memory of the device that may be used on the way."""
+    device = next((tensor.device for tensor, _ in pairs if tensor.is_cuda), None)
+    if device is None:
+        return _ThreadCopy(pairs)
+    places, size_bytes = places_of([tensor for tensor, _ in pairs])
+    memory = None if snapshots is None else snapshots.take(size_bytes, device)
+    if memory is None:
+        return _StreamCopy(pairs)
+    return SnapshotCopy(pairs, [tensor_at(memory, place) for place in places])
+
+
+class _FailedCopy:
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        raise self._error
+
+    def before_change(self) -> None: ...
+
+    def wait(self) -> None:
+        raise self._error
 
 
 class _ThreadCopy:
-    def __init__(self, pairs: _Pairs) -> None:
+    def __init__(self, pairs: Pairs) -> None:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(pairs,), name="checkpoint-copy", daemon=True)
         self._thread.start()
 
-    def _run(self, pairs: _Pairs) -> None:
+    def _run(self, pairs: Pairs) -> None:
         try:
             for tensor, target in pairs:
                 target.copy_(tensor)
@@ -145,7 +168,7 @@ class _ThreadCopy:
 
 
 class _StreamCopy:
-    def __init__(self, pairs: _Pairs) -> None:
+    def __init__(self, pairs: Pairs) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

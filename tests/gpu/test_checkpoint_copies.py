@@ -1,0 +1,100 @@
+"""Copies of a checkpoint by way of the device: of the step at which they began, also without room for a snapshot."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_training
+from device_training import MODEL
+
+RunRanks = Callable[..., list[Any]]
+
+
+def copy_and_change(case: str) -> dict[str, Any]:
+    """Begin a copy, change the tensors after `before_change`, and return what the host has."""
+    import torch
+
+    from megatronapp_trainer.checkpoint.saving import device_snapshot, host_copy
+
+    torch.cuda.set_device(0)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    large = torch.randn(50_000_000, device="cuda", generator=generator)
+    tensors = [large, large[:7].bfloat16(), torch.tensor(3, device="cuda"), large[:12].view(3, 4).t(), torch.ones(5)]
+    expected = [tensor.clone().cpu() for tensor in tensors]
+    if case == "none":
+        device_snapshot.fits = lambda *_, **__: False
+    if case == "less":  # than there seems to be
+        device_snapshot.fits = lambda *_, **__: True
+        torch.cuda.set_per_process_memory_fraction(0.0001)
+    torch.cuda.synchronize()
+    copies = host_copy.HostCopies(device_snapshot.SnapshotMemory())
+    places, size_bytes = host_copy.places_of(tensors)
+    copies.reserve(size_bytes)
+    rounds = []
+    for _ in range(2):
+        copies.begin(tensors, places)
+        copies.before_change()
+        for tensor in tensors[:-1]:
+            tensor.zero_()
+        copies.wait()
+        assert copies.done()
+        memory = copies._memory
+        assert memory is not None
+        rounds.append(
+            all(
+                torch.equal(host_copy.tensor_at(memory, place), values)
+                for place, values in zip(places, expected, strict=True)
+            )
+        )
+        for tensor, values in zip(tensors, expected, strict=True):
+            tensor.copy_(values)
+    return {"equal": rounds, "kind": type(copies._copy).__name__}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [("there", "SnapshotCopy"), ("none", "_StreamCopy"), ("less", "_StreamCopy")]
+)
+def test_the_host_has_the_tensors_of_before_the_change(run_ranks: RunRanks, case: str, kind: str) -> None:
+    (found,) = run_ranks(1, copy_and_change, case)
+    assert found == {"equal": [True, True], "kind": kind}
+
+
+def save_both_ways(folder: str, flags: str) -> list[str]:
+    """Save step 3 at once, in the background and in memory, while training continues; return the kinds of copies."""
+    from megatronapp_common.names import Env
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+
+    os.environ |= {Env.WORKER_INDEX: "0", Env.SHM_DIR: folder, Env.JOB_UID: "uid"}
+    options = f"{MODEL} --train-iters 100000 {flags}"
+    memory = "--non-persistent-save-interval 1000000"
+    run = small_training.prepare(f"{options} --save {folder}/async --async-save {memory}")
+    manager = CheckpointManager(run.config, run.layout)
+    manager.load(run.state)
+    at_once = CheckpointManager(small_training.prepare(f"{options} --save {folder}/sync").config, run.layout)
+    trainer = small_training.trainer_of(run, checkpoints=manager)
+    while run.state.iteration < 3:
+        trainer._at_boundary(trainer.step())
+    at_once.save(run.state)
+    trainer._save()
+    trainer._save_in_memory()
+    background, saves = manager.background, manager.memory.saves  # type: ignore[union-attr]
+    assert background is not None
+    while background.pending is not None or saves.report.iteration != 3:
+        trainer._at_boundary(trainer.step())
+    kinds = [type(copy).__name__ for copy in (background._copies._copy, saves._running.copy)]  # type: ignore[union-attr]
+    manager.close()
+    return kinds
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-distributed-optimizer", ""])
+def test_checkpoints_are_those_of_a_save_at_once(run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str) -> None:
+    assert run_ranks(1, save_both_ways, str(tmp_path), flags) == [["SnapshotCopy", "SnapshotCopy"]]
+    here, there = (
+        json.loads((tmp_path / kind / "iter_0000003" / "megatronapp.json").read_text()) for kind in ("async", "sync")
+    )
+    data = [name for name in here["files"] if name.endswith(".distcp")]
+    assert data
+    assert [here["checksums"][name] for name in data] == [there["checksums"][name] for name in data]

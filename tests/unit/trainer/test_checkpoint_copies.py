@@ -1,0 +1,79 @@
+"""Copies of a checkpoint by way of the device: slices for the host, and the room for a snapshot. On a CPU, without one;
+`tests/gpu/test_checkpoint_copies.py` has the rest.
+"""
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytest_workers import examples
+
+if TYPE_CHECKING:
+    import torch
+
+pytestmark = pytest.mark.torch
+LIMIT = 48
+
+
+def tensor_of(shape: tuple[int, ...], kind: str) -> "torch.Tensor":
+    import torch
+
+    count = torch.Size(shape).numel()
+    return torch.arange(1, count + 1).reshape(shape).to(getattr(torch, kind))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=3).map(tuple),
+            st.sampled_from(["bfloat16", "float32", "uint8", "int64", "bool", "float8_e4m3fn"]),
+        ),
+        max_size=8,
+    )
+)
+def test_slices_hold_each_byte_once(forms: list[tuple[tuple[int, ...], str]]) -> None:
+    import torch
+
+    from megatronapp_trainer.checkpoint.saving.device_snapshot import slices_of
+
+    sources = [tensor_of(shape, kind) for shape, kind in forms]
+    targets = [torch.zeros_like(source) for source in sources]
+    groups = [list(group) for group in slices_of(zip(sources, targets, strict=True), LIMIT)]
+    sizes = [sum(source.numel() for source, _ in group) for group in groups]
+    assert sum(sizes) == sum(source.nbytes for source in sources)
+    assert all(size == LIMIT for size in sizes[:-1])
+    assert all(0 < size <= LIMIT for size in sizes[-1:])
+    for group in groups:
+        for source, target in group:
+            target.copy_(source)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("free", "former", "expected"),
+    [
+        pytest.param(65, 0, True, id="room"),
+        pytest.param(64, 0, False, id="into-the-margin"),
+        pytest.param(5, 60, True, id="memory-of-the-one-before"),
+        pytest.param(4, 60, False, id="nothing-else-free"),
+    ],
+)
+def test_a_snapshot_leaves_a_margin(free: int, former: int, expected: bool) -> None:
+    from megatronapp_trainer.checkpoint.saving.device_snapshot import fits
+
+    assert fits(60, free=free, former=former, total=100) is expected
+
+
+def test_several_ranks_of_a_gpu_take_no_snapshot() -> None:
+    from megatronapp_trainer.checkpoint.saving.device_snapshot import snapshot_memory
+    from megatronapp_trainer.config import parse
+
+    flags = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
+        "--global-batch-size 1 --train-iters 1 --mock-data --vocab-size 8 --distributed-backend gloo"
+    )
+    assert snapshot_memory(parse(flags.split()).parallel) is not None
+    assert snapshot_memory(parse(f"{flags} --ranks-per-gpu 2".split()).parallel) is None
