@@ -88,6 +88,40 @@ def test_graphs_in_fp8_are_equal_to_the_bit(run_ranks: RunRanks) -> None:
     assert found["norms"] == expected["norms"]
 
 
+def roundings_of_weights(flags: str) -> tuple[list[int], list[float]]:
+    """Return how often the host rounds weights in each step of a training on graphs, and its losses."""
+    from megatronapp_trainer.models.kernels import fp8_weights
+
+    module: Any = fp8_weights
+    counts: list[int] = []
+    constant = module.Fp8Weights.constant
+
+    def counted_step(weights: Any) -> Any:
+        counts.append(0)
+        return constant(weights)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            counts[-1] += 1
+            return function(*arguments)
+
+        return run
+
+    module.Fp8Weights.constant = counted_step
+    module.quantize_rows, module.quantize_columns = counted(module.quantize_rows), counted(module.quantize_columns)
+    return counts, train_on_all_kernels(f"{flags} --cuda-graph-impl local")["losses"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_weights_are_rounded_by_a_graph(run_ranks: RunRanks, microbatches: int) -> None:
+    flags = f"{FP8} --deterministic-mode --global-batch-size {2 * microbatches}"
+    ((counts, losses),) = run_ranks(1, roundings_of_weights, flags)
+    assert counts[0] > 0
+    assert counts[3:] == [0] * len(counts[3:])
+    plain = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl none")[0]["losses"]
+    assert losses == plain
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     "flags",

@@ -125,6 +125,62 @@ def test_a_weight_is_rounded_once_in_a_step_and_at_each_use_outside() -> None:
         assert weight.rows() is rows and weight.columns() is columns
 
 
+def test_a_recording_rounds_all_forms_of_a_step() -> None:
+    import torch
+
+    from megatronapp_trainer.models.kernels import fp8
+    from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights, Recorder
+
+    parameters = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(3)]
+    weights = Fp8Weights(range(1, 3))
+    first, second, unused = (weights.add(0, parameter) for parameter in parameters)
+    runs: list[str] = []
+
+    def recorder(name: str) -> Recorder:
+        def record(compute: Callable[[], object]) -> Callable[[], object]:
+            def replay() -> object:
+                runs.append(name)
+                return compute()
+
+            return replay
+
+        return record
+
+    def step(*, prepares: bool = True) -> None:
+        """Compare the forms after a step, in the memory of the first."""
+        for parameter in parameters:
+            parameter.detach().mul_(3)
+        with weights.constant():
+            if prepares:
+                weights.prepare(0)
+                assert first.is_rounded is (first.forms > 0)
+            assert torch.equal(first.rows().scales, fp8.quantize_rows(parameters[0].detach()).scales)
+            columns = fp8.quantize_columns(parameters[1].detach())
+            assert torch.equal(second.columns().scales, columns.scales)
+            assert torch.equal(second.columns().restored(), columns.restored())
+            weights.prepare(0)
+
+    weights.record(0, recorder("empty"))  # no pass has read a weight
+    step()
+    weights.record(0, recorder("two"))
+    step()
+    step()
+    assert runs == ["two", "two"]
+    step(prepares=False)  # as where the first microbatch is not replayed: nothing is left to round
+    assert runs == ["two", "two"]
+    with weights.constant():
+        memory = unused.rows()
+    step()  # not what the recording rounds
+    assert runs == ["two", "two"]
+    assert torch.equal(memory.scales, fp8.quantize_rows(parameters[2].detach()).scales)
+    weights.record(0, recorder("three"))
+    step()
+    weights.record(0, recorder("again"))
+    step()
+    assert runs == ["two", "two", "three", "three"]
+    assert torch.equal(memory.scales, fp8.quantize_rows(parameters[2].detach()).scales)
+
+
 def trained_without_memory(flags: str) -> tuple[list[float], list[float]] | None:
     """Train with weights that are rounded at each use."""
     from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights

@@ -13,6 +13,7 @@ from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_strea
 from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.graphs.pass_slot import copied_tensors, count_hooks
+from megatronapp_trainer.pipeline.graphs.recorders import GraphRecorders
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
@@ -166,6 +167,9 @@ class GraphedStep:
             self._graph = None  # its memory is free before the next one takes as much
             timers, self._core_config.timers = self._core_config.timers, None  # no event of theirs is captured
             try:
+                if self._fp8_weights is not None:
+                    recorder = GraphRecorders(self._device).slot()
+                    self._fp8_weights.record(0, lambda compute: recorder.record(compute).replay)
                 with self._chunk.no_sync():
                     graph = MicrobatchGraph(
                         lambda example: self._forward(self._plain_step, example, 1, num_microbatches),

@@ -175,6 +175,8 @@ class ReplayedPasses:
         before = self._recorders.reserved_bytes()
         for chunk, count in enumerate(missing):
             self._prepare_weights(chunk)
+            if self._fp8_weights is not None:
+                self._fp8_weights.record(chunk, lambda compute: self._recorders.slot().record(compute).replay)
             for _ in range(count):
                 example = self._examples[chunk]
                 assert example is not None, "a chunk whose passes are recorded has run"
