@@ -90,11 +90,9 @@ Result stop_event(void* handle) {
         return kSuccess;
     }
     if (event->is_channel) {
-        auto& channel = *static_cast<TransferLog::Channel*>(event);
-        channel.pending->log->end_channel(channel);
+        transfer_log().end_channel(*static_cast<TransferLog::Channel*>(event));
     } else {
-        auto& pending = *static_cast<TransferLog::Pending*>(event);
-        pending.log->enqueued(pending);
+        transfer_log().enqueued(*static_cast<TransferLog::Pending*>(event));
     }
     return kSuccess;
 }
@@ -102,7 +100,8 @@ Result stop_event(void* handle) {
 Result record_state(void* handle, int state, StateArguments* arguments) {
     auto* event = static_cast<TransferLog::Handle*>(handle);
     if (event != nullptr && event->is_channel && state == kKernelChannelStop && arguments != nullptr) {
-        static_cast<TransferLog::Channel*>(event)->end_ns = arguments->kernel_channel.timer_ns;
+        auto& channel = *static_cast<TransferLog::Channel*>(event);
+        transfer_log().channel_ends_at(channel, arguments->kernel_channel.timer_ns);
     }
     return kSuccess;
 }
@@ -134,7 +133,20 @@ __attribute__((visibility("default"))) std::uint64_t megatronapp_nccl_take(megat
     return megatronapp::nccl::transfer_log().take({out, static_cast<std::size_t>(capacity)});
 }
 
-/// Returns how many operations were dropped because too many were pending, or finished and not taken.
+/// Writes the communicator of the newest operation of this size to `out`, and returns whether one was enqueued lately.
+__attribute__((visibility("default"))) bool megatronapp_nccl_communicator(std::uint64_t bytes, std::uint64_t* out) {
+    const auto found = megatronapp::nccl::transfer_log().communicator_of(bytes);
+    *out = found.value_or(0);
+    return found.has_value();
+}
+
+/// Returns how many operations are enqueued and not finished.
+__attribute__((visibility("default"))) std::uint64_t megatronapp_nccl_in_flight() {
+    return megatronapp::nccl::transfer_log().in_flight();
+}
+
+/// Returns how many operations were dropped because too many were pending, or finished and not taken, or because NCCL
+/// has not reported when their kernels ran.
 __attribute__((visibility("default"))) std::uint64_t megatronapp_nccl_dropped() {
     return megatronapp::nccl::transfer_log().dropped();
 }

@@ -1,6 +1,7 @@
 #include "megatronapp/nccl/transfer_log.hpp"
 
 #include <algorithm>
+#include <iterator>
 
 #include "megatronapp/clock.hpp"
 
@@ -8,26 +9,6 @@ namespace megatronapp::nccl {
 namespace {
 
 constexpr std::size_t kChannelsOfOne = 64;  // the most that NCCL uses for one operation
-
-/// Takes the next free element of a pool that is used in turns; null if that one is still in use.
-template <typename Element>
-Element* taken(std::vector<Element>& pool, std::atomic<std::uint64_t>& next) noexcept {
-    Element& element = pool[next.fetch_add(1, std::memory_order_relaxed) % pool.size()];
-    bool expected = false;
-    return element.used.compare_exchange_strong(expected, true, std::memory_order_acquire) ? &element : nullptr;
-}
-
-void lower(std::atomic<std::uint64_t>& least, std::uint64_t value) noexcept {
-    std::uint64_t known = least.load(std::memory_order_relaxed);
-    while ((known == 0 || value < known) && !least.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
-    }
-}
-
-void raise(std::atomic<std::uint64_t>& most, std::uint64_t value) noexcept {
-    std::uint64_t known = most.load(std::memory_order_relaxed);
-    while (value > known && !most.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
-    }
-}
 
 std::uint32_t next_number(Communicator& communicator, Operation operation, std::int32_t peer) noexcept {
     const auto place = static_cast<std::size_t>(peer);
@@ -43,116 +24,156 @@ std::uint32_t next_number(Communicator& communicator, Operation operation, std::
 }  // namespace
 
 TransferLog::TransferLog(std::size_t pending, std::size_t finished)
-    : pending_(pending), channels_(pending * kChannelsOfOne / 4), most_finished_(finished) {
+    : free_(pending), channels_(pending * kChannelsOfOne / 4), most_finished_(finished) {
     finished_.reserve(finished);
 }
 
 TransferLog::Pending* TransferLog::begin(Communicator& communicator, Operation operation, std::uint64_t bytes,
                                          std::int32_t peer, std::uint32_t channels) noexcept {
     const std::uint32_t sequence = next_number(communicator, operation, peer);
-    Pending* pending = taken(pending_, next_pending_);
-    if (pending == nullptr) {
-        dropped_.fetch_add(1, std::memory_order_relaxed);
+    const std::lock_guard lock(mutex_);
+    begun_[num_begun_++ % begun_.size()] = {bytes, communicator.hash};
+    if (free_.empty()) {
+        ++dropped_;
         return nullptr;
     }
-    pending->log = this;
-    pending->is_counted.store(channels > 0, std::memory_order_relaxed);
-    pending->begun_ns.store(monotonic_ns(), std::memory_order_relaxed);
-    pending->ended_ns.store(0, std::memory_order_relaxed);
-    pending->open.store(channels + 1, std::memory_order_relaxed);
-    pending->start_ns.store(0, std::memory_order_relaxed);
-    pending->end_ns.store(0, std::memory_order_relaxed);
-    pending->transfer = {.communicator = communicator.hash,
-                         .bytes = bytes,
-                         .device_start_ns = 0,
-                         .device_end_ns = 0,
-                         .seen_ns = 0,
-                         .sequence = sequence,
-                         .operation = operation,
-                         .peer = peer,
-                         .ranks = communicator.ranks,
-                         .rank = communicator.rank,
-                         .channels = channels};
-    return pending;
+    in_flight_.splice(in_flight_.end(), free_, free_.begin());
+    Pending& pending = in_flight_.back();
+    pending.used = true;
+    pending.place = std::prev(in_flight_.end());
+    pending.is_enqueued = false;
+    pending.is_counted = channels > 0;
+    pending.awaited = channels;
+    pending.open = 0;
+    pending.begun_ns = monotonic_ns();
+    pending.ended_ns = 0;
+    pending.transfer = {.communicator = communicator.hash,
+                        .bytes = bytes,
+                        .device_start_ns = 0,
+                        .device_end_ns = 0,
+                        .seen_ns = 0,
+                        .sequence = sequence,
+                        .operation = operation,
+                        .peer = peer,
+                        .ranks = communicator.ranks,
+                        .rank = communicator.rank,
+                        .channels = channels};
+    return &pending;
 }
 
-void TransferLog::enqueued(Pending& pending) noexcept { close_part(pending); }
+void TransferLog::enqueued(Pending& pending) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (pending.used) {
+        pending.is_enqueued = true;
+        finish_if_complete(pending);
+    }
+}
 
 TransferLog::Channel* TransferLog::begin_channel(Pending& pending, std::uint64_t start_ns) noexcept {
-    if (!pending.used.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex_);
+    if (!pending.used) {
         return nullptr;  // it was finished without this channel
     }
-    lower(pending.start_ns, start_ns);
-    Channel* channel = taken(channels_, next_channel_);
-    if (channel == nullptr) {
-        if (pending.is_counted.load(std::memory_order_relaxed)) {
-            close_part(pending);  // its end will not be seen
-        }
+    std::uint64_t& first_ns = pending.transfer.device_start_ns;
+    if (start_ns != 0 && (first_ns == 0 || start_ns < first_ns)) {
+        first_ns = start_ns;
+    }
+    pending.awaited -= pending.awaited > 0 ? 1 : 0;
+    Channel& channel = channels_[next_channel_++ % channels_.size()];
+    if (channel.used) {  // too many are open: the end of this one will not be seen
+        finish_if_complete(pending);
         return nullptr;
     }
-    if (!pending.is_counted.load(std::memory_order_relaxed)) {
-        pending.open.fetch_add(1, std::memory_order_relaxed);
-    }
-    channel->pending = &pending;
-    channel->end_ns = 0;
-    return channel;
+    ++pending.open;
+    channel.used = true;
+    channel.pending = &pending;
+    channel.end_ns = 0;
+    return &channel;
+}
+
+void TransferLog::channel_ends_at(Channel& channel, std::uint64_t end_ns) noexcept {
+    const std::lock_guard lock(mutex_);
+    channel.end_ns = end_ns;
 }
 
 void TransferLog::end_channel(Channel& channel) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (!channel.used) {
+        return;  // NCCL has missed the begin of another channel, and ends this one again in its place
+    }
+    channel.used = false;
     Pending& pending = *channel.pending;
-    raise(pending.end_ns, channel.end_ns);
-    pending.ended_ns.store(monotonic_ns(), std::memory_order_relaxed);
-    channel.used.store(false, std::memory_order_release);
-    close_part(pending);
+    pending.transfer.device_end_ns = std::max(pending.transfer.device_end_ns, channel.end_ns);
+    pending.ended_ns = monotonic_ns();
+    --pending.open;
+    finish_if_complete(pending);
 }
 
-void TransferLog::close_part(Pending& pending) noexcept {
-    const bool was_last = pending.open.fetch_sub(1, std::memory_order_acq_rel) == 1;
-    if (was_last && pending.is_counted.load(std::memory_order_relaxed)) {
+void TransferLog::finish_if_complete(Pending& pending) noexcept {
+    if (pending.is_counted && pending.is_enqueued && pending.awaited == 0 && pending.open == 0) {
         finish(pending, monotonic_ns());
     }
 }
 
 void TransferLog::finish(Pending& pending, std::uint64_t seen_ns) noexcept {
-    Transfer transfer = pending.transfer;
-    transfer.device_start_ns = pending.start_ns.load(std::memory_order_relaxed);
-    transfer.device_end_ns = pending.end_ns.load(std::memory_order_relaxed);
+    pending.used = false;
+    Transfer& transfer = pending.transfer;
     transfer.seen_ns = seen_ns;
-    pending.begun_ns.store(0, std::memory_order_relaxed);
-    pending.used.store(false, std::memory_order_release);
-    const std::lock_guard lock(finished_mutex_);
-    if (transfer.device_end_ns == 0 || finished_.size() == most_finished_) {
-        dropped_.fetch_add(1, std::memory_order_relaxed);
+    // NCCL reuses the places of its times, so that those of a late report may be of later operations.
+    const bool has_times = transfer.device_start_ns != 0 && transfer.device_start_ns <= transfer.device_end_ns;
+    if (!has_times || finished_.size() == most_finished_) {
+        ++dropped_;
     } else {
         finished_.push_back(transfer);
     }
+    free_.splice(free_.end(), in_flight_, pending.place);  // at the end: late calls for it find it unused for long
 }
 
-void TransferLog::sweep(std::uint64_t quiet_ns, std::uint64_t expire_ns) noexcept {
+void TransferLog::sweep(const Patience& patience) noexcept {
     const std::uint64_t now_ns = monotonic_ns();
-    for (Pending& pending : pending_) {
-        if (!pending.used.load(std::memory_order_acquire)) {
+    for (auto place = in_flight_.begin(); place != in_flight_.end();) {
+        Pending& pending = *place++;
+        if (pending.open > 0) {
             continue;
         }
-        const std::uint64_t ended_ns = pending.ended_ns.load(std::memory_order_relaxed);
-        const std::uint64_t begun_ns = pending.begun_ns.load(std::memory_order_relaxed);
-        const bool is_quiet = !pending.is_counted.load(std::memory_order_relaxed) &&
-                              pending.open.load(std::memory_order_acquire) == 0 && ended_ns != 0 &&
-                              ended_ns + quiet_ns <= now_ns;
-        if (is_quiet || (begun_ns != 0 && ended_ns == 0 && begun_ns + expire_ns <= now_ns)) {
-            finish(pending, ended_ns);
+        const std::uint64_t quiet_ns = pending.is_counted ? patience.missing_ns : patience.quiet_ns;
+        const bool has_ended = pending.ended_ns != 0;
+        if (now_ns >= (has_ended ? pending.ended_ns + quiet_ns : pending.begun_ns + patience.expire_ns)) {
+            finish(pending, pending.ended_ns);
         }
     }
 }
 
-std::size_t TransferLog::take(std::span<Transfer> out, std::uint64_t quiet_ns, std::uint64_t expire_ns) {
-    sweep(quiet_ns, expire_ns);
-    const std::lock_guard lock(finished_mutex_);
+std::size_t TransferLog::take(std::span<Transfer> out, const Patience& patience) {
+    const std::lock_guard lock(mutex_);
+    sweep(patience);
     const std::size_t count = std::min(out.size(), finished_.size());
     const auto end = finished_.begin() + static_cast<std::ptrdiff_t>(count);
     std::copy(finished_.begin(), end, out.begin());
     finished_.erase(finished_.begin(), end);
     return count;
+}
+
+std::optional<std::uint64_t> TransferLog::communicator_of(std::uint64_t bytes) const {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t known = std::min<std::uint64_t>(num_begun_, begun_.size());
+    for (std::uint64_t back = 1; back <= known; ++back) {
+        const Begun& each = begun_[(num_begun_ - back) % begun_.size()];
+        if (each.bytes == bytes) {
+            return each.communicator;
+        }
+    }
+    return std::nullopt;
+}
+
+std::size_t TransferLog::in_flight() const {
+    const std::lock_guard lock(mutex_);
+    return in_flight_.size();
+}
+
+std::uint64_t TransferLog::dropped() const {
+    const std::lock_guard lock(mutex_);
+    return dropped_;
 }
 
 }  // namespace megatronapp::nccl

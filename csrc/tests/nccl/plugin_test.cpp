@@ -15,6 +15,8 @@ extern "C" {
 extern megatronapp::nccl::Profiler ncclProfiler_v4;  // NOLINT(readability-identifier-naming): NCCL's name
 std::uint64_t megatronapp_nccl_take(megatronapp::nccl::Transfer* out, std::uint64_t capacity);
 std::uint64_t megatronapp_nccl_dropped();
+std::uint64_t megatronapp_nccl_in_flight();
+bool megatronapp_nccl_communicator(std::uint64_t bytes, std::uint64_t* out);
 }
 
 namespace megatronapp::nccl {
@@ -145,18 +147,108 @@ TEST(NcclPlugin, DropsAndCountsWhatHasNoRoom) {
     EXPECT_EQ(take().size(), operations.size());
 }
 
-TEST(TransferLog, FreesOperationsWhoseChannelsNeverEnd) {
-    TransferLog log(2, 8);
+TEST(NcclPlugin, KnowsTheCommunicatorOfAnOperationBeforeItsKernelRuns) {
+    FakeNccl first(80, 2, 0);
+    FakeNccl second(81, 2, 0);
+    std::uint64_t found = 0;
+    EXPECT_FALSE(megatronapp_nccl_communicator(12340, &found));
+    const std::array operations{first.collective("AllReduce", 3085, "ncclFloat32", 1),
+                                second.collective("AllReduce", 3086, "ncclFloat32", 1)};
+    EXPECT_TRUE(megatronapp_nccl_communicator(12340, &found));
+    EXPECT_EQ(found, 80U);
+    EXPECT_TRUE(megatronapp_nccl_communicator(12344, &found));
+    EXPECT_EQ(found, 81U);
+    EXPECT_EQ(megatronapp_nccl_in_flight(), 2U);
+    for (void* operation : operations) {
+        FakeNccl::end_channel(first.begin_channel(operation, 1), 2);
+    }
+    EXPECT_EQ(megatronapp_nccl_in_flight(), 0U);
+    EXPECT_EQ(take().size(), 2U);
+}
+
+TEST(NcclPlugin, IgnoresTheEndOfAChannelWithoutItsBegin) {
+    FakeNccl nccl(82, 2, 0);
+    void* earlier = nccl.collective("AllReduce", 1, "ncclFloat32", 2);
+    void* channel = nccl.begin_channel(earlier, 10);
+    FakeNccl::end_channel(channel, 20);
+    void* later = nccl.collective("AllReduce", 2, "ncclFloat32", 1);
+    FakeNccl::end_channel(channel, 40);  // of the second operation, whose begin NCCL has missed
+    EXPECT_TRUE(take().empty());
+    FakeNccl::end_channel(nccl.begin_channel(earlier, 11), 21);
+    const std::vector<Transfer> found = take();
+    ASSERT_EQ(found.size(), 1U);
+    EXPECT_EQ(found[0].bytes, 4U);
+    EXPECT_EQ(found[0].device_start_ns, 10U);
+    EXPECT_EQ(found[0].device_end_ns, 21U);
+    EXPECT_EQ(megatronapp_nccl_in_flight(), 1U);
+    FakeNccl::end_channel(nccl.begin_channel(later, 30), 40);
+    EXPECT_EQ(take().size(), 1U);
+}
+
+class TransferLogTest : public testing::Test {
+  protected:
+    static constexpr std::uint64_t kNever = 3'600'000'000'000;
+
+    std::vector<Transfer> take(const TransferLog::Patience& patience) {
+        std::vector<Transfer> out(8);
+        out.resize(log.take(out, patience));
+        return out;
+    }
+
+    TransferLog::Pending* begin(std::uint32_t channels) {
+        TransferLog::Pending* pending = log.begin(communicator, Operation::kOther, 8, -1, channels);
+        if (pending != nullptr) {
+            log.enqueued(*pending);
+        }
+        return pending;
+    }
+
+    void end(TransferLog::Channel* channel, std::uint64_t end_ns) {
+        log.channel_ends_at(*channel, end_ns);
+        log.end_channel(*channel);
+    }
+
+    TransferLog log{2, 8};
     Communicator communicator{
         .log = &log, .hash = 1, .ranks = 2, .rank = 0, .collectives = {}, .sent = {}, .received = {}};
+};
+
+TEST_F(TransferLogTest, FreesOperationsWhoseChannelsNeverBegin) {
     for (const std::uint32_t channels : {0U, 3U}) {  // as of a CUDA graph that captures them
-        log.enqueued(*log.begin(communicator, Operation::kOther, 8, -1, channels));
+        EXPECT_NE(begin(channels), nullptr);
     }
-    EXPECT_EQ(log.begin(communicator, Operation::kOther, 8, -1, 1), nullptr);
-    std::vector<Transfer> out(8);
-    EXPECT_EQ(log.take(out, 0, 0), 0U);
+    EXPECT_EQ(begin(1), nullptr);
+    EXPECT_EQ(log.dropped(), 1U);
+    EXPECT_TRUE(take({.expire_ns = kNever}).empty());
+    EXPECT_EQ(log.in_flight(), 2U);
+    EXPECT_TRUE(take({.expire_ns = 0}).empty());
+    EXPECT_EQ(log.in_flight(), 0U);
     EXPECT_EQ(log.dropped(), 3U);
-    EXPECT_NE(log.begin(communicator, Operation::kOther, 8, -1, 1), nullptr);
+    EXPECT_NE(begin(1), nullptr);
+}
+
+TEST_F(TransferLogTest, KeepsOperationsWithAnOpenChannel) {
+    for (const std::uint32_t channels : {0U, 1U}) {  // as one that waits for its peer
+        TransferLog::Pending* pending = begin(channels);
+        TransferLog::Channel* channel = log.begin_channel(*pending, 5);
+        EXPECT_TRUE(take({.quiet_ns = 0, .missing_ns = 0, .expire_ns = 0}).empty());
+        end(channel, 9);
+        EXPECT_EQ(take({.quiet_ns = 0}).size(), 1U);
+    }
+    EXPECT_EQ(log.dropped(), 0U);
+}
+
+TEST_F(TransferLogTest, FinishesAnOperationWithoutAChannelThatNcclHasMissed) {
+    TransferLog::Pending* pending = begin(3);
+    end(log.begin_channel(*pending, 7), 9);
+    end(log.begin_channel(*pending, 5), 8);
+    EXPECT_TRUE(take({.quiet_ns = 0, .missing_ns = kNever}).empty());
+    const std::vector<Transfer> found = take({.quiet_ns = kNever, .missing_ns = 0});
+    ASSERT_EQ(found.size(), 1U);
+    EXPECT_EQ(found[0].device_start_ns, 5U);
+    EXPECT_EQ(found[0].device_end_ns, 9U);
+    EXPECT_EQ(log.begin_channel(*pending, 6), nullptr);
+    EXPECT_EQ(log.dropped(), 0U);
 }
 
 TEST(NcclPlugin, LogsEveryOperationOfSeveralCommunicatorsAndThreads) {

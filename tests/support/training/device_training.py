@@ -67,6 +67,7 @@ def train(flags: str, model: str = MODEL) -> dict[str, Any]:
         "norms": norms,
         "synchronisations": synchronisations,
         **_adam(run.state.optimizer),
+        "transfers_without_times": _transfers_without_times() if config.logging.trace_nccl else 0,
         **_ring(layout.rank),
     }
 
@@ -126,6 +127,14 @@ def _count_synchronisations(trainer: Any) -> int:
         trainer.step()
         torch.cuda.set_sync_debug_mode("default")
     return sum(SYNCHRONISES in str(warning.message) for warning in caught)
+
+
+def _transfers_without_times() -> int:
+    """Transfers of NCCL in this process of which it has not reported the times of their kernels."""
+    from megatronapp_trainer.scan.nccl_transfers import PluginLog
+
+    log = PluginLog()
+    return log.dropped() + log.in_flight()
 
 
 def _ring(rank: int) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import ctypes
 import os
 import pathlib
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from megatronapp_trainer.scan.nccl_transfers import (
     VARIABLE,
     NcclTransfers,
     PluginLog,
+    Transfers,
     choose_plugin,
     communicator_of,
     plugin_path,
@@ -110,15 +113,44 @@ class FakeNccl:
         self.profiler.init(ctypes.byref(self.context), ctypes.byref(types), None, hash_, 1, ranks, 0, None)
         assert types.value == COLLECTIVE | POINT_TO_POINT | KERNEL_CHANNEL
 
-    def run(self, event: Event, start_ns: int, end_ns: int) -> None:
-        """Enqueue an operation of one channel, whose kernel runs at these times of the device."""
-        operation, channel = Pointer(), Pointer()
+    def enqueue(self, event: Event) -> ctypes.c_void_p:
+        """Enqueue an operation of one channel."""
+        operation = Pointer()
         self.profiler.start_event(self.context, ctypes.byref(operation), ctypes.byref(event))
         self.profiler.stop_event(operation)
+        return operation
+
+    def report(self, operation: ctypes.c_void_p, start_ns: int, end_ns: int) -> None:
+        """Report that the kernel of an operation has run at these times of the device."""
+        channel = Pointer()
         begun = Event(type=KERNEL_CHANNEL, parent=operation, channel=KernelChannel(timer_ns=start_ns))
         self.profiler.start_event(self.context, ctypes.byref(channel), ctypes.byref(begun))
         self.profiler.record_state(channel, CHANNEL_STOP, ctypes.byref(ctypes.c_uint64(end_ns)))
         self.profiler.stop_event(channel)
+
+    def run(self, event: Event, start_ns: int, end_ns: int) -> None:
+        """Enqueue an operation, and report that its kernel has run."""
+        self.report(self.enqueue(event), start_ns, end_ns)
+
+
+class LateLog(PluginLog):
+    """Log whose reader is always earlier than the report of a kernel."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        super().__init__()
+        self.reports = [report]
+
+    def take(self) -> Transfers:
+        found = super().take()
+        while self.reports:
+            self.reports.pop()()
+        return found
+
+
+def records_of(reader: native.RingReader) -> Any:
+    body, lost = reader.read(1024)
+    assert lost == 0
+    return np.frombuffer(body, RECORD)
 
 
 def all_reduce(count: int) -> Event:
@@ -135,8 +167,9 @@ def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pat
     ring = native.RingWriter(str(tmp_path / "ring"), 1024, 0, b"{}")
     log = PluginLog()
     known, other = FakeNccl(7, 2), FakeNccl(8, 2)
-    known.run(all_reduce(100), 1, 2)
-    assert communicator_of(log, 400) == 7
+    before = known.enqueue(all_reduce(100))
+    assert communicator_of(log, 400) == 7  # whether or not its kernel has run
+    known.report(before, 1, 2)  # before the first step, and never written
     transfers = NcclTransfers(ring, log, {7: slots_of_group(5, {(0, 4): 3}, [0, 4], 0)})
     now_ns = native.monotonic_ns()
     transfers.begin_step(10, now_ns - 2 * HOUR_NS)
@@ -164,6 +197,36 @@ def test_transfers_become_records_of_the_steps_in_which_they_began(tmp_path: pat
         (11, 3, NcclOperation.SEND, 0, 8, 62_500_000),
     ]
     assert TRANSFER.itemsize == 64
+
+
+def test_transfers_that_are_reported_late_are_written_at_the_end(tmp_path: pathlib.Path) -> None:
+    ring = native.RingWriter(str(tmp_path / "ring"), 1024, 0, b"{}")
+    nccl = FakeNccl(9, 2)
+    enqueued = nccl.enqueue(send(1))
+    now_ns = native.monotonic_ns()
+    transfers = NcclTransfers(ring, LateLog(lambda: nccl.report(enqueued, now_ns - 800, now_ns)), {})
+    transfers.begin_step(1, now_ns - HOUR_NS)
+    reader = native.RingReader(str(tmp_path / "ring"))
+    assert len(records_of(reader)) == 0
+    transfers.finish(timeout_s=120)
+    records = records_of(reader)
+    assert records["layer"].tolist() == [NcclOperation.SEND]
+    assert records["duration"].tolist() == [100]
+
+
+def test_the_end_does_not_wait_long_for_a_lost_report(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    ring = native.RingWriter(str(tmp_path / "ring"), 1024, 0, b"{}")
+    nccl = FakeNccl(10, 2)
+    missed = nccl.enqueue(send(1))
+    transfers = NcclTransfers(ring, log := PluginLog(), {})
+    transfers.begin_step(1, native.monotonic_ns() - HOUR_NS)
+    transfers.finish(timeout_s=0.01)
+    assert log.in_flight() == 1
+    nccl.report(missed, 2, 1)  # times that were overwritten
+    transfers.finish(timeout_s=120)
+    assert log.in_flight() == 0
+    assert "no times are known of 1 transfers of NCCL" in caplog.text
+    assert len(records_of(native.RingReader(str(tmp_path / "ring")))) == 0
 
 
 def test_another_plugin_and_ranks_without_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

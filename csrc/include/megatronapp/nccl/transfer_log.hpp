@@ -2,11 +2,11 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <list>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -54,27 +54,31 @@ struct Communicator {
     std::vector<std::uint32_t> received;
 };
 
-/// All of its functions may be called from any thread, and none waits for the training.
+/// All of its functions may be called from any thread; the lock that they share is held for moments.
+///
+/// NCCL reports the channels of kernels from a thread of its own, late on a busy host. Before 2.31 it also misses some:
+/// a kernel that begins and ends between two looks of that thread is reported without its begin, and with the handle of
+/// a channel that has ended before. Such a channel is not counted, and the operation is finished without it.
 class TransferLog {
   public:
     /// What NCCL gets as its handle of an event.
     struct Handle {
         explicit Handle(bool channel) noexcept : is_channel(channel) {}
         const bool is_channel;
-        std::atomic<bool> used{false};
+        bool used{false};
     };
 
     /// An operation between its enqueuing and the end of its last kernel.
     struct Pending : Handle {
         Pending() noexcept : Handle(false) {}
-        std::atomic<std::uint32_t> open{0};      // channels that have not ended, and 1 until it is enqueued
-        std::atomic<bool> is_counted{true};      // NCCL has announced how many channels there will be
-        std::atomic<std::uint64_t> begun_ns{0};  // host time of its enqueuing
-        std::atomic<std::uint64_t> ended_ns{0};  // host time of the newest end of a channel
-        std::atomic<std::uint64_t> start_ns{0};
-        std::atomic<std::uint64_t> end_ns{0};
-        TransferLog* log{nullptr};
+        bool is_enqueued{false};
+        bool is_counted{true};      // NCCL has announced how many channels there will be
+        std::uint32_t awaited{0};   // channels that were announced and have not begun
+        std::uint32_t open{0};      // channels that have begun and not ended
+        std::uint64_t begun_ns{0};  // host time of its enqueuing
+        std::uint64_t ended_ns{0};  // host time of the newest end of a channel
         Transfer transfer{};
+        std::list<Pending>::iterator place;
     };
 
     /// The part of an operation that one channel moves.
@@ -84,8 +88,12 @@ class TransferLog {
         std::uint64_t end_ns{0};
     };
 
-    static constexpr std::uint64_t kQuietNs = 20'000'000;
-    static constexpr std::uint64_t kExpireNs = 60'000'000'000;
+    /// How long to wait for reports of NCCL.
+    struct Patience {
+        std::uint64_t quiet_ns = 20'000'000;       // after the end of a channel, where their number is not announced
+        std::uint64_t missing_ns = 1'000'000'000;  // after the end of a channel, where announced ones are missing
+        std::uint64_t expire_ns = 60'000'000'000;  // after the enqueuing, where no channel has begun
+    };
 
     TransferLog(std::size_t pending, std::size_t finished);
 
@@ -95,25 +103,41 @@ class TransferLog {
     /// Its enqueuing has ended; channels may still begin and end.
     void enqueued(Pending& pending) noexcept;
     Channel* begin_channel(Pending& pending, std::uint64_t start_ns) noexcept;
+    /// Notes the time of the device at which a channel ends, before `end_channel`.
+    void channel_ends_at(Channel& channel, std::uint64_t end_ns) noexcept;
+    /// Does nothing for a channel that has ended.
     void end_channel(Channel& channel) noexcept;
 
     /// Copies finished operations to `out`, oldest first, and returns their number. NCCL does not say how many channels
-    /// a send or receive has: one is finished once it has been quiet for `quiet_ns` after the end of a channel. Those
-    /// without an end after `expire_ns`, as in a CUDA graph that captures them, are dropped.
-    std::size_t take(std::span<Transfer> out, std::uint64_t quiet_ns = kQuietNs, std::uint64_t expire_ns = kExpireNs);
-    [[nodiscard]] std::uint64_t dropped() const noexcept { return dropped_.load(std::memory_order_relaxed); }
+    /// a send or receive has: one is finished once it has been quiet after the end of a channel. Those of which no
+    /// channel has begun for long, as in a CUDA graph that captures them, are dropped.
+    std::size_t take(std::span<Transfer> out, const Patience& patience);
+    std::size_t take(std::span<Transfer> out) { return take(out, Patience{}); }
+    /// Returns the communicator of the newest operation of this size among the last ones that were enqueued.
+    [[nodiscard]] std::optional<std::uint64_t> communicator_of(std::uint64_t bytes) const;
+    /// Returns how many operations are enqueued and not finished.
+    [[nodiscard]] std::size_t in_flight() const;
+    [[nodiscard]] std::uint64_t dropped() const;
 
   private:
-    void close_part(Pending& pending) noexcept;
-    void finish(Pending& pending, std::uint64_t seen_ns) noexcept;
-    void sweep(std::uint64_t quiet_ns, std::uint64_t expire_ns) noexcept;
+    struct Begun {
+        std::uint64_t bytes;
+        std::uint64_t communicator;
+    };
 
-    std::vector<Pending> pending_;
+    // These are called with the lock.
+    void finish_if_complete(Pending& pending) noexcept;
+    void finish(Pending& pending, std::uint64_t seen_ns) noexcept;
+    void sweep(const Patience& patience) noexcept;
+
+    mutable std::mutex mutex_;
+    std::list<Pending> free_;
+    std::list<Pending> in_flight_;  // in the order of their enqueuing
     std::vector<Channel> channels_;
-    std::atomic<std::uint64_t> next_pending_{0};
-    std::atomic<std::uint64_t> next_channel_{0};
-    std::atomic<std::uint64_t> dropped_{0};
-    std::mutex finished_mutex_;
+    std::uint64_t next_channel_{0};
+    std::array<Begun, 64> begun_{};
+    std::uint64_t num_begun_{0};
+    std::uint64_t dropped_{0};
     std::vector<Transfer> finished_;
     std::size_t most_finished_;
 };

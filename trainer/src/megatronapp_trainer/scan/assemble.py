@@ -166,7 +166,7 @@ def _nccl_transfers(ring: TraceRing, layout: Layout, table: list[Communicator]) 
     groups = _process_groups() | {"pp": parallel_state.get_pipeline_model_parallel_group()}
     for kind, group in groups.items():
         if group.size() > 1:
-            probe = torch.zeros(PROBE_ELEMENTS, device="cuda")
+            probe = torch.zeros(PROBE_ELEMENTS[kind], device="cuda")
             dist.all_reduce(probe, group=group)
             members = [layout.global_rank_of(rank) for rank in dist.get_process_group_ranks(group)]
             found[communicator_of(log, probe.nbytes)] = slots_of_group(

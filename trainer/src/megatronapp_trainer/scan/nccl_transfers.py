@@ -43,9 +43,14 @@ TRANSFER = np.dtype(
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 MOST_AT_ONCE = 4096
 FIRST_TRANSFER_S = 30.0
+FINISH_S = 2.0
+"""Time for reports of NCCL that are missing at the end; NCCL before 2.31 loses some."""
 POLL_S = 0.001
-PROBE_ELEMENTS = 12_347
-"""Size of the reduction that identifies a communicator; no other transfer before training has it."""
+GROUPS = ("tp", "dp", "mp", "embed", "pp")
+"""Kinds of groups whose communicators are identified."""
+PROBE_ELEMENTS = {kind: 12_347 + place for place, kind in enumerate(GROUPS)}
+"""Size of the reduction that identifies the communicator of a group; no other transfer before training has it."""
+MOST_STEPS = 1024
 CLOCK_WINDOW_NS = 2_000_000_000
 """Time over which the smallest delay between an end on the device and its sighting on the host is taken: clocks that
 differ by 20e-6 part by 40 us in it.
@@ -63,6 +68,9 @@ class TransferLog(Protocol):
 
     def dropped(self) -> int:
         """Return how many were dropped so far."""
+
+    def in_flight(self) -> int:
+        """Return how many were enqueued and have not finished."""
 
 
 def plugin_path() -> pathlib.Path:
@@ -94,11 +102,28 @@ class PluginLog:
         self._take.argtypes, self._take.restype = [ctypes.c_void_p, ctypes.c_uint64], ctypes.c_uint64
         self._dropped = library.megatronapp_nccl_dropped
         self._dropped.restype = ctypes.c_uint64
+        self._in_flight = library.megatronapp_nccl_in_flight
+        self._in_flight.restype = ctypes.c_uint64
+        self._communicator = library.megatronapp_nccl_communicator
+        self._communicator.argtypes = [ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]
+        self._communicator.restype = ctypes.c_bool
         self._buffer = np.zeros(MOST_AT_ONCE, TRANSFER)
 
     def dropped(self) -> int:
-        """Return how many transfers were dropped so far, because too many were pending or none took them."""
+        """Return how many transfers were dropped so far.
+
+        Too many were pending, or none took them, or NCCL has not reported when their kernels ran.
+        """
         return int(self._dropped())
+
+    def in_flight(self) -> int:
+        """Return how many transfers were enqueued and have not finished."""
+        return int(self._in_flight())
+
+    def communicator(self, num_bytes: int) -> int | None:
+        """Return the communicator of the newest transfer of this size; None if none was enqueued lately."""
+        found = ctypes.c_uint64()
+        return found.value if self._communicator(num_bytes, ctypes.byref(found)) else None
 
     def take(self) -> Transfers:
         """Return the transfers that have finished since the last call, oldest first."""
@@ -110,29 +135,28 @@ class PluginLog:
                 return np.concatenate(parts)
 
 
-def communicator_of(log: TransferLog, num_bytes: int) -> int:
-    """Return the communicator of a transfer of this size, waiting until it has finished.
+def communicator_of(log: PluginLog, num_bytes: int) -> int:
+    """Return the communicator in which a transfer of this size was enqueued, waiting until it is.
 
-    Raises UsageError if none does: NCCL has not loaded the plugin.
+    The times of its kernel are not needed, which NCCL reports late or never. Raises UsageError if no transfer is
+    enqueued: NCCL has not loaded the plugin.
     """
     deadline_s = time.monotonic() + FIRST_TRANSFER_S
-    while time.monotonic() < deadline_s:
-        found = log.take()
-        matching = found[found["bytes"] == num_bytes]
-        if len(matching):
-            return int(matching[-1]["communicator"])
+    while (found := log.communicator(num_bytes)) is None:
+        if time.monotonic() >= deadline_s:
+            raise UsageError(
+                "--trace-nccl: NCCL has reported no transfer to the profiler plugin; it needs NCCL 2.27 or later, and "
+                "the reason is in its log with NCCL_DEBUG=INFO; remove the flag to train without it"
+            )
         time.sleep(POLL_S)
-    raise UsageError(
-        "--trace-nccl: NCCL has reported no transfer to the profiler plugin; it needs NCCL 2.27 or later, and the "
-        "reason is in its log with NCCL_DEBUG=INFO; remove the flag to train without it"
-    )
+    return found
 
 
 class NcclTransfers:
     """Records of the transfers of this rank, written at the boundaries of steps.
 
-    A transfer belongs to the step in which its kernel began. Times of the device are shifted by the smallest delay
-    with which the host has seen an end lately: they are late by that much.
+    A transfer belongs to the step in which its kernel began; those before the first step are not recorded. Times of
+    the device are shifted by the smallest delay with which the host has seen an end lately: they are late by that much.
     """
 
     def __init__(self, ring: TraceRing, log: TransferLog, slots: Mapping[int, SlotOf]) -> None:
@@ -143,21 +167,28 @@ class NcclTransfers:
         self._delays_ns: deque[tuple[int, int]] = deque()
         """Time of sighting and smallest delay of each drain in the window."""
         self._dropped = 0
-        self._steps: deque[tuple[int, int]] = deque(maxlen=64)
+        self._steps: deque[tuple[int, int]] = deque(maxlen=MOST_STEPS)
         """Begin, in ns, and number of the newest steps."""
 
     def begin_step(self, step: int, now_ns: int) -> None:
-        """Note when a step begins, and write the transfers that have finished."""
+        """Write the transfers that have finished, and note when a step begins."""
+        self.drain()
         self._steps.append((now_ns, step))
+
+    def finish(self, timeout_s: float = FINISH_S) -> None:
+        """Write the transfers that were enqueued, at the end of the run, waiting for reports of NCCL."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._log.in_flight() and time.monotonic() < deadline_s:
+            self.drain()
+            time.sleep(POLL_S)
         self.drain()
 
     def drain(self) -> None:
         """Write the transfers that have finished."""
         found = self._log.take()
         if (dropped := self._log.dropped()) > self._dropped:
-            log.warning("%d transfers of NCCL were dropped", dropped - self._dropped)
+            log.warning("no times are known of %d transfers of NCCL", dropped - self._dropped)
             self._dropped = dropped
-        found = found[found["device_start_ns"] > 0]
         if not len(found) or not self._steps:
             return
         seen_ns = found["seen_ns"].astype(np.int64)
@@ -170,7 +201,9 @@ class NcclTransfers:
             self._write(transfer, max(int(transfer["device_start_ns"]) + shift_ns, 0))
 
     def _write(self, transfer: np.void, start_ns: int) -> None:
-        step = next((number for begun_ns, number in reversed(self._steps) if begun_ns <= start_ns), self._steps[0][1])
+        step = next((number for begun_ns, number in reversed(self._steps) if begun_ns <= start_ns), None)
+        if step is None:
+            return
         operation, peer = int(transfer["operation"]), int(transfer["peer"])
         slot_of = self._slots.get(int(transfer["communicator"]))
         self._ring.record(

@@ -175,7 +175,7 @@ class ScanObserver:
         self._record_stops()
         self._stops.close()
         if self._nccl is not None:
-            self._nccl.drain()
+            self._nccl.finish()
         self._recorder.finish()
         self._windows.close()
         self._recorder.ring.close(False)
