@@ -197,10 +197,12 @@ def _restarts(before: _JobMetrics | None, status: Status) -> dict[str, int]:
     newest = [
         failure
         for failure in status.failures
-        if "Restart" in failure.action.value and failure not in before.status.failures
+        if "Restart" in failure.action.value
+        and failure.reason != reasons.DATA_PARALLEL_GROWS  # which the status does not count
+        and failure not in before.status.failures
     ]
-    reasons = [failure.reason for failure in newest[-missing:]] if missing else []
-    for reason in [*reasons, *[EARLIER] * (missing - len(reasons))]:
+    named = [failure.reason for failure in newest[-missing:]] if missing else []
+    for reason in [*named, *[EARLIER] * (missing - len(named))]:
         counted[reason] = counted.get(reason, 0) + 1
     return counted
 

@@ -1,18 +1,16 @@
 """Protection from evictions on a real API server: its answers to evictions, over operators that end in between."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import kube
 import pytest
-from operator_simulation import KillableApi, OperatorSimulation, manifest, simulated_operator
+from operator_simulation import KillableApi, OperatorSimulation, cordoned_node, manifest, simulated_operator
 
 from megatronapp_common.names import ANNOTATION_SAVE
 from megatronapp_common.save_request import SaveRequest
-from megatronapp_operator.backends.kubernetes.client.resources import DISRUPTION_BUDGETS, JOBS, NODES, PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import DISRUPTION_BUDGETS, JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.leaving_nodes import READ_S
 from megatronapp_operator.backends.kubernetes.render.disruption import PROTECTED
 
@@ -64,17 +62,6 @@ async def condition(stage: OperatorSimulation, name: str = "job") -> tuple[str, 
     return next(
         ((entry["status"], entry["reason"]) for entry in conditions if entry["type"] == "EvictionsRefused"), None
     )
-
-
-@contextlib.asynccontextmanager
-async def cordoned_node(stage: OperatorSimulation, name: str) -> AsyncIterator[None]:
-    """Add a node as it is after `kubectl cordon`, until the block ends: nodes are of no namespace."""
-    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": True}}
-    made = await stage.nodes.api.create(NODES, node)
-    try:
-        yield
-    finally:
-        await stage.nodes.api.delete(NODES, made)
 
 
 async def save_request(stage: OperatorSimulation, pod: str) -> SaveRequest | None:

@@ -6,10 +6,11 @@ from typing import Any
 import kube
 import pytest
 from fake_nodes import FakeNodes
-from operator_simulation import OperatorSimulation, manifest, simulated_operator
+from operator_simulation import OperatorSimulation, cordoned_node, manifest, simulated_operator
 
 from megatronapp_common.names import ANNOTATION_RESTART, Env, ExitCode
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
+from megatronapp_operator.backends.kubernetes.leaving_nodes import READ_S
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, WorkerOutcome
 from megatronapp_operator.plan.policies.spares import CHECKED_S
@@ -97,7 +98,7 @@ async def reduce_gang(stage: OperatorSimulation) -> FewNodes:
 async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_are_back(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    async with simulated_operator(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace, node_access=True) as stage:
         nodes = await reduce_gang(stage)
         assert await sizes(stage) == {"job-worker-0": "2", "job-worker-1": "2", "job-spare-0-2": "2"}
         status = (await stage.job())["status"]
@@ -111,7 +112,13 @@ async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_
         nodes.number = 3
         await stage.rest()
         assert ANNOTATION_RESTART not in (await nodes.pods())["job-worker-0"]["metadata"]["annotations"]
-        await stage.pass_time(CHECKED_S)
+        async with cordoned_node(stage, "node-of-job-spare-0-2"):
+            await stage.pass_time(CHECKED_S)
+            status = (await stage.job())["status"]
+            reduced = next(entry for entry in status["conditions"] if entry["type"] == "DataParallelReduced")
+            assert reduced["message"].endswith("node node-of-job-spare-0-2 is cordoned and does not count")
+            assert ANNOTATION_RESTART not in (await nodes.pods())["job-worker-0"]["metadata"]["annotations"]
+        await stage.pass_time(READ_S)
         order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
         assert order.split()[0] == "2" and order.endswith(" checkpoint")
         await end_ranks(stage, 2, ExitCode.PREEMPTED, 0, 1)
@@ -123,7 +130,7 @@ async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_
         assert status["gangSize"] == {"data": 3, "sinceAttempt": 3}
         whole = next(entry for entry in status["conditions"] if entry["type"] == "DataParallelReduced")
         assert (whole["status"], whole["reason"]) == ("False", "FullSize")
-        assert (status["restarts"], status["restartsTowardsMax"]) == (2, 1)
+        assert (status["restarts"], status["restartsTowardsMax"]) == (1, 1)
 
 
 @pytest.mark.full("more places of one run", but=("after-3",))

@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ThrottledError,
     UnavailableError,
 )
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, PROFILES, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, NODES, PODS, PROFILES, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
@@ -221,3 +221,14 @@ async def simulated_operator(
         )
         nodes.clock = stage.now
         yield stage
+
+
+@contextlib.asynccontextmanager
+async def cordoned_node(stage: OperatorSimulation, name: str) -> AsyncIterator[None]:
+    """Add a node as it is after `kubectl cordon`, until the block ends: nodes are of no namespace."""
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": True}}
+    made = await stage.nodes.api.create(NODES, node)
+    try:
+        yield
+    finally:
+        await stage.nodes.api.delete(NODES, made)

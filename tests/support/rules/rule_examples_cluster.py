@@ -328,14 +328,14 @@ _POLICIES = [
         "spec.runPolicy.restart",
         (
             {"spec.runPolicy": {"restart": "InPlace"}, "spec.scheduling": {"gang": "Coscheduling"}},
-            "must be Pods with scheduling.gang",
+            "which places all pods of an attempt; leave out spares and elastic, too",
         ),
     ),
     *good("spares-restart-in-place", _SPARE, {"spec.runPolicy": {"spares": 0}}),
     *bad(
         "spares-restart-in-place",
         "spec.runPolicy.spares",
-        ({"spec.runPolicy": {"restart": "Pods", "spares": 1}}, "needs runPolicy.restart: InPlace"),
+        ({"spec.runPolicy": {"restart": "Pods", "spares": 1}}, "by which spares take places, and no scheduling.gang"),
     ),
     *good("spares-train", _SPARE),
     *bad("spares-train", "spec.runPolicy.spares", (SERVED | _SPARE, "must be 0 with mode: serve")),

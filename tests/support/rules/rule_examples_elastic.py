@@ -22,11 +22,18 @@ def _elastic(min_data: int = 2, **policy: Any) -> Changes:
 
 
 _RIGHT: Changes = _elastic() | _SAVES | _SIZES
+_QUEUE: Changes = {"spec.scheduling": {"gang": "Kueue", "queue": "team-a"}}
 _FAULT = {"kind": "host", "rank": 1, "factor": 2, "fromStep": 2, "steps": 2}
 _COPIES: Changes = {"spec.checkpoint.memorySaveInterval": 5, "spec.args": ["--replication"]}
 _WHERE = "spec.runPolicy.elastic"
 
 ELASTIC_EXAMPLES: tuple[Example, ...] = (
+    *good("elastic-without-queue", _RIGHT),
+    *bad(
+        "elastic-without-queue",
+        _WHERE,
+        (_RIGHT | _elastic(restart="Pods") | _QUEUE, "cannot be used with scheduling.gang: Kueue, which admits"),
+    ),
     *good("elastic-trains-in-place", _RIGHT),
     *bad(
         "elastic-trains-in-place",

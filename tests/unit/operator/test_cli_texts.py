@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common import cli
+from megatronapp_common.job.api.profile import Profile, ProfileKind
+from megatronapp_common.job.profiles.effective import load_layered_job
 from megatronapp_common.text.terminal import replace_control_characters, to_single_line
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
@@ -67,6 +69,31 @@ def test_describe_shows_the_size_of_a_smaller_gang_and_what_it_lacks() -> None:
     head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[])]
     assert "Replicas: 2 of 4 since attempt 3" in head
     assert "Absent workers: 2, missed for 120m (16.00 GPU-hours)" in head
+
+
+def test_describe_knows_the_fields_that_a_profile_gives() -> None:
+    template = {"parallelism": {"data": 4}, "analyzer": {"gpuHourPrice": 2.5}}
+    metadata = {"name": "gpt", "namespace": "team", "uid": "u", "creationTimestamp": TIME}
+    own = {
+        "nodes": 4,
+        "model": {"numLayers": 2, "hiddenSize": 64, "numAttentionHeads": 4, "seqLength": 64, "vocabSize": 128},
+        "data": {"mock": True},
+        "training": {"microBatchSize": 1, "globalBatchSize": 24, "trainIters": 4, "lr": 0.01},
+        "profile": "gpu",
+    }
+    kind = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob"}
+    document = {**kind, "metadata": metadata, "spec": own}
+    profile = Profile(kind=ProfileKind.CLUSTER, name="gpu", template=template)
+    spent = {"spares": 1, "sparesSince": TIME, "spareSeconds": 7200.0, "spareGpuSeconds": 57600.0}
+    status = {"timeSpent": spent, "gangSize": {"data": 3, "sinceAttempt": 2}}
+    job = ClusterJob(document | {"status": status})
+    for layered, replicas, cost in (
+        (load_layered_job(document, [profile]), "3 of 4", ", cost 40.00"),
+        (None, "3", ""),
+    ):
+        head = [re.sub(r" {2,}", " ", line) for line in describe.lines(job, [], place=[], layered=layered)]
+        assert f"Replicas: {replicas} since attempt 2" in head
+        assert f"Spares: 1, held for 120m (16.00 GPU-hours{cost})" in head
 
 
 @pytest.mark.parametrize(("price", "cost"), [({}, ""), ({"gpuHourPrice": 2.5}, ", cost 40.00")], ids=["hours", "price"])

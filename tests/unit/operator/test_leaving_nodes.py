@@ -1,19 +1,27 @@
 """Nodes that are to be emptied, as the API server describes them, and checkpoints as ranks report them."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import rendered
 
 from megatronapp_common.job.api.status import Condition, ConditionType, Status
-from megatronapp_common.names import LABEL_ATTEMPT, LABEL_JOB, LABEL_JOB_UID, LABEL_REPLICA_INDEX, LABEL_REPLICA_TYPE
+from megatronapp_common.names import (
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_REPLICA_INDEX,
+    LABEL_REPLICA_TYPE,
+    LABEL_SPARE,
+)
 from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.leaving_nodes import READ_S, SHARED_S, LeavingNodes, why_leaving
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
-from megatronapp_operator.plan import Phase
+from megatronapp_operator.plan import GangSize, Phase
 from megatronapp_operator.plan_io.hub_summary import read_checkpoint, read_progress
 
 
@@ -84,14 +92,14 @@ def gang(name: str, nodes: int, *, refused: bool) -> tuple[JobMemory, list[PodRe
     return JobMemory(name, 1, job, status, {}, {}), pods
 
 
-def pod(job: str, index: int) -> Object:
+def pod(job: str, index: int, *, spare: bool = False) -> Object:
     labels = {
         LABEL_JOB: job,
         LABEL_JOB_UID: job,
         LABEL_REPLICA_TYPE: "worker",
         LABEL_REPLICA_INDEX: str(index),
         LABEL_ATTEMPT: "0",
-    }
+    } | ({LABEL_SPARE: "true"} if spare else {})
     metadata = {"name": f"{job}-{index}", "namespace": "here", "uid": f"{job}-{index}", "resourceVersion": "1"}
     spec = {"containers": [{"name": "trainer"}], "nodeName": f"node-{job}-{index}"}
     more = {"creationTimestamp": "2026-01-02T03:04:05Z", "labels": labels, "ownerReferences": [{"uid": job}]}
@@ -111,6 +119,37 @@ async def test_nodes_are_read_only_while_evictions_are_refused() -> None:
     assert await reader.read(memory, pods) == READ_S and len(api.read) == 2
     memory.status = gang("a", 2, refused=False)[0].status
     assert await reader.read(memory, pods) is None and memory.leaving_nodes == ()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("disruption", ["Allow", "Protect", "CheckpointFirst"])
+async def test_nodes_are_read_while_a_smaller_gang_may_grow(disruption: str) -> None:
+    api = Nodes()
+    memory, pods = gang("a", 2, refused=False)
+    saves = {"save": "/runs/a", "saveInterval": 100, "volume": {"claim": "runs", "mountPath": "/runs"}}
+    elastic = {"restart": "InPlace", "elastic": {"minData": 4}, "disruption": disruption}
+    training = {"microBatchSize": 1, "globalBatchSize": 12, "trainIters": 4, "lr": 0.01}
+    memory.spec_job = rendered.make_job(
+        {"nodes": 3, "parallelism": {"data": 6}, "training": training, "checkpoint": saves, "runPolicy": elastic}
+    )
+    spare = read_pod(pod("a", 2, spare=True))
+    assert spare is not None
+    placed = [*pods, spare]
+    for size, phase, seen, read in [
+        (None, Phase.RUNNING, placed, False),
+        (6, Phase.RUNNING, placed, False),
+        (4, Phase.RUNNING, pods, False),
+        (4, Phase.SUSPENDED, placed, False),
+        (4, Phase.RUNNING, placed, True),
+        (4, Phase.RESTARTING, placed, True),
+    ]:
+        api.read.clear()
+        memory.nodes_again_at = float("-inf")
+        gang_size = None if size is None else GangSize(data=size, since_attempt=1)
+        memory.status = dataclasses.replace(memory.status, gang_size=gang_size, phase=phase)
+        await LeavingNodes(api, lambda: 0.0, node_access=True).read(memory, seen)
+        assert api.read == (["node-a-0", "node-a-1", "node-a-2"] if read else [])
+        assert [node.name for node in memory.leaving_nodes] == api.read
 
 
 @pytest.mark.asyncio

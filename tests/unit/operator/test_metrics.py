@@ -156,6 +156,15 @@ def test_restarts_by_reason_and_those_from_before(scrape: Scrape) -> None:
     assert scrape.value("megatron_job_restarts_total", **JOB, reason="RankFailed") is None
 
 
+def test_a_gang_that_ends_to_grow_is_not_restarted(scrape: Scrape) -> None:
+    scrape.see(Status(restarts=1, failures=(failure(1, "LostNode"),)))
+    grows = [failure(number, "DataParallelGrows") for number in (2, 3)]
+    scrape.see(Status(restarts=2, failures=(failure(1, "LostNode"), failure(4, "RankFailed"), *grows)))
+    rows = scrape.rows("megatron_job_restarts_total")["megatron_job_restarts_total"]
+    assert {row["reason"] for row in rows} == {EARLIER, "RankFailed"}
+    assert scrape.value("megatron_job_restarts_total", **JOB, reason="RankFailed") == 1
+
+
 @given(st.lists(st.sampled_from(["RankFailed", "PeerLost", "Preempted"]), max_size=30), st.integers(1, 20))
 def test_restarts_over_all_reasons_are_what_the_status_counts(reasons: list[str], stride: int) -> None:
     scrape, failures = Scrape(), [failure(number, reason) for number, reason in enumerate(reasons)]

@@ -183,15 +183,70 @@ def test_patience_begins_with_the_loss_of_a_node_also_for_a_gang_that_had_all(lo
     assert made.plan().status.gang_size == GangSize(data=3, since_attempt=2)
 
 
+def avoid(made: Any, *nodes: str, reason: str = "SlowNodeDetected") -> None:
+    """Let the job avoid nodes."""
+    made.status(excluded_nodes=tuple(ExcludedNode(node=n, until=made.now + 9999, reason=reason) for n in nodes))
+
+
 def test_a_slow_node_is_used_again_before_the_gang_gets_smaller(lost: Maker) -> None:
     made = lost(3)
-    made.status(excluded_nodes=(ExcludedNode(node="slow", until=made.now + 9999, reason="SlowNodeDetected"),))
-    made.now += 899
-    assert made.plan().status.gang_size is None
+    avoid(made, "slow")
+    made.now += PATIENCE_S - 1
+    assert made.plan().status.attempt == 1
     made.now += 1
+    plan = made.plan()
+    assert [listed.node for listed in plan.status.tolerated_nodes] == ["slow"]
+    assert (plan.status.attempt, plan.status.gang_size, plan.status.released) == (2, None, 0)
+    assert {action.index for action in actions(plan) if isinstance(action, DeleteWorker)} == {3}, "others stay"
+    condition = plan.status.condition(ConditionType.PODS_SCHEDULED)
+    assert (condition.reason, condition.message) == ("NodeReadmitted", "1 of 4 workers had no node for 300 s")
+
+
+def test_a_gang_gets_smaller_in_its_time_though_a_slow_node_is_avoided(lost: Maker, worker: Maker) -> None:
+    made = lost(3, 2, placed=2)
+    avoid(made, "slow")
+    made.now += PATIENCE_S
     status = made.plan().status
-    assert [listed.node for listed in status.tolerated_nodes] == ["slow"]
-    assert (status.gang_size, status.released) == (None, 1)
+    assert (status.attempt, status.gang_size) == (2, GangSize(data=3, since_attempt=2)), "the slow node counts"
+    assert (status.excluded_nodes, [listed.node for listed in status.tolerated_nodes]) == ((), ["slow"])
+    made.see()
+    made.plan()
+    absent = dataclasses.replace(worker(2, "Pending", attempt=2), scheduled=False, unplaced=True)
+    made.see(*(sound(worker(index, attempt=2)) for index in range(2)), absent)
+    made.plan()
+    made.now += PATIENCE_S
+    assert made.plan().status.gang_size == GangSize(data=2, since_attempt=3), "it was not free"
+
+
+def test_a_gang_of_its_least_size_uses_a_slow_node_after_its_patience(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang = made.observed.workers
+    made.see(*(standby(known, 1) for known in gang[:2]), dataclasses.replace(gang[2], unreachable_since=made.now - 999))
+    made.plan()
+    assert made.job.status.attempt == 3
+    made.now += 60
+    made.see(*(standby(known, 1) for known in gang[:2]))
+    made.plan()
+    absent = dataclasses.replace(worker(2, "Pending", attempt=3), scheduled=False, unplaced=True)
+    made.see(*(sound(worker(index, attempt=3)) for index in range(2)), absent)
+    avoid(made, "slow")
+    made.plan()
+    made.now += PATIENCE_S
+    status = made.plan().status
+    assert (status.attempt, status.gang_size.data, len(status.tolerated_nodes)) == (4, 3, 1)
+
+
+def test_only_as_many_slow_nodes_are_given_back_as_a_size_needs(lost: Maker) -> None:
+    made = lost(2, placed=1)
+    avoid(made, "slow", "slower")
+    made.now += PATIENCE_S
+    status = made.plan().status
+    assert (status.gang_size.data, len(status.excluded_nodes), len(status.tolerated_nodes)) == (2, 1, 1)
+    made = lost(3)
+    avoid(made, "broken", reason="RankFailed")
+    made.now += PATIENCE_S
+    status = made.plan().status
+    assert (status.gang_size.data, len(status.excluded_nodes)) == (3, 1), "a failed node is no capacity"
 
 
 def test_a_full_quota_reduces_the_gang_by_a_size_at_a_time(lost: Maker) -> None:
@@ -257,6 +312,7 @@ def test_spares_wait_for_the_absent_workers_and_the_gang_grows_at_its_next_check
     status = plan.status
     assert (status.attempt, status.gang_size) == (3, GangSize(data=3, since_attempt=3))
     assert (status.failures[-1].reason, status.restarts_towards_max) == ("DataParallelGrows", 0)
+    assert status.restarts == 1, "the node that was lost; changes of the size are none"
     assert {(action.index, action.spare) for action in actions(plan) if isinstance(action, DeleteWorker)} == {
         (0, False), (1, False), (2, True), (3, True),
     }  # fmt: skip
@@ -290,9 +346,23 @@ def test_a_gang_with_a_node_that_it_leaves_soon_waits_for_as_many_others(reduced
     made.see(*gang, spares=(spare,), leaving_nodes=(LeavingNode(name=gang[1].node, reason="is cordoned"),))
     plan = made.plan()
     assert actions(plan) == []
-    assert plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED).reason == "NodesMissing"
+    condition = plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED)
+    assert condition.reason == "NodesMissing"
+    assert condition.message.endswith(f"for 1 of 1 absent worker; node {gang[1].node} is cordoned and does not count")
     made.see(*gang, leaving_nodes=())
     assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=2)]
+
+
+def test_a_gang_does_not_grow_onto_a_cordoned_node_on_which_a_spare_waits(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang, spare = made.observed.workers, spare_at(worker, 3, 2)
+    made.see(*gang, spares=(spare,), leaving_nodes=(LeavingNode(name=spare.node, reason="is cordoned"),))
+    plan = made.plan()
+    assert actions(plan) == [], "the spare stays: its pod may tolerate cordoned nodes"
+    condition = plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED)
+    assert condition.message.endswith(f"for 0 of 1 absent worker; node {spare.node} is cordoned and does not count")
+    made.see(*(standby(known, 1) for known in gang))
+    assert made.plan().status.gang_size.data == 3, "nor after a failure"
 
 
 def test_a_spare_is_given_the_time_to_check_its_node_before_the_gang_ends_for_it(reduced: Maker, worker: Maker) -> None:

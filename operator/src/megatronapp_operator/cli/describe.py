@@ -71,7 +71,8 @@ def lines(
 
     `layered`: layers of its spec; None: not known. With `fields`, all fields of the spec are listed.
     """
-    yield from _pairs([*_head(job, place), *end])
+    spec = job.document["spec"] if layered is None or not layered.profiles else layered.job.spec.to_dict()
+    yield from _pairs([*_head(job, spec, place), *end])
     if layered is not None and layered.profiles:
         yield from _section("Profiles", profile_rows(layered))
     if layered is not None and fields:
@@ -83,8 +84,9 @@ def lines(
     yield from _events(events)
 
 
-def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
-    metadata, spec, status = job.document["metadata"], job.document["spec"], job.status
+def _head(job: JobHandle, spec: Mapping[str, Any], place: Pairs) -> list[tuple[str, str]]:
+    """Return the rows about a job; `spec` has the fields of its profiles, too."""
+    metadata, status = job.document["metadata"], job.status
     layout = ", ".join(f"{name} {size}" for name, size in spec.get("parallelism", {}).items())
     replicas = ", ".join(f"{count} {name}" for name, count in status.get("replicaStatuses", {}).items())
     progress = status.get("progress", {})
@@ -151,8 +153,9 @@ def _size(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[tuple[
     """Yield model replicas of a gang that has lacked nodes, and what it has trained without so far."""
     size, spent = status.get("gangSize"), status.get("timeSpent") or {}
     if size is not None:
-        full = spec.get("parallelism", {}).get("data", NONE)
-        yield "Replicas", f"{size['data']} of {full} since attempt {size['sinceAttempt']}"
+        full = spec.get("parallelism", {}).get("data")
+        whole = "" if full is None else f" of {full}"
+        yield "Replicas", f"{size['data']}{whole} since attempt {size['sinceAttempt']}"
     if spent.get("absentSince") is not None:
         hours = float(spent.get("absentGpuSeconds", 0.0)) / 3600
         cost = f" ({hours:.2f} GPU-hours)" if hours else ""

@@ -376,7 +376,7 @@ class Status(StatusType):
     attempt: Count = 0
     """Number of the gang's life, from 0."""
     restarts: Count = 0
-    """Restarts of the gang so far."""
+    """Restarts of the gang so far; changes of its size are none."""
     restarts_towards_max: Count = 0
     """Restarts that are counted against runPolicy.maxRestarts."""
     world_size: int | None = dataclasses.field(default=None, compare=False)

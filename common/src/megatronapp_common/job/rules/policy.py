@@ -14,6 +14,7 @@ _SPARES = "self.runPolicy.spares"
 _DISRUPTION = "self.runPolicy.disruption"
 _JOB = "object.spec"
 _ELASTIC = f"{_JOB}.runPolicy.elastic"
+_QUEUE = f"{_JOB}.scheduling.gang"
 _LEAST = f"{_ELASTIC}.minData"
 _SAME_SIZE = f"has({_JOB}.profile) || !has({_ELASTIC})"
 """CEL text: the gang has one size; a spec with a profile is judged once it is merged."""
@@ -86,13 +87,14 @@ _FAILURES = (
         id="in-place-without-queue",
         field=".runPolicy.restart",
         rule=f"self.runPolicy.restart == 'Pods' || {_GANG} == 'None'",
-        message="must be Pods with scheduling.gang, which places all pods of an attempt",
+        message="must be Pods with scheduling.gang, which places all pods of an attempt; leave out spares and elastic, "
+        "too",
     ),
     Rule(
         id="spares-restart-in-place",
         field=".runPolicy.spares",
         rule=f"{_SPARES} == 0 || self.runPolicy.restart == 'InPlace'",
-        message="needs runPolicy.restart: InPlace, by which spares take places",
+        message="needs runPolicy.restart: InPlace, by which spares take places, and no scheduling.gang",
     ),
     Rule(
         id="spares-train",
@@ -175,10 +177,21 @@ _SLOW_NODES = (
 )
 ELASTIC_RULES = (
     Rule(
+        id="elastic-without-queue",
+        field=".runPolicy.elastic",
+        rule=f"{_SAME_SIZE} || {_QUEUE} == 'None'",
+        message="cannot be used with scheduling.gang: a queue admits a fixed number of pods for an attempt, and spares "
+        "come and go; leave one of them out",
+        message_expression=(
+            f"'cannot be used with scheduling.gang: ' + {_QUEUE} + ', which admits a fixed number of pods for an "
+            "attempt, while spares come and go; leave one of them out'"
+        ),
+    ),
+    Rule(
         id="elastic-trains-in-place",
         field=".runPolicy.elastic",
-        rule=f"{_SAME_SIZE} || ({_JOB}.mode == 'train' && {_JOB}.runPolicy.restart == 'InPlace' && "
-        f"!{_JOB}.fbd.enabled && !{_JOB}.dpp.enabled && {_JOB}.faults.size() == 0)",
+        rule=f"{_SAME_SIZE} || ({_JOB}.mode == 'train' && ({_JOB}.runPolicy.restart == 'InPlace' || "
+        f"{_QUEUE} != 'None') && !{_JOB}.fbd.enabled && !{_JOB}.dpp.enabled && {_JOB}.faults.size() == 0)",
         message="needs mode: train and runPolicy.restart: InPlace, without fbd.enabled, dpp.enabled and faults",
     ),
     Rule(

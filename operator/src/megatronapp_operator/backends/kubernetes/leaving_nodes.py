@@ -1,6 +1,7 @@
 """Nodes of a gang that are to be emptied: closed to new pods, marked by an autoscaler, or being deleted.
 
-An eviction that a budget refuses leaves no trace in the cluster, so what precedes it is read instead.
+An eviction that a budget refuses leaves no trace in the cluster, so what precedes it is read instead. A gang that has
+fewer replicas than its job must not grow onto such nodes, either.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.client.resources import NODES, Object
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
-from megatronapp_operator.plan import ConditionType, Disruption, LeavingNode, Phase
+from megatronapp_operator.plan import TERMINAL_PHASES, ConditionType, Disruption, LeavingNode, Phase
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ RETRY_S = 60.0
 
 
 class LeavingNodes:
-    """Reader of the nodes of gangs that may be evicted only after a checkpoint."""
+    """Reader of the nodes of gangs that may be evicted only after a checkpoint, or that may grow, spares included."""
 
     def __init__(self, api: KubernetesApi, clock: Callable[[], float], *, node_access: bool) -> None:
         self._api = api
@@ -45,10 +46,11 @@ class LeavingNodes:
 
     async def read(self, memory: JobMemory, pods: Iterable[PodRecord]) -> float | None:
         """Read the nodes of a gang if that is due; return when to do so next, None while it is not needed."""
-        if not self._node_access or not _waits(memory):
+        workers = [pod for pod in pods if pod.type is ReplicaType.WORKER and pod.node is not None]
+        if not self._node_access or not (_waits(memory) or _may_grow(memory, workers)):
             memory.leaving_nodes, memory.nodes_reserved_at = (), None
             return None
-        names = sorted({pod.node for pod in pods if pod.type is ReplicaType.WORKER and pod.node is not None})
+        names = sorted({pod.node for pod in workers if pod.node is not None})
         at = self._reserved_at(memory, len(names))
         if self._clock() < at:
             return at
@@ -81,6 +83,14 @@ def _waits(memory: JobMemory) -> bool:
     runs = status.phase is Phase.RUNNING and status.running_time is not None
     careful = policy.disruption == Disruption.CHECKPOINT_FIRST.value
     return careful and runs and status.is_true(ConditionType.EVICTIONS_REFUSED)
+
+
+def _may_grow(memory: JobMemory, workers: Iterable[PodRecord]) -> bool:
+    """Return True while a spare of a gang with fewer replicas holds a node: what the others are on decides, too."""
+    status = memory.status
+    if status.gang_size is None or status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+        return False
+    return status.gang_size.data < memory.spec_job.world.data_parallel_size and any(pod.spare for pod in workers)
 
 
 def why_leaving(node: Object) -> str | None:

@@ -19,21 +19,25 @@ from megatronapp_operator.plan.policies import exclusion, spares
 from megatronapp_operator.plan.policies.restart import next_attempt, paused_until
 from megatronapp_operator.plan.spec import ElasticSize
 
+NAMED = 4
+"""Most nodes that a message names."""
+
 
 def shrink(draft: PlanBuilder) -> bool:
-    """Begin a smaller attempt if workers have had no node for too long, and those with nodes hold enough replicas.
+    """Begin the next attempt if workers have had no node for too long, with as many replicas as there are nodes for.
 
-    The first gang of a job waits for its full size. If the job avoids a slow node, that is given back instead, at the
-    deadline of the start: it costs less than a replica.
+    Slow nodes that the job avoids are among these, and are given back for that: they cost less than a replica. Whether
+    they are free is known by trying only; if they are not, the attempt that tries them gets smaller after its patience.
+    The first gang of a job waits for its full size.
     """
     elastic, status, limit = draft.job.spec.elastic, draft.status, draft.job.spec.policy.start_deadline_s
     if elastic is None or status.attempt_time is None or status.running_time is not None:
         return False
-    if status.unplaced_time is None or not _has_begun(draft) or any(map(exclusion.is_slow, status.excluded_nodes)):
+    if status.unplaced_time is None or not _has_begun(draft):
         return False
     placed = sum(worker.scheduled and worker.live and not worker.taken for worker in draft.gang)
-    smaller = next((size for size in _smaller(draft) if size.workers <= placed), None)
-    if smaller is None:
+    found = _fitting(draft, placed)
+    if found is None:
         return False
     due = status.unplaced_time + elastic.patience_s
     begun = status.attempt_time if status.scheduled_time is None else status.scheduled_time
@@ -41,10 +45,28 @@ def shrink(draft: PlanBuilder) -> bool:
     if draft.now < due:
         draft.wake(due)
         return False
-    missing = draft.job.spec.workers - placed
-    seconds = draft.now - status.unplaced_time
-    _shrink(draft, smaller, f"{missing} of {draft.job.spec.workers_text} had no node for {seconds:.0f} s")
+    missing, seconds = draft.job.spec.workers - placed, draft.now - status.unplaced_time
+    why = f"{missing} of {draft.job.spec.workers_text} had no node for {seconds:.0f} s"
+    for _ in range(found.workers - placed):
+        exclusion.readmit(draft, only_slow=True)
+    if found.workers < draft.job.spec.workers:
+        _shrink(draft, found, why)
+    else:
+        next_attempt(draft)
+        draft.set_condition(ConditionType.PODS_SCHEDULED, False, reasons.NODE_READMITTED, why)
     return True
+
+
+def _fitting(draft: PlanBuilder, placed: int) -> ElasticSize | None:
+    """Return the largest size, no larger than now, for which placed workers and avoided slow nodes suffice.
+
+    None: no size is allowed for so few, or there is only one, and the gang waits as any other does.
+    """
+    sizes, most = _allowed(draft), draft.job.spec.workers
+    if len(sizes) < 2:
+        return None
+    nodes = placed + sum(map(exclusion.is_slow, draft.status.excluded_nodes))
+    return next((size for size in sizes if size.workers <= min(nodes, most)), None)
 
 
 def shrink_to_quota(draft: PlanBuilder, refusal: PodRejection) -> bool:
@@ -143,6 +165,8 @@ def report(draft: PlanBuilder) -> None:
         return
     problem = spares.first_problem(draft) if status.running_time is not None else None
     text += "" if problem is None else f"; {problem[1]}"
+    for node in draft.observed.leaving_nodes[:NAMED]:
+        text += f"; node {node.name} {node.reason} and does not count"
     draft.set_condition(ConditionType.DATA_PARALLEL_REDUCED, True, reasons.NODES_MISSING, text)
 
 
@@ -189,16 +213,26 @@ def _larger(draft: PlanBuilder) -> ElasticSize | None:
 
 
 def _waiting(draft: PlanBuilder) -> list[Worker]:
-    """Return the spares that hold nodes of a larger gang; no spare of an earlier size is one of them."""
-    since = draft.resized_in
-    return [spare for spare in draft.observed.spares if spare.attempt >= since and spares.has_checked(draft, spare)]
+    """Return the spares that hold nodes of a larger gang; no spare of an earlier size is one of them.
+
+    Nor is one on a node that is to be emptied, which would take no pod of the larger gang.
+    """
+    return [
+        spare
+        for spare in draft.observed.spares
+        if spare.attempt >= draft.resized_in and not _leaves(draft, spare) and spares.has_checked(draft, spare)
+    ]
 
 
 def _keeps_node(draft: PlanBuilder, worker: Worker) -> bool:
     """Return True if the next attempt may have a worker on the node of this one, which is not to be emptied."""
     excluded = any(listed.node == worker.node and listed.until > draft.now for listed in draft.status.excluded_nodes)
-    leaves = any(node.name == worker.node for node in draft.observed.leaving_nodes)
-    return not worker.taken and not excluded and not leaves
+    return not worker.taken and not excluded and not _leaves(draft, worker)
+
+
+def _leaves(draft: PlanBuilder, worker: Worker) -> bool:
+    """Return True if the node of a worker or spare is to be emptied."""
+    return any(node.name == worker.node for node in draft.observed.leaving_nodes)
 
 
 def _ends(draft: PlanBuilder) -> bool:

@@ -124,13 +124,14 @@ def record(draft: PlanBuilder, failure: Failure) -> None:
 
 
 def _restart(draft: PlanBuilder, failure: Failure) -> None:
+    """Begin the next attempt after a failure. A change of the gang's size is no restart, in either direction."""
     counts = failure.action in COUNTED
     status = draft.status
     if failure.action is FailureAction.EXCLUDE_AND_RESTART and failure.node is not None:
         exclusion.exclude(draft, failure.node, failure.reason)
     draft.update(
         phase=Phase.RESTARTING,
-        restarts=status.restarts + 1,
+        restarts=status.restarts + int(failure.reason != reasons.DATA_PARALLEL_GROWS),
         restarts_towards_max=status.restarts_towards_max + int(counts),
         last_restart_time=draft.now,
         released=0,
