@@ -3,7 +3,7 @@
 A backend writes the order into a file (`Env.ATTEMPT_FILE`), which launcher and agent read at intervals. On Kubernetes
 it is the annotation `ANNOTATION_RESTART`, which the kubelet writes into a volume. Its text is `ATTEMPT SECONDS`; where
 spares may have taken places, `ATTEMPT SECONDS WORKER COORDINATOR`; and `checkpoint` after that asks the ranks of this
-very attempt to end with their next checkpoint.
+very attempt to end with their next checkpoint, `continue` that they no longer do.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ POLL_S = 0.25
 """Seconds between two reads of the file."""
 CHECKPOINT = "checkpoint"
 """Last field of an order to end with the next checkpoint."""
+CONTINUE = "continue"
+"""Last field of an order to end with the next checkpoint that is withdrawn."""
 NO_COORDINATOR = "-"
 """Coordinator in the order of a gang of one worker."""
 
@@ -33,22 +35,30 @@ class AttemptOrder:
     """host:port where worker 0 gathers the gang from this attempt on; None: where it gathered before."""
     at_checkpoint: bool = False
     """True if the ranks of `attempt` are to end once they have written their next checkpoint."""
+    withdrawn: bool = False
+    """True if they had the order to end so, and are to continue."""
 
     @property
     def text(self) -> str:
         """The order as it is written."""
         placed = [] if self.worker is None else [f"{self.worker}", self.coordinator or NO_COORDINATOR]
-        return " ".join([f"{self.attempt} {self.grace_s:g}", *placed, *([CHECKPOINT] if self.at_checkpoint else [])])
+        last = [CHECKPOINT] if self.at_checkpoint else [CONTINUE] if self.withdrawn else []
+        return " ".join([f"{self.attempt} {self.grace_s:g}", *placed, *last])
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Return the order in a text; None if it has none."""
         fields = text.split()
-        at_checkpoint = fields[-1:] == [CHECKPOINT]
+        at_checkpoint, withdrawn = fields[-1:] == [CHECKPOINT], fields[-1:] == [CONTINUE]
         try:
-            match fields[:-1] if at_checkpoint else fields:
+            match fields[:-1] if at_checkpoint or withdrawn else fields:
                 case [attempt, grace] if attempt.isdecimal():
-                    return cls(attempt=int(attempt), grace_s=max(0.0, float(grace)), at_checkpoint=at_checkpoint)
+                    return cls(
+                        attempt=int(attempt),
+                        grace_s=max(0.0, float(grace)),
+                        at_checkpoint=at_checkpoint,
+                        withdrawn=withdrawn,
+                    )
                 case [attempt, grace, worker, where] if attempt.isdecimal() and worker.isdecimal():
                     return cls(
                         attempt=int(attempt),
@@ -56,6 +66,7 @@ class AttemptOrder:
                         worker=int(worker),
                         coordinator=None if where == NO_COORDINATOR else where,
                         at_checkpoint=at_checkpoint,
+                        withdrawn=withdrawn,
                     )
         except ValueError:
             return None

@@ -13,7 +13,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import PODS, Obje
 from megatronapp_operator.backends.kubernetes.leaving_nodes import READ_S
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, WorkerOutcome
-from megatronapp_operator.plan.policies.spares import CHECKED_S
+from megatronapp_operator.plan.policies.spares import CHECKED_S, PAUSE_S
 
 pytestmark = pytest.mark.asyncio
 ELASTIC: dict[str, Any] = {
@@ -121,6 +121,14 @@ async def test_a_gang_trains_on_with_the_nodes_that_are_left_and_grows_once_all_
         await stage.pass_time(READ_S)
         order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
         assert order.split()[0] == "2" and order.endswith(" checkpoint")
+        await nodes.end("job-spare-0-2", 137)
+        await stage.rest()
+        order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
+        assert order.split()[0] == "2" and order.endswith(" continue"), "the gang would not grow"
+        await stage.pass_time(PAUSE_S)
+        await stage.pass_time(CHECKED_S)
+        order = (await nodes.pods())["job-worker-0"]["metadata"]["annotations"][ANNOTATION_RESTART]
+        assert order.split()[0] == "2" and order.endswith(" checkpoint"), "another spare has the node"
         await end_ranks(stage, 2, ExitCode.PREEMPTED, 0, 1)
         stage.report_progress("job")
         await stage.rest()

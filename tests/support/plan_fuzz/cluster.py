@@ -231,7 +231,8 @@ def make_progress(world: World) -> None:
     if world.polled:
         world.last_contact = world.now
     gang = world.gang(attempt)
-    if any(pod.checkpoint for pod in gang) and world.random.random() < 0.3:
+    ordered, late = any(pod.checkpoint for pod in gang), any(pod.withdrawn for pod in gang)
+    if (ordered or late) and world.random.random() < (0.3 if ordered else 0.05):
         for pod in gang:
             world.end(pod, ExitCode.PREEMPTED)
 

@@ -25,6 +25,8 @@ class Pod:
     name: str = ""
     checkpoint: bool = False
     """Its ranks have the order to end with the next checkpoint."""
+    withdrawn: bool = False
+    """Its ranks had that order, which was withdrawn; they may end all the same."""
     save_request: SaveRequest | None = None
     """Newest request to its ranks for a checkpoint."""
     gated: bool = False
@@ -86,6 +88,7 @@ class Pod:
             name=self.name,
             spare=self.spare,
             ends_at_checkpoint=self.checkpoint,
+            end_withdrawn=self.withdrawn,
             save_request=self.save_request,
             occupies=self.occupies or self.live,
             scheduled=self.node is not None,

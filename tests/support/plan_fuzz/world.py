@@ -298,11 +298,11 @@ class World:
                 pod.save_request = action.request
         elif isinstance(action, EndAtCheckpoint):
             if pod is not None and pod.attempt == action.attempt:
-                pod.checkpoint = True
+                pod.checkpoint, pod.withdrawn = not action.withdrawn, action.withdrawn
         elif action.spare is not None:
             take_place(self, action)
         elif pod is not None and pod.attempt < action.attempt:
-            pod.attempt, pod.ordered, pod.checkpoint = action.attempt, self.now, False
+            pod.attempt, pod.ordered, pod.checkpoint, pod.withdrawn = action.attempt, self.now, False, False
 
     def remove_group(self, attempt: int) -> None:
         """Remove a workload with its finalizers and its pods."""

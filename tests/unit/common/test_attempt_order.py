@@ -16,15 +16,13 @@ from megatronapp_common.processes import is_locked
     attempt=st.integers(0, 10**6),
     grace_s=st.integers(0, 86400),
     place=st.none() | st.tuples(st.integers(0, 9999), st.none() | st.just("job-spare-0-1.job-workers.ns.svc:19400")),
-    at_checkpoint=st.booleans(),
+    ends=st.sampled_from([{}, {"at_checkpoint": True}, {"withdrawn": True}]),
 )
 def test_an_order_is_read_as_it_was_written(
-    attempt: int, grace_s: int, place: tuple[int, str | None] | None, at_checkpoint: bool
+    attempt: int, grace_s: int, place: tuple[int, str | None] | None, ends: dict[str, bool]
 ) -> None:
     worker, coordinator = place or (None, None)
-    order = AttemptOrder(
-        attempt=attempt, grace_s=grace_s, worker=worker, coordinator=coordinator, at_checkpoint=at_checkpoint
-    )
+    order = AttemptOrder(attempt=attempt, grace_s=grace_s, worker=worker, coordinator=coordinator, **ends)
     assert AttemptOrder.parse(f"{order.text}\n") == order
 
 
@@ -47,6 +45,11 @@ def test_only_a_later_attempt_is_an_order(tmp_path: pathlib.Path) -> None:
     path.write_text("3 30")
     assert read_order(path, after=2) == AttemptOrder(attempt=3, grace_s=30)
     assert read_order(path, after=3) is None
+    path.write_text("3 30 1 host:19400 continue")
+    assert not ends_at_checkpoint(path, attempt=3) and read_order(path, after=3) is None
+    assert read_order(path, after=2) == AttemptOrder(
+        attempt=3, grace_s=30, worker=1, coordinator="host:19400", withdrawn=True
+    )
 
 
 def test_only_an_order_of_the_attempt_ends_it_at_a_checkpoint(tmp_path: pathlib.Path) -> None:

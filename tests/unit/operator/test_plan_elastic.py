@@ -320,6 +320,37 @@ def test_spares_wait_for_the_absent_workers_and_the_gang_grows_at_its_next_check
     assert created(made.plan()) == [0, 1, 2], "without a pause"
 
 
+def test_the_gang_trains_on_if_a_spare_is_lost_before_the_checkpoint(reduced: Maker, worker: Maker) -> None:
+    made = reduced(3)
+    gang, spare = made.observed.workers, spare_at(worker, 3, 2)
+    made.see(*gang, spares=(spare,))
+    made.plan()
+    ordered = (dataclasses.replace(gang[0], ends_at_checkpoint=True), *gang[1:])
+    made.see(*ordered, spares=(dataclasses.replace(spare, unreachable_since=made.now),))
+    plan = made.plan()
+    withdrawn = EndAtCheckpoint(index=0, attempt=2, withdrawn=True)
+    assert withdrawn in actions(plan)
+    text = "3 of 4 model replicas; spares hold nodes for 0 of 1 absent worker; the gang trains on"
+    assert events(plan, "GrowthWithdrawn") == [f"{text}, as it cannot grow any more"]
+    assert plan.status.condition(ConditionType.DATA_PARALLEL_REDUCED).reason == "NodesMissing"
+    plan = made.plan()
+    assert withdrawn in actions(plan) and not events(plan, "GrowthWithdrawn"), "until the pod shows it"
+    trains_on = (dataclasses.replace(gang[0], end_withdrawn=True), *gang[1:])
+    made.see(*trains_on, spares=())
+    assert not [action for action in actions(made.plan()) if isinstance(action, EndAtCheckpoint)]
+    made.see(*trains_on, spares=(spare,))
+    assert actions(made.plan()) == [EndAtCheckpoint(index=0, attempt=2)], "another spare has a node"
+
+
+def test_an_end_whose_order_was_withdrawn_too_late_is_no_failure(reduced: Maker) -> None:
+    made = reduced(3)
+    ended = (standby(known, ExitCode.PREEMPTED) for known in made.observed.workers)
+    made.see(*(dataclasses.replace(known, end_withdrawn=known.index == 0) for known in ended), spares=())
+    status = made.plan().status
+    assert (status.failures[-1].reason, status.gang_size.data) == ("DataParallelGrows", 3)
+    assert (status.attempt, status.restarts) == (3, 1)
+
+
 def test_any_restart_has_the_larger_size_if_spares_hold_its_nodes(reduced: Maker, worker: Maker) -> None:
     made = reduced(3)
     gang, spares = made.observed.workers, (spare_at(worker, 3, 2),)

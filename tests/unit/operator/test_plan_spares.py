@@ -316,6 +316,21 @@ def test_a_slow_node_is_not_left_before_a_spare_waits(running: Maker, worker: Ma
     )
 
 
+@pytest.mark.parametrize("reason", ["no spare", "allowed"])
+def test_a_gang_trains_on_if_a_swap_has_lost_its_reason(running: Maker, worker: Maker, reason: str) -> None:
+    made = running(in_place=True, spares=1)
+    made.spec(slow_node=SlowNodePolicy(action=SlowNodeAction.SWAP_AT_CHECKPOINT))
+    made.status(excluded_nodes=(ExcludedNode(node="n1", until=5000.0, reason="SlowNodeDetected"),))
+    gang = [dataclasses.replace(sound(worker(index)), ends_at_checkpoint=index == 0) for index in range(2)]
+    made.see(*gang, spares=(spare_at(worker),))
+    assert actions(made.plan()) == []
+    if reason == "allowed":
+        made.status(excluded_nodes=())
+    made.see(*gang, spares=(spare_at(worker, disrupted="Evicted" if reason == "no spare" else None),))
+    orders = [action for action in actions(made.plan()) if isinstance(action, EndAtCheckpoint)]
+    assert orders == [EndAtCheckpoint(index=0, attempt=0, withdrawn=True)]
+
+
 @pytest.mark.parametrize("code", [1, ExitCode.PREEMPTED])
 def test_an_end_for_another_reason_is_no_swap(running: Maker, worker: Maker, code: int) -> None:
     made = running(in_place=True, spares=1)

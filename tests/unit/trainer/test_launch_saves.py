@@ -11,7 +11,7 @@ import threading
 import pytest
 from launchers import Gang, wait_until
 
-from megatronapp_common.names import ExitCode
+from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.save_request import SaveRequest
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, SAVE
@@ -46,6 +46,59 @@ def test_the_progress_document_has_the_time_of_a_checkpoint_as_others_read_it() 
     report = CheckpointReport(iteration=20, taken_at=1.25)
     assert (report.to_json()["iteration"], report.to_json()["takenAt"]) == (20, "1970-01-01T00:00:01.250000Z")
     assert CheckpointReport().to_json()["takenAt"] is None
+
+
+WATCHING_RANK = """
+import pathlib, sys, time
+from megatronapp_trainer.training.signals import StopRequest
+page, seen = pathlib.Path(sys.argv[1]), None
+with StopRequest() as request:
+    while not request.requested:
+        if request.at_checkpoint != seen:
+            seen = request.at_checkpoint
+            page.with_suffix(".new").write_text(str(seen))
+            page.with_suffix(".new").rename(page)
+        time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+def test_an_order_to_end_with_a_checkpoint_can_be_withdrawn_and_given_again(tmp_path: pathlib.Path) -> None:
+    program, page = tmp_path / "watching.py", tmp_path / "page"
+    program.write_text(WATCHING_RANK)
+    gang = Gang(tmp_path, proc_per_node="1", program=str(program))
+    gang.arguments = [str(page)]
+    with contextlib.closing(gang):
+        gang.start({}, ATTEMPT_FILE=str(gang.order_file(0)))
+        wait_until(lambda: has_text(page, "False"))
+        for order, seen in (
+            ({"at_checkpoint": True}, "True"),
+            ({"withdrawn": True}, "False"),
+            ({"at_checkpoint": True}, "True"),
+        ):
+            gang.order(0, grace_s=0, **order)
+            wait_until(functools.partial(has_text, page, seen))
+        gang.workers[0].process.terminate()
+        assert gang.workers[0].end() == ExitCode.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [(None, True), ("2 0 checkpoint", True), ("2 0 continue", False), ("1 0 checkpoint", False), ("3 0", False)],
+)
+def test_of_several_signals_the_newest_order_holds(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, ends: bool
+) -> None:
+    path = tmp_path / "order"
+    monkeypatch.setenv(Env.ATTEMPT, "2")
+    monkeypatch.delenv(Env.ATTEMPT_FILE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(Env.ATTEMPT_FILE, str(path))
+        path.write_text(text)
+    with StopRequest() as request:
+        request.at_checkpoint = not ends
+        signal.raise_signal(END_AT_CHECKPOINT)
+        assert request.at_checkpoint is ends
 
 
 @pytest.mark.parametrize("number", [SAVE, END_AT_CHECKPOINT], ids=["save", "end at checkpoint"])

@@ -56,6 +56,8 @@ class EndAtCheckpoint:
 
     index: int
     attempt: int
+    withdrawn: bool = False
+    """True: let them continue, if they have not ended yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,8 @@ class Worker:
     """True for a spare, whose index follows those of the gang."""
     ends_at_checkpoint: bool = False
     """True if its ranks have the order to end with the next checkpoint of this attempt."""
+    end_withdrawn: bool = False
+    """True if they had that order, which was withdrawn, in time or not."""
     save_request: SaveRequest | None = None
     """Newest request to its ranks for a checkpoint of this attempt."""
 

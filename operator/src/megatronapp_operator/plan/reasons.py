@@ -85,6 +85,7 @@ DATA_PARALLEL_GROWS = "DataParallelGrows"
 DATA_PARALLEL_GROWN = "DataParallelGrown"
 NODES_MISSING = "NodesMissing"
 GROWS_AT_CHECKPOINT = "GrowsAtCheckpoint"
+GROWTH_WITHDRAWN = "GrowthWithdrawn"
 FULL_SIZE = "FullSize"
 
 PROTECTED = "Protected"

@@ -114,10 +114,10 @@ class Launcher:
         else:
             self._supervisor.stop_within(within_s)
 
-    def end_at_checkpoint(self) -> None:
-        """Let the ranks of the gang end with their next checkpoint; has an effect once they run."""
+    def end_at_checkpoint(self, ends: bool) -> None:
+        """Let the ranks of the gang end with their next checkpoint, or not any more; has an effect once they run."""
         if self._supervisor is not None:
-            self._supervisor.end_at_checkpoint()
+            self._supervisor.end_at_checkpoint(ends)
 
     def save(self) -> bool:
         """Let the ranks of the gang write a checkpoint and continue; return False if they do not run yet."""

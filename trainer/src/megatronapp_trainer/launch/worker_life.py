@@ -148,8 +148,7 @@ class WorkerLife:
     async def _watch(self, launcher: Launcher) -> None:
         """Stop an attempt once there is an order for a later one, or with its checkpoint if that is ordered."""
         while (order := self._settings.order()) is None:
-            if self._settings.ends_at_checkpoint():
-                launcher.end_at_checkpoint()
+            launcher.end_at_checkpoint(self._settings.ends_at_checkpoint())
             await asyncio.sleep(POLL_S)
         log.info("attempt %d is over: attempt %d is ordered", self._settings.attempt, order.attempt)
         launcher.stop(within_s=order.grace_s)

@@ -17,7 +17,10 @@ from megatronapp_common.names import ExitCode
 PEER_LOST = signal.SIGUSR1
 """Signal of a launcher to its ranks once a rank of the gang is lost; programs that do not watch for it ignore it."""
 END_AT_CHECKPOINT = signal.SIGUSR2
-"""Signal of a launcher to its ranks: end once the next checkpoint is written; other programs ignore it."""
+"""Signal of a launcher to its ranks: end once the next checkpoint is written, if the order still says so.
+
+Other programs ignore it.
+"""
 SAVE = signal.SIGURG
 """Signal of a launcher to its ranks: write a checkpoint after this step, and continue; by default it is ignored."""
 STDERR = 2

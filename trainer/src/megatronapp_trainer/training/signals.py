@@ -1,10 +1,18 @@
 """Graceful stop: SIGTERM and SIGINT set a flag that the loop checks at step boundaries, and `END_AT_CHECKPOINT` sets
 another, which it checks at those where a checkpoint is due. `SAVE` asks for a checkpoint at the next boundary.
+
+An order to end with a checkpoint may be withdrawn. The launcher sends the same signal then, and the order is read where
+the launcher has read it: of two signals that arrive while a step computes, Python runs one handler.
 """
 
+import os
+import pathlib
 import signal
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 
+from megatronapp_common.attempt_order import ends_at_checkpoint
+from megatronapp_common.names import Env
 from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, SAVE
 
 
@@ -41,7 +49,7 @@ class StopRequest:
         self.requested = True
 
     def _on_end_at_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
-        self.at_checkpoint = True
+        self.at_checkpoint = _is_ordered(os.environ)
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         self.save = True
@@ -50,3 +58,9 @@ class StopRequest:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+
+
+def _is_ordered(environment: Mapping[str, str]) -> bool:
+    """Return True if this attempt is to end with its next checkpoint; without a file of orders the signal says so."""
+    path, attempt = environment.get(Env.ATTEMPT_FILE), environment.get(Env.ATTEMPT)
+    return path is None or attempt is None or ends_at_checkpoint(pathlib.Path(path), attempt=int(attempt))

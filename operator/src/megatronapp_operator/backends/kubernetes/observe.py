@@ -148,6 +148,7 @@ def worker(
         name=pod.name,
         spare=pod.spare,
         ends_at_checkpoint=pod.ends_at_checkpoint,
+        end_withdrawn=pod.end_withdrawn,
         save_request=pod.save_request,
         deletion=_deletion(pod),
         node=pod.node,

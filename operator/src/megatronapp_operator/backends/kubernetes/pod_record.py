@@ -100,6 +100,8 @@ class PodRecord:
     """Newest request for a checkpoint of its attempt."""
     ends_at_checkpoint: bool = False
     """True if its ranks have the order to end with the next checkpoint of its attempt."""
+    end_withdrawn: bool = False
+    """True if that order was withdrawn."""
     starts: int = 1
     """For a hub: number of hubs started for this job."""
     template: str = ""
@@ -147,6 +149,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         return None
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     deleted_at, grace_s = _deletion(metadata)
+    order = _order(annotations.get(ANNOTATION_RESTART), attempt)
     return PodRecord(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -172,7 +175,8 @@ def _read_pod(pod: Object) -> PodRecord | None:
         topology=ANNOTATION_TOPOLOGY in annotations,
         spare=labels.get(LABEL_SPARE) == "true",
         save_request=_save_request(annotations.get(ANNOTATION_SAVE), attempt),
-        ends_at_checkpoint=_ends_at_checkpoint(annotations.get(ANNOTATION_RESTART), attempt),
+        ends_at_checkpoint=order is not None and order.at_checkpoint,
+        end_withdrawn=order is not None and order.withdrawn,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         template=sys.intern(annotations.get(ANNOTATION_TEMPLATE_HASH, "")),  # one text for all pods of a gang
         agent_problem=_agent_problem(pod, status) if deleted_at is None else None,
@@ -188,9 +192,10 @@ def _save_request(text: str | None, attempt: int) -> SaveRequest | None:
     return request if request is not None and request.attempt == attempt else None
 
 
-def _ends_at_checkpoint(text: str | None, attempt: int) -> bool:
+def _order(text: str | None, attempt: int) -> AttemptOrder | None:
+    """Return the order about this attempt; None without one."""
     order = None if text is None else AttemptOrder.parse(text)
-    return order is not None and order.attempt == attempt and order.at_checkpoint
+    return order if order is not None and order.attempt == attempt else None
 
 
 def _deletion(metadata: Mapping[str, Any]) -> tuple[float | None, float]:

@@ -15,7 +15,7 @@ from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EndAtCheckpoint, EventType
 from megatronapp_operator.plan.observed import PodRejection, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies import exclusion, spares
+from megatronapp_operator.plan.policies import exclusion, slow_nodes, spares
 from megatronapp_operator.plan.policies.restart import next_attempt, paused_until
 from megatronapp_operator.plan.spec import ElasticSize
 
@@ -90,11 +90,15 @@ def shrink_to_quota(draft: PlanBuilder, refusal: PodRejection) -> bool:
 
 
 def order_end(draft: PlanBuilder) -> bool:
-    """Let a smaller gang end with its next checkpoint once spares hold the nodes of a larger one."""
-    if draft.status.phase is not Phase.RUNNING or _larger(draft) is None:
+    """Let a smaller gang end with its next checkpoint once spares hold the nodes of a larger one.
+
+    If a spare is lost before that checkpoint, the gang continues: the order is withdrawn, unless a slow node needs it.
+    """
+    if draft.status.phase is not Phase.RUNNING:
         return False
-    action = EndAtCheckpoint(index=0, attempt=draft.status.attempt)
-    if not _ends(draft) and action not in draft.actions:
+    grows, ordered = _larger(draft) is not None, any(worker.ends_at_checkpoint for worker in draft.gang)
+    action = EndAtCheckpoint(index=0, attempt=draft.status.attempt, withdrawn=not grows)
+    if grows != ordered and action not in draft.actions and (grows or not slow_nodes.swap_is_due(draft)):
         draft.actions.append(action)
     return False
 
@@ -163,6 +167,9 @@ def report(draft: PlanBuilder) -> None:
             draft.event(EventType.NORMAL, reasons.GROWS_AT_CHECKPOINT, text)
         draft.set_condition(ConditionType.DATA_PARALLEL_REDUCED, True, reasons.GROWS_AT_CHECKPOINT, text)
         return
+    if known is not None and known.reason == reasons.GROWS_AT_CHECKPOINT and status.phase is Phase.RUNNING:
+        message = f"{text}; the gang trains on, as it cannot grow any more"
+        draft.event(EventType.NORMAL, reasons.GROWTH_WITHDRAWN, message)
     problem = spares.first_problem(draft) if status.running_time is not None else None
     text += "" if problem is None else f"; {problem[1]}"
     for node in draft.observed.leaving_nodes[:NAMED]:
@@ -236,5 +243,5 @@ def _leaves(draft: PlanBuilder, worker: Worker) -> bool:
 
 
 def _ends(draft: PlanBuilder) -> bool:
-    """Return True if the gang has the order to end with its next checkpoint."""
-    return any(worker.ends_at_checkpoint for worker in draft.gang)
+    """Return True if the gang has the order to end with its next checkpoint, or had it: a withdrawal can be late."""
+    return any(worker.ends_at_checkpoint or worker.end_withdrawn for worker in draft.gang)

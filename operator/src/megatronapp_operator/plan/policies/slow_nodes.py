@@ -48,14 +48,18 @@ def _prepare_swap(draft: PlanBuilder) -> str:
     gang, slow = draft.gang, _slow_member(draft)
     if slow is None:
         return ""
-    ordered = any(worker.ends_at_checkpoint for worker in gang)
-    if not ordered and spares.any_waits(draft):
-        draft.actions.append(EndAtCheckpoint(index=0, attempt=draft.status.attempt))
-        ordered = True
-    if ordered:
+    if spares.any_waits(draft):
+        if not any(worker.ends_at_checkpoint for worker in gang):
+            draft.actions.append(EndAtCheckpoint(index=0, attempt=draft.status.attempt))
         place = f"the place of worker {slow.index}, which leaves {slow.node}"
         return f"The gang ends with its next checkpoint; then a spare takes {place}."
     return f"Worker {slow.index} stays on {slow.node} until a spare waits on another node."
+
+
+def swap_is_due(draft: PlanBuilder) -> bool:
+    """Return True while the gang is to end with its next checkpoint so that a spare replaces a slow node."""
+    swaps = draft.job.spec.slow_node.action is SlowNodeAction.SWAP_AT_CHECKPOINT
+    return swaps and _slow_member(draft) is not None and spares.any_waits(draft)
 
 
 def _slow_member(draft: PlanBuilder) -> Worker | None:

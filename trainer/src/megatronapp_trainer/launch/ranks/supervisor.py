@@ -78,11 +78,14 @@ class Supervisor:
         self._stop_by = time.monotonic() + grace_s
         self._changed.set()
 
-    def end_at_checkpoint(self) -> None:
-        """Let the ranks of the gang end with their next checkpoint, on which they agree as on a stop."""
-        if not self._ends_at_checkpoint:
-            self._ends_at_checkpoint = True
-            log.info("the ranks are to end with their next checkpoint")
+    def end_at_checkpoint(self, ends: bool) -> None:
+        """Let the ranks of the gang end with their next checkpoint, on which they agree as on a stop, or not any more.
+
+        The signal says that the order has changed; ranks read it.
+        """
+        if self._ends_at_checkpoint != ends:
+            self._ends_at_checkpoint = ends
+            log.info("the ranks %s", "are to end with their next checkpoint" if ends else "are to continue after all")
             self._signal_ranks(END_AT_CHECKPOINT)
 
     def save(self) -> None:

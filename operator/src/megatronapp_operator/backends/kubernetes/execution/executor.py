@@ -196,10 +196,12 @@ def _is_for(action: RestartWorker | EndAtCheckpoint, pod: PodRecord) -> bool:
 
 def _order_of(work: JobContext, action: RestartWorker | EndAtCheckpoint) -> AttemptOrder:
     """Return the order of an action; with spares it names the place of the worker, and where worker 0 gathers."""
-    ends = isinstance(action, EndAtCheckpoint)
-    order = AttemptOrder(
-        attempt=action.attempt, grace_s=action.grace_s if isinstance(action, RestartWorker) else 0.0, at_checkpoint=ends
-    )
+    if isinstance(action, RestartWorker):
+        order = AttemptOrder(attempt=action.attempt, grace_s=action.grace_s)
+    else:
+        order = AttemptOrder(
+            attempt=action.attempt, grace_s=0.0, at_checkpoint=not action.withdrawn, withdrawn=action.withdrawn
+        )
     if not work.orders_places:
         return order
     first = work.attempt.first or render.ObjectNames(work.owner.name).worker(0)
