@@ -1,4 +1,4 @@
-"""What users watch a training by, on devices: profiles, compared weights, and fine-tuning on conversations."""
+"""Tests on devices of what users watch a training by: profiles and compared weights; and fine-tuning on chats."""
 
 import json
 import pathlib
@@ -35,11 +35,14 @@ def write_chats(folder: pathlib.Path) -> str:
     """Write conversations and a tokenizer with a template; return the flags that read them."""
     from megatronapp_trainer.data import tokenizer
 
-    words = ["river", "king", "gradient", "pipeline", "step", "loss"]
+    vocabulary = ["river", "king", "gradient", "pipeline", "step", "loss"]
     chats = [
         [
-            {"role": "user", "content": " ".join(words[(number + place) % 6] for place in range(1 + number % 4))},
-            {"role": "assistant", "content": " ".join(words[(number * place) % 6] for place in range(2 + number % 5))},
+            {"role": "user", "content": " ".join(vocabulary[(number + place) % 6] for place in range(1 + number % 4))},
+            {
+                "role": "assistant",
+                "content": " ".join(vocabulary[(number * place) % 6] for place in range(2 + number % 5)),
+            },
         ]
         for number in range(48)
     ]

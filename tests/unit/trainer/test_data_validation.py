@@ -82,7 +82,7 @@ def replayed(flags: str) -> list[dict[str, Any]]:
     from megatronapp_trainer.pipeline.graphs import choice, recorders
 
     choice.recorders_of = lambda device: recorders.RepeatingRecorders()
-    return several([flags, f"{flags} --cuda-graph-impl local"])
+    return several([f"{flags} --cuda-graph-impl none", f"{flags} --cuda-graph-impl local"])
 
 
 def summed_early(runs: list[str]) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def with_hooks() -> tuple[Trained, Trained]:
             module = next(iter(run.state.chunks[0].modules()))
             hooks.append(module.register_forward_hook(lambda *_: None))
 
-    plain = replayed_training.train(flags)
+    plain = replayed_training.train(f"{flags} {replayed_training.NONE}")
     return plain, replayed_training.train(f"{flags} {replayed_training.LOCAL}", before_step=before_step)
 
 
