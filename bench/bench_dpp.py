@@ -55,6 +55,7 @@ class PacedPasses:
     """By kind of pass."""
     late: bool
     transfers: Any = None
+    collectives: None = None
     begun_ns: int = 0
     ended_ns: int = 0
 

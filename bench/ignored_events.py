@@ -36,6 +36,7 @@ class IgnoredEvents:
 
     def __init__(self) -> None:
         self.transfers: Any = IgnoredTransfers()
+        self.collectives = None
 
     def wrap_transport(self, transport: Any) -> Any:  # noqa: ANN401 - Transport
         return transport

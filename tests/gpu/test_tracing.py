@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_training import STEPS, train
+from device_training import STEPS, train, train_on_all_kernels
 
 from megatronapp_common.trace import RECORD, Flag, RecordKind
 
@@ -20,9 +20,15 @@ LAYOUTS = [
 ]
 
 
-def traced(run_ranks: RunRanks, folder: pathlib.Path, world: int, flags: str) -> list[dict[str, Any]]:
+def traced(
+    run_ranks: RunRanks,
+    folder: pathlib.Path,
+    world: int,
+    flags: str,
+    function: Callable[[str], dict[str, Any]] = train,
+) -> list[dict[str, Any]]:
     environment = {"MEGATRONAPP_SHM_DIR": str(folder), "MEGATRONAPP_SHM_PREFIX": "test"}
-    results = run_ranks(world, train, f"--deterministic-mode --trace {flags}", environment=environment)
+    results = run_ranks(world, function, f"--deterministic-mode --trace {flags}", environment=environment)
     assert all(result["lost"] == 0 for result in results)
     return results
 
@@ -91,3 +97,88 @@ def test_windows_change_no_bit_and_add_no_wait(
             assert set(parts["step"].tolist()) == set(range(1, STEPS + 1, 2))
             assert (parts["flags"] & Flag.DEVICE_CLOCK).all()
             assert (parts["duration"] > 0).all()
+
+
+HALF = "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2"
+TENSOR_LAYOUTS = {
+    "TP2": HALF,
+    "TP2-fp32": "--tensor-model-parallel-size 2",
+    "TP2-SP": f"{HALF} --sequence-parallel",
+    "TP2-SP-llama": f"{HALF} --sequence-parallel --swiglu --normalization RMSNorm --disable-bias-linear",
+    "TP2-windows": f"{HALF} --trace-interval 5 --continuous-trace-iterations 1 --trace-granularity base "
+    "--trace-budget 100",
+}
+LARGER = {
+    "TP2xPP2-SP": f"{HALF} --sequence-parallel --pipeline-model-parallel-size 2",
+    "TP2xPP2-MegaDPP": f"{HALF} --sequence-parallel --pipeline-model-parallel-size 2 --use-dpp "
+    "--dpp-schedule zero-bubble",
+}
+"""Layouts of four devices."""
+
+
+def train_counting(flags: str) -> dict[str, Any]:
+    """Train on all of our own kernels; `launches`: of CUDA graphs."""
+    import torch
+
+    whole, launches = torch.cuda.CUDAGraph.replay, 0
+
+    def counting(graph: Any) -> None:
+        nonlocal launches
+        launches += 1
+        whole(graph)
+
+    replaced: Any = torch.cuda.CUDAGraph
+    replaced.replay = counting
+    return train_on_all_kernels(flags) | {"launches": launches}
+
+
+def collectives(result: dict[str, Any]) -> np.ndarray:
+    """Return the records of collectives over the tensor group, by start on the device."""
+    records = np.frombuffer(result["records"], RECORD)
+    found = records[np.isin(records["kind"], [RecordKind.TP_REDUCE, RecordKind.TP_GATHER])]
+    assert (found["flags"] & Flag.DEVICE_CLOCK).all()
+    return np.sort(found, order="start_ns")
+
+
+def keys_of(records: np.ndarray) -> list[tuple[int, ...]]:
+    names = ("step", "kind", "microbatch", "chunk", "comm", "ordinal")
+    return [tuple(int(record[name]) for name in names) for record in records]
+
+
+def assert_replays_record_collectives(run_ranks: RunRanks, folder: pathlib.Path, world: int, flags: str) -> None:
+    expected = traced(run_ranks, folder, world, f"{flags} --cuda-graph-impl none", train_counting)
+    found = traced(run_ranks, folder, world, flags, train_counting)
+    for plain, replayed in zip(expected, found, strict=True):
+        assert not plain["launches"]
+        assert replayed["launches"]
+        assert replayed["losses"] == plain["losses"]
+        assert replayed["norms"] == plain["norms"]
+        assert replayed["synchronisations"] <= plain["synchronisations"]
+        assert keys_of(collectives(replayed)) == keys_of(collectives(plain))
+        assert (collectives(replayed)["duration"] > 0).all()
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_replayed_tensor_ranks_record_the_collectives_of_others(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
+) -> None:
+    assert_replays_record_collectives(run_ranks, tmp_path, 2, TENSOR_LAYOUTS[layout])
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize("layout", LARGER)
+def test_replayed_tensor_ranks_of_stages_record_the_collectives_of_others(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
+) -> None:
+    assert_replays_record_collectives(run_ranks, tmp_path, 4, LARGER[layout])
+
+
+@pytest.mark.gpus(2)
+def test_passes_are_divided_only_where_they_are_traced(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    divided = traced(run_ranks, tmp_path, 2, HALF, train_counting)
+    whole = run_ranks(2, train_counting, f"--deterministic-mode {HALF}")
+    for name in ("losses", "norms", "synchronisations"):
+        assert [result[name] for result in divided] == [result[name] for result in whole]
+    assert [result["launches"] for result in divided] == [3 * result["launches"] for result in whole]
+    assert all(result["launches"] for result in whole)

@@ -43,7 +43,7 @@ def train(flags: str, *, before_step: Callable[[Any, int], None] | None = None) 
     """Train to the end. `before_step` takes the run and the number of each step before it begins."""
     from megatronapp_trainer.pipeline.graphs import choice, recorders
 
-    choice.recorders_of = lambda device: recorders.RepeatingRecorders()
+    choice.recorders_of = lambda device, collectives: recorders.RepeatingRecorders(collectives)
     run = small_training.prepare(flags)
     recorder = RecordingReporter()
     with counting(run, before_step) as counted:

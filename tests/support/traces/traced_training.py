@@ -65,15 +65,16 @@ def train(flags: list[str]) -> dict[str, Any]:
                 num_microbatches=MICROBATCHES,
             )
         )
-    losses = Losses()
+    losses, schedule = Losses(), build_schedule(run, observer)
     Trainer(
         run,
         build_iterators(config, layout, 0),
-        build_schedule(run, observer),
+        schedule,
         stop_request=StopRequest(),
         reporter=losses,  # type: ignore[arg-type]
         observer=observer,
     ).train()
+    schedule.close()
     if observer is not None:
         observer.close()
     destroy_groups()

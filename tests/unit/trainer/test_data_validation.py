@@ -81,7 +81,7 @@ def replayed(flags: str) -> list[dict[str, Any]]:
     """Train without recordings of passes, and with them."""
     from megatronapp_trainer.pipeline.graphs import choice, recorders
 
-    choice.recorders_of = lambda device: recorders.RepeatingRecorders()
+    choice.recorders_of = lambda device, collectives: recorders.RepeatingRecorders(collectives)
     return several([f"{flags} --cuda-graph-impl none", f"{flags} --cuda-graph-impl local"])
 
 

@@ -31,6 +31,7 @@ class Observer:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int, int]] = []
         self.losses: list[float] = []
+        self.collectives = None
 
     def wrap_transport(self, transport: Any) -> Any:
         return transport

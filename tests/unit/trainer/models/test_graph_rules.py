@@ -14,8 +14,9 @@ SMALL = (
     "--lr 1e-3 --mock-data --vocab-size 64"
 )
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-TRACED_COLLECTIVES = (
-    "--trace with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without spans of collectives)"
+NCCL_TIMES = (
+    "--trace-nccl with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without NCCL's times of "
+    "these collectives)"
 )
 
 
@@ -31,13 +32,15 @@ def config_of(flags: str) -> TrainerConfig:
         (f"{NO_DROPOUT} --cuda-graph-impl none", ("--cuda-graph-impl none",)),
         (f"{NO_DROPOUT} --trace --fp16", ()),
         (f"{NO_DROPOUT} --trace --pipeline-model-parallel-size 2 --use-dpp", ()),
-        (f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2", (TRACED_COLLECTIVES,)),
+        (f"{NO_DROPOUT} --trace --tensor-model-parallel-size 2", ()),
+        (f"{NO_DROPOUT} --trace --trace-nccl --tensor-model-parallel-size 2", (NCCL_TIMES,)),
+        (f"{NO_DROPOUT} --trace --trace-nccl --pipeline-model-parallel-size 2", ()),
         (f"{NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl auto", ()),
         (f"{NO_DROPOUT} --overlap-grad-reduce --tensor-model-parallel-size 2", ("--overlap-grad-reduce",)),
         *(
             (f"{NO_DROPOUT} {layout} --cuda-graph-impl local", ())
             for layout in (
-                "--tensor-model-parallel-size 2 --sequence-parallel --trace",
+                "--tensor-model-parallel-size 2 --sequence-parallel --trace --trace-nccl",
                 "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --fp16",
                 "--pipeline-model-parallel-size 2 --use-dpp --overlap-grad-reduce",
             )

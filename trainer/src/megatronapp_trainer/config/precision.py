@@ -97,6 +97,6 @@ class KernelConfig:
     cuda_graph_impl: str = option(
         "auto",
         "a CUDA graph for each pass of a microbatch: none; local; auto: where passes can be replayed, but not with "
-        "--overlap-grad-reduce or --overlap-param-gather, nor on tensor ranks with --trace",
+        "--overlap-grad-reduce or --overlap-param-gather, nor on tensor ranks with --trace-nccl",
         choices=("auto", "none", "local"),
     )

@@ -6,6 +6,7 @@ happen. Other spans that megatron-core itself delimits (gradient reduction, opti
 and exists only where there is an observer.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -51,6 +52,31 @@ class StepMetrics:
         return self.losses or {LM_LOSS: self.loss}
 
 
+CollectiveSpan = Callable[[Callable[[], None]], None]
+"""Runs a function that replays a collective, and records when it began and ended, as part of the pass that is open."""
+
+
+class CollectiveIsolator(Protocol):
+    """Takes the first collective of a pass that is recorded, to be replayed apart from what is before and after it."""
+
+    def __call__(self, call: Callable[[], Any], span: CollectiveSpan) -> Any:  # noqa: ANN401 - of the collective
+        """Record `call` as a separate part, which each replay of the pass runs by `span`. Returns its result."""
+
+
+class PassCollectives(Protocol):
+    """Observer of the collectives over the tensor group within passes."""
+
+    @property
+    def observes_all(self) -> bool:
+        """Return True in a step whose passes must not be replayed, as more than the first collective is observed."""
+
+    def recording(self, isolate: CollectiveIsolator) -> contextlib.AbstractContextManager[None]:
+        """Within the context a pass is recorded: `isolate` gets its first collective, and none is observed.
+
+        That collective does not overlap compute, also where it does in passes without a recording.
+        """
+
+
 class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
     """Observer of one rank's training loop, called on its thread.
 
@@ -68,6 +94,10 @@ class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
     @property
     def transfers(self) -> TransferObserver:
         """Return the observer of transfers in any order."""
+
+    @property
+    def collectives(self) -> PassCollectives | None:
+        """Return the observer of collectives within passes; None on a rank without tensor parallelism."""
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Return the transport of training steps, which delegates to this one; called once where there are stages."""

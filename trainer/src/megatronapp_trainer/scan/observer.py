@@ -20,6 +20,7 @@ from megatronapp_trainer.scan.task_transfers import TaskTransfers
 from megatronapp_trainer.scan.traced_transport import TracedTransport
 from megatronapp_trainer.scan.windows.plan import commanded_windows
 from megatronapp_trainer.scan.windows.recorder import WindowRecorder
+from megatronapp_trainer.scan.windows.tensor_collectives import TensorCollectives
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.PAUSE, RecordKind.GC})
 """Kinds of work that run on the host also where there is a device."""
@@ -112,6 +113,11 @@ class ScanObserver:
                 lambda page: windows.plan.command(commanded_windows(page)),
             ),
         )
+
+    @property
+    def collectives(self) -> TensorCollectives | None:
+        """Return what records collectives over the tensor group; None on a rank without tensor parallelism."""
+        return self._windows.collectives
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""

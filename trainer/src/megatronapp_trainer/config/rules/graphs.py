@@ -36,7 +36,7 @@ def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     """Return why the passes of a microbatch are not replayed; empty if they are.
 
     Besides what a graph cannot hold, unless graphs are asked for: what costs more than it saves, and tensor-parallel
-    collectives of a traced run, whose times tell which rank of the group is slow and which replays do not record.
+    collectives whose transfers NCCL shall report, which it does not do in replays.
     """
     requested, parallel = config.kernels.cuda_graph_impl, config.parallel
     if requested == "none":
@@ -45,8 +45,8 @@ def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     if requested == "local":
         return obstacles
     found = {
-        "--trace with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without spans of "
-        "collectives)": config.logging.trace and parallel.tensor_model_parallel_size > 1,
+        "--trace-nccl with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without NCCL's "
+        "times of these collectives)": config.logging.trace_nccl and parallel.tensor_model_parallel_size > 1,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
         "--overlap-param-gather": parallel.overlap_param_gather,
     }

@@ -6,15 +6,16 @@ import torch
 
 from megatronapp_trainer.config.rules.graphs import reasons_against_graphs, uses_slots
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.hooks.step_observer import PassCollectives
 from megatronapp_trainer.pipeline.graphs.recorders import GraphRecorders, PassRecorders
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
 log = logging.getLogger(__name__)
 
 
-def recorders_of(device: torch.device) -> PassRecorders | None:
-    """Return what records passes on a device; None if nothing does."""
-    return GraphRecorders(device) if device.type == "cuda" else None
+def recorders_of(device: torch.device, collectives: PassCollectives | None) -> PassRecorders | None:
+    """Return what records passes on a device, cut at their first collective if these are observed; None: nothing."""
+    return GraphRecorders(device, collectives) if device.type == "cuda" else None
 
 
 def pass_recorders(context: ScheduleContext) -> PassRecorders | None:
@@ -23,7 +24,8 @@ def pass_recorders(context: ScheduleContext) -> PassRecorders | None:
     Raises UsageError if graphs are asked for on a device that has none.
     """
     config = context.config
-    recorders = recorders_of(next(context.chunks[0].parameters()).device)
+    collectives = None if context.observer is None else context.observer.collectives
+    recorders = recorders_of(next(context.chunks[0].parameters()).device, collectives)
     if recorders is None:
         if config.kernels.cuda_graph_impl == "local":
             raise UsageError("--cuda-graph-impl local needs a GPU; leave it out here")

@@ -6,6 +6,10 @@ order in which they were recorded, on one stream, and the next microbatch enters
 buffer that was temporary in a recording can then be reused by a later one, and what an earlier recording leaves for a
 later one is held while that is recorded. Slots share no memory: schedules replay them in any order, so that a temporary
 buffer of one slot could lie where another has activations that are still to be read.
+
+Where collectives over the tensor group are observed, the recording of a pass is cut at the first one: what is before
+it, the collective, and what is after it are parts, and a replay runs them in that order on one stream. Each replay
+records the span of the collective around its part, by the observer's own means.
 """
 
 import contextlib
@@ -16,6 +20,8 @@ import torch
 
 from megatronapp_trainer.device.cuda_graphs import own_workspace
 from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
+from megatronapp_trainer.hooks.step_observer import CollectiveSpan, PassCollectives
+from megatronapp_trainer.pipeline.graphs.graph_parts import GraphParts
 
 Tensors = tuple[torch.Tensor, ...]
 Compute = Callable[[], Tensors]
@@ -66,12 +72,14 @@ class GraphRecorders:
     steps at any time, which fails a capture in torch's default mode.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, collectives: PassCollectives | None = None) -> None:
+        """Take the device of the passes, and what observes their collectives, at which recordings are then cut."""
         self._device = device
+        self._collectives = collectives
 
     def slot(self) -> SlotRecorder:
         """Return the recorder of a new slot, with a new memory pool."""
-        return _GraphRecorder(self._device)
+        return _GraphRecorder(self._device, self._collectives)
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Run the passes of a step on the stream of captures."""
@@ -91,28 +99,34 @@ class GraphRecorders:
 
 
 class _GraphRecorder:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, collectives: PassCollectives | None) -> None:
         self._stream = graph_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._collectives = collectives
 
-    def record(self, compute: Compute) -> "_GraphRecording":
+    def record(self, compute: Compute) -> Recording:
+        if self._collectives is not None:
+            parts = GraphParts(self._stream, self._pool)
+            with own_workspace(), parts.capturing(), self._collectives.recording(parts.isolate):
+                results = compute()
+            return _GraphRecording(parts.replay, results)
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with own_workspace(), capture:
             results = compute()
-        return _GraphRecording(graph, results)
+        return _GraphRecording(graph.replay, results)
 
     def spoil(self, tensors: Tensors) -> None:
         return None  # the next replay overwrites them
 
 
 class _GraphRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, results: Tensors) -> None:
-        self._graph = graph
+    def __init__(self, launch: Callable[[], None], results: Tensors) -> None:
+        self._launch = launch
         self._results = results
 
     def replay(self) -> Tensors:
-        self._graph.replay()
+        self._launch()
         return self._results
 
 
@@ -124,9 +138,13 @@ class RepeatingRecorders:
     where there are no CUDA graphs.
     """
 
+    def __init__(self, collectives: PassCollectives | None = None) -> None:
+        """Take what observes the collectives of passes: a replay announces the first one as that of a graph does."""
+        self._collectives = collectives
+
     def slot(self) -> SlotRecorder:
         """Return the recorder of a new slot."""
-        return _RepeatingRecorder()
+        return _RepeatingRecorder(self._collectives)
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Leave the stream as it is."""
@@ -147,8 +165,11 @@ def _clear(slots: Sequence[list[Any]]) -> None:
 
 
 class _RepeatingRecorder:
+    def __init__(self, collectives: PassCollectives | None) -> None:
+        self._collectives = collectives
+
     def record(self, compute: Compute) -> "_RepeatingRecording":
-        return _RepeatingRecording(compute)
+        return _RepeatingRecording(compute, self._collectives)
 
     @torch.no_grad()
     def spoil(self, tensors: Tensors) -> None:
@@ -158,15 +179,26 @@ class _RepeatingRecorder:
 
 
 class _RepeatingRecording:
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, collectives: PassCollectives | None) -> None:
         self._compute = compute
+        self._collectives = collectives
+        self._span: CollectiveSpan | None = None
+        """The span of the first replay, in the place of the one that a capture would have got."""
         self._results: Tensors | None = None
 
     @torch.no_grad()
     def replay(self) -> Tensors:
-        found = self._compute()
+        observed = contextlib.nullcontext() if self._collectives is None else self._collectives.recording(self._isolate)
+        with observed:
+            found = self._compute()
         if self._results is None:
             self._results = tuple(result.clone() for result in found)
         for own, result in zip(self._results, found, strict=True):
             own.copy_(result)
         return self._results
+
+    def _isolate(self, call: Callable[[], Any], span: CollectiveSpan) -> Any:  # noqa: ANN401 - of the collective
+        self._span = self._span or span
+        results = []
+        self._span(lambda: results.append(call()))
+        return results[0]

@@ -39,7 +39,8 @@ class WindowRecorder:
             now_ns: clock of the budget.
         """
         self.plan = plan
-        self._collectives = collectives
+        self.collectives = collectives
+        """None on a rank without tensor parallelism."""
         self._layers = layers
         self._file = file
         self._budget = budget
@@ -54,6 +55,8 @@ class WindowRecorder:
         """Install what the level of a step needs, and remove what it does not."""
         self._count_step()
         level = self.plan.level(step, self._budget)
+        if self.collectives is not None:  # without the budget, which differs between the ranks of a group
+            self.collectives.observes_all = self.plan.level(step) >= TraceLevel.COLLECTIVE
         if self._file is not None:
             self._file.step_begin(step, in_window=self.plan.is_periodic(step))
         if level == self._level:
@@ -65,8 +68,8 @@ class WindowRecorder:
     def pass_begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """Record the parts of a pass from now on."""
         opened = OpenPass(kind, chunk, microbatch)
-        if self._collectives is not None:
-            self._collectives.pass_begin(opened)
+        if self.collectives is not None:
+            self.collectives.pass_begin(opened)
         if self._layers is not None:
             self._layers.pass_begin(opened)
 
@@ -74,28 +77,28 @@ class WindowRecorder:
         """End the parts of the pass."""
         if self._layers is not None:
             self._layers.pass_end()
-        if self._collectives is not None:
-            self._collectives.pass_end()
+        if self.collectives is not None:
+            self.collectives.pass_end()
 
     def close(self) -> None:
         """Remove all hooks and replaced functions."""
         self._set_level(TraceLevel.PHASE)
-        if self._collectives is not None:
-            self._collectives.remove()
+        if self.collectives is not None:
+            self.collectives.remove()
         if self._file is not None:
             self._file.close()
 
     def _count_step(self) -> None:
         """Count the step that has ended in the budget."""
-        parts = (self._collectives, self._layers)
+        parts = (self.collectives, self._layers)
         now_ns, recorded = self._now_ns(), sum(part.recorded for part in parts if part is not None)
         if self._budget is not None and self._began_ns is not None:
             self._budget.step_done(now_ns - self._began_ns, recorded - self._recorded)
         self._began_ns, self._recorded = now_ns, recorded
 
     def _set_level(self, level: TraceLevel) -> None:
-        if self._collectives is not None:
-            self._collectives.records_all = level >= TraceLevel.COLLECTIVE
+        if self.collectives is not None:
+            self.collectives.records_all = level >= TraceLevel.COLLECTIVE
         if self._layers is not None and level is TraceLevel.LAYER and not self._layers.is_installed:
             self._layers.install()
         if self._layers is not None and level is not TraceLevel.LAYER:

@@ -1,18 +1,21 @@
 """Spans of collectives over the tensor group: the first one of each pass in every step, all of them in a window.
 
 megatron-core has no place to observe them, so that the functions that it calls are replaced while the tracer runs. The
-replacement adds no collective and changes no argument.
+replacement adds no collective. It changes no argument, except that the first collective of a recorded pass is not
+asynchronous: a CUDA graph cannot end between the begin of a collective and the wait for it.
 """
 
+import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatronapp_common.trace import RecordKind, pass_ordinal
+from megatronapp_trainer.hooks.step_observer import CollectiveIsolator
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey
 from megatronapp_trainer.scan.windows.open_pass import OpenPass
 
@@ -44,6 +47,14 @@ class TimedWork:
         return getattr(self._work, name)
 
 
+class FinishedWork:
+    """Handle of a collective that has ended for the stream that waits for it."""
+
+    def wait(self, *_arguments: object, **_named: object) -> bool:
+        """Return at once, as torch does for work that has ended."""
+        return True
+
+
 class TensorCollectives:
     """Records collectives of a rank over its tensor group, within passes."""
 
@@ -55,10 +66,15 @@ class TensorCollectives:
         self._pass: OpenPass | None = None
         self._numbers: Counter[RecordKind] = Counter()
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._is_recording = False
+        self._isolate: CollectiveIsolator | None = None
+        """Takes the next collective of the pass that is recorded."""
         self.recorded = 0
         """Spans so far."""
         self.records_all = False
         """True if all collectives are recorded, and not only the first of each pass."""
+        self.observes_all = False
+        """True in a step that a window covers, also where its budget is spent: equal on the ranks of the group."""
 
     def install(self) -> None:
         """Replace the functions that run the collectives."""
@@ -86,22 +102,62 @@ class TensorCollectives:
         """Record no collective until the next pass."""
         self._pass = None
 
+    @contextlib.contextmanager
+    def recording(self, isolate: CollectiveIsolator) -> Iterator[None]:
+        """Give the first collective of the pass that is recorded inside to `isolate`, and record no span of it.
+
+        Each replay calls the span that `isolate` gets, which has kind and size of the collective from here, and the
+        rest of its key from the pass that is replayed.
+        """
+        self._is_recording, self._isolate = True, isolate
+        try:
+            yield
+        finally:
+            self._is_recording, self._isolate = False, None
+
     def _timed(self, kind: RecordKind, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of torch
             opened = self._pass
-            if opened is None or named.get("group") is not self._group or not self._is_recorded():
+            if named.get("group") is not self._group:
                 return function(*arguments, **named)
-            number = self._numbers[kind]
-            self._numbers[kind] = number + 1
-            ordinal = pass_ordinal(opened.kind, opened.chunk, opened.microbatch, number)
-            key = RecordKey(kind, opened.microbatch, opened.chunk, self._slot, ordinal)
-            size_bytes = _largest_bytes(arguments)
+            if self._is_recording:
+                return self._isolate_first(kind, function, arguments, named)
+            if opened is None or not self._is_recorded():
+                return function(*arguments, **named)
+            key, size_bytes = self._next_key(kind, opened), _largest_bytes(arguments)
             if not named.get("async_op"):
                 return self._record(key, size_bytes, lambda: function(*arguments, **named))
             work = function(*arguments, **named)
             return work if work is None else TimedWork(work, lambda wait: self._record(key, size_bytes, wait))
 
         return timed
+
+    def _isolate_first(
+        self,
+        kind: RecordKind,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        named: Mapping[str, Any],
+    ) -> Any:  # noqa: ANN401 - of the collective
+        """Run a collective of a pass that is recorded; the first one by the function that isolates it."""
+        isolate, self._isolate = self._isolate, None
+        if isolate is None:
+            return function(*arguments, **named)
+        size_bytes = _largest_bytes(arguments)
+
+        def span(replay: Callable[[], None]) -> None:
+            opened = self._pass
+            assert opened is not None, "recordings are replayed within passes"
+            self._record(self._next_key(kind, opened), size_bytes, replay)
+
+        result = isolate(lambda: function(*arguments, **{**named, "async_op": False}), span)
+        return FinishedWork() if named.get("async_op") else result
+
+    def _next_key(self, kind: RecordKind, opened: OpenPass) -> RecordKey:
+        number = self._numbers[kind]
+        self._numbers[kind] = number + 1
+        ordinal = pass_ordinal(opened.kind, opened.chunk, opened.microbatch, number)
+        return RecordKey(kind, opened.microbatch, opened.chunk, self._slot, ordinal)
 
     def _is_recorded(self) -> bool:
         return self.records_all or not self._numbers
