@@ -452,9 +452,10 @@ def test_sizes_of_nothing_are_refused(flags: str, message: str) -> None:
         "--attention-backend local --transformer-impl local",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer",
         "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt",
-        "--log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-batch-size-to-tensorboard",
+        "--log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard",
         "--use-mcore-models --no-masked-softmax-fusion --no-rope-fusion --no-barrier-with-level-1-timing",
         "--dataloader-type single --use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-format torch_dist",
+        "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure --rerun-mode disabled",
     ],
 )
 def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:

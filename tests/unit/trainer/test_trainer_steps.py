@@ -288,12 +288,16 @@ def test_an_event_folder_that_cannot_be_written_is_refused_at_once(
     file = tmp_path / "file"
     file.touch()
 
-    def writer(directory: str) -> None:
+    found: list[int] = []
+
+    def writer(directory: str, *, max_queue: int) -> None:
+        found.append(max_queue)
         pathlib.Path(directory).mkdir(parents=True)
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
     with pytest.raises(UsageError, match=r"--tensorboard-dir .*file/events cannot be written to"):
-        open_events(config_of(f"--tensorboard-dir {file / 'events'}"))
+        open_events(config_of(f"--tensorboard-dir {file / 'events'} --tensorboard-queue-size 5"))
+    assert found == [5]
 
 
 def test_no_progress_document_without_a_worker_and_a_warning_without_memory(

@@ -38,6 +38,7 @@ class LoggingConfig:
     log_loss_per_source: bool = option(False, "report the loss of each prefix of a blend, too")
     tensorboard_dir: str | None = option(None, "write event files there")
     tensorboard_log_interval: int = option(1, "steps between events, also of Weights & Biases")
+    tensorboard_queue_size: int = option(10, "events that may wait before they are written", bounds="[1, inf)")
     wandb_project: str | None = option(None, "write events to this project of Weights & Biases")
     wandb_entity: str | None = option(None, "team or user that owns the project; default: that of the key")
     wandb_exp_name: str | None = option(None, "name of the run; default: that of the job")

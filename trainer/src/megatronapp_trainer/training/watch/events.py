@@ -109,7 +109,7 @@ def open_events(config: TrainerConfig) -> Events:
     """
     writers: dict[str, EventWriter] = {}
     if (directory := config.logging.tensorboard_dir) is not None:
-        writers[directory] = _open_tensorboard(directory)
+        writers[directory] = _open_tensorboard(directory, config.logging.tensorboard_queue_size)
     if (project := config.logging.wandb_project) is not None:
         try:
             writers[f"the project {project} of Weights & Biases"] = _open_wandb(config, project)
@@ -121,7 +121,7 @@ def open_events(config: TrainerConfig) -> Events:
     return Events(writers)
 
 
-def _open_tensorboard(directory: str) -> EventWriter:
+def _open_tensorboard(directory: str, most_waiting: int) -> EventWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -129,7 +129,7 @@ def _open_tensorboard(directory: str) -> EventWriter:
             "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
         ) from error
     try:
-        return EventFileWriter(SummaryWriter(directory))
+        return EventFileWriter(SummaryWriter(directory, max_queue=most_waiting))
     except OSError as error:
         raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
 

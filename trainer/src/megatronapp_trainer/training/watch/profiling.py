@@ -38,7 +38,7 @@ class ProfileWindow:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._is_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
 
     def step_end(self, steps: int) -> None:
