@@ -34,6 +34,7 @@ from megatronapp_common.job import (
     status_document,
 )
 from megatronapp_common.job.api.model import MAX_PROC_PER_NODE
+from megatronapp_common.job.load import MAX_LEVELS, require_readable_depth
 from megatronapp_common.topology import RankRole, fbd_world, fbd_world_of
 
 
@@ -101,6 +102,23 @@ def test_a_stored_job_is_not_judged_by_rules_that_are_stricter_now(build: Any, o
 def test_a_stored_job_of_wrong_types_is_refused(build: Any) -> None:
     with pytest.raises(JobError, match=r"spec\.nodes"):
         load_stored_job(build({"spec.nodes": "many"}))
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 900, 5000])
+def test_a_field_that_is_nested_too_deep_is_refused_by_name(build: Any, levels: int) -> None:
+    def nested(levels: int) -> Any:
+        found: Any = []
+        for level in range(levels - 1):
+            found = {"a": found} if level % 2 else [found]
+        return found
+
+    document = build({"spec.podTemplate": {"spec": {"affinity": nested(levels - 2)}}, "spec.affinity": nested(levels)})
+    problem = "is nested more than 64 levels deep; write fewer"
+    for load in (load_job, load_stored_job, lambda job: load_stored_job(job, accepted=False)):
+        with pytest.raises(JobError) as raised:
+            load(document)
+        assert set(raised.value.problems) == {f"spec.podTemplate: {problem}", f"spec.affinity: {problem}"}
+    require_readable_depth(build({"spec.affinity": nested(MAX_LEVELS), "status": nested(levels)}))
 
 
 def test_status_round_trip_leaves_absent_fields_out() -> None:

@@ -233,6 +233,16 @@ def test_fields_of_server_side_apply_are_the_jobs_own() -> None:
     assert not {"imagePullPolicy", "suspend"} & set(own)
 
 
+def test_records_that_are_nested_too_deep_record_nothing() -> None:
+    """Any client writes them; they must not keep the job from being read."""
+    spec, deep = Spec.model_validate_json(json.dumps(SPEC)), "[" * 5000 + "]" * 5000
+    fields: dict[str, Any] = {"f:imagePullPolicy": {}, f'k:{{"name":{deep}}}': {}}
+    applied = [{"operation": "Apply", "fieldsV1": {"f:spec": fields}}]
+    annotation = {LAST_APPLIED: f'{{"spec":{{"nodes":{deep}}}}}'}
+    own = values(own_spec(spec, {"managedFields": applied, "annotations": annotation}))
+    assert own == values(own_spec(spec, {})) | {"imagePullPolicy": "IfNotPresent"}
+
+
 @pytest.mark.parametrize(
     ("path", "problem"),
     [

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import rendered
 
+from megatronapp_common.errors import JobError
 from megatronapp_common.job import PinnedSettings, read_status, status_document
 from megatronapp_common.job.api.profile import Profile, ProfileKind
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.profile_store import ProfileKey, ProfileStore, is_below
+from megatronapp_operator.backends.kubernetes.spec_resolution import SpecSource, resolve_spec
 from megatronapp_operator.cli.cluster.connection import ClusterJob
 from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.plan import ConditionType, CreateWorker, ProfileState, RecordEvent, Status
@@ -74,6 +76,38 @@ def test_a_wrong_profile_is_reported_until_it_is_corrected(store: ProfileStore) 
     assert "ClusterMegatronProfile/h100: spec.locked[0]: network.mod: unknown field" in chosen.problem
     store.put(ProfileKind.CLUSTER, stored(ProfileKind.CLUSTER, "h100"))
     assert not store.choose(job("h100")).problem
+
+
+def nested(levels: int) -> Any:
+    found: Any = {}
+    for _ in range(levels - 1):
+        found = {"a": found}
+    return found
+
+
+def test_a_profile_that_is_too_deep_is_wrong_and_its_managed_fields_are_not_read(store: ProfileStore) -> None:
+    """Neither ends the list of all profiles, with which the operator begins."""
+    deep = stored(ProfileKind.CLUSTER, "h100", template={"podTemplate": {"spec": nested(3000)}})
+    managed = stored(ProfileKind.NAMESPACE, "default", "default", template={"image": "a:1"})
+    managed["metadata"]["managedFields"] = [{"fieldsV1": nested(3000)}]
+    store.replace(ProfileKind.CLUSTER, [deep], next(VERSIONS))
+    store.replace(ProfileKind.NAMESPACE, [managed], next(VERSIONS))
+    chosen = store.choose(job("h100"))
+    assert chosen.reason == "ProfileInvalid" and chosen.problem == (
+        "ClusterMegatronProfile/h100: spec.template.podTemplate: is nested more than 64 levels deep; write fewer"
+    )
+    assert [profile.template for profile in store.choose(job()).profiles] == [{"image": "a:1"}]
+
+
+def test_a_job_that_is_too_deep_is_refused_also_while_it_waits_for_a_profile(store: ProfileStore) -> None:
+    """Its status would be written with the whole of it."""
+    document = job("a100")
+    document["spec"]["affinity"] = nested(3000)
+    source = SpecSource(document, (), store.choose(document), Status(), None)
+    with pytest.raises(JobError, match=r"^spec\.affinity: is nested more than 64 levels deep"):
+        resolve_spec(source)
+    document["spec"]["affinity"] = nested(64)
+    assert resolve_spec(source).state is not None, "no deeper than the limit"
 
 
 def test_late_events_change_nothing(store: ProfileStore) -> None:

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -17,6 +17,8 @@ from megatronapp_common.job.partial import partial_spec
 from megatronapp_common.job.problems import describe_errors
 
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_LEVELS = 64
+"""Most levels of a field of a spec: no pod has twenty, and decoders, copies and comparisons fail at some hundreds."""
 
 
 def load_job(source: str | Mapping[str, Any], *, merged: bool = False) -> MegatronJob:
@@ -29,6 +31,7 @@ def load_job(source: str | Mapping[str, Any], *, merged: bool = False) -> Megatr
     between fields are judged if the fields that they read are right by themselves.
     """
     document = parse_manifest(source) if isinstance(source, str) else source
+    require_readable_depth(document)
     job = _read(document)
     problems = find_problems(job.spec.to_dict(), merged=merged)
     if problems:
@@ -44,6 +47,7 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
     before is read by its types only: the rules of this release may be stricter than those it was accepted by. Raises
     JobError as `load_job`.
     """
+    require_readable_depth(document)
     read = _read if accepted else load_job
     try:
         return read(document), ()
@@ -52,6 +56,36 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
         if not unknown:
             raise
     return read(_without(document, unknown)), tuple(".".join(map(str, path)) for path in unknown)
+
+
+def require_readable_depth(document: object) -> None:
+    """Raise JobError if a field of the spec, or of a profile's template, has more than MAX_LEVELS levels.
+
+    An API server stores the unknown fields of `podTemplate.spec` with up to ten thousand.
+    """
+    at, path = document, ""
+    for name in ("spec", "template"):
+        if not isinstance(at, Mapping) or name not in at:
+            break
+        at, path = at[name], f"{path}.{name}".lstrip(".")
+    fields = at.items() if path and isinstance(at, Mapping) else ()
+    deep = [f"{path}.{name}" for name, field in fields if is_deeper(field, MAX_LEVELS)]
+    if deep:
+        raise JobError(*(f"{field}: is nested more than {MAX_LEVELS} levels deep; write fewer" for field in deep))
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Return True if plain data has more levels of maps and lists: text has none, an empty map one."""
+    layer = [value]
+    for _ in range(levels):  # no recursion: this guards what recurs
+        layer = [item for part in layer for item in _items(part)]
+    return any(isinstance(part, Mapping | list) for part in layer)
+
+
+def _items(part: object) -> Iterable[Any]:
+    if isinstance(part, Mapping):
+        return part.values()
+    return part if isinstance(part, list) else ()
 
 
 def skipped_rules(job: MegatronJob) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ ends all tasks of its loop when it ends.
 """
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -18,7 +19,9 @@ from megatronapp_common.job.api.profile import ProfileKind
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.profiles.definition import PLURALS
 from megatronapp_common.names import GROUP, VERSION
+from megatronapp_operator.backends.kubernetes.client.connections import SocketTracker
 from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.controller.bounded_session import open_session
 from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullProgressStorage
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ class Watches:
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._profiles: Collection[ProfileKind] = ()
+        self._credentials: kopf.ConnectionInfo | None = None
+        """Credentials of the session that kopf uses, or that it has given up."""
+        self._session: kopf.AiohttpSession | None = None
         self.turned_at = time.monotonic()
         """When the loop of the watches last turned, on the monotonic clock."""
         self.error: BaseException | None = None
@@ -79,10 +85,10 @@ class Watches:
             log.exception("the watches have ended")
 
     async def _operate(self) -> None:
-        heartbeat = asyncio.create_task(self._mark_alive())
+        heartbeat, sockets = asyncio.create_task(self._mark_alive()), SocketTracker()
         try:
             await kopf.operator(
-                registry=self._registry(),
+                registry=self._registry(sockets),
                 settings=self._settings(),
                 standalone=True,
                 clusterwide=not self._namespaces,
@@ -91,13 +97,16 @@ class Watches:
             )
         finally:
             heartbeat.cancel()
+            if self._session is not None:
+                await self._session.aiohttp_session.close()
+            await sockets.close()
 
     async def _mark_alive(self) -> NoReturn:
         while True:
             self.turned_at = time.monotonic()
             await asyncio.sleep(LOOP_CHECK_S)
 
-    def _registry(self) -> kopf.OperatorRegistry:
+    def _registry(self, sockets: SocketTracker) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
         def handler(resource: str) -> Callable[..., None]:
@@ -110,14 +119,28 @@ class Watches:
         kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(handler(PLURAL))
         for plural in (PLURALS[kind] for kind in self._profiles):
             kopf.on.event(GROUP, VERSION, plural, id=plural, registry=registry)(handler(plural))
-        kopf.on.login(id="login", registry=registry)(self._login)
+        kopf.on.login(id="login", registry=registry)(functools.partial(self._login, sockets))
         return registry
 
-    def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401 - kopf's arguments
-        """Return the credentials.
+    async def _login(
+        self,
+        sockets: SocketTracker,
+        *,
+        settings: kopf.OperatorSettings,
+        **_: Any,  # noqa: ANN401 - kopf's arguments
+    ) -> kopf.AiohttpSession | None:
+        """Return a session with the credentials; None if there are none but those that were refused.
 
-        kopf calls this again after a token has expired, and a service account's is then read again.
+        kopf calls this again after a token has expired, and a service account's is then read again. It takes each
+        session for new credentials, and would try the same token again and again.
         """
+        found = self._find_credentials(settings)
+        if found is None or found == self._credentials:
+            return None
+        self._credentials, self._session = found, open_session(found, sockets)
+        return self._session
+
+    def _find_credentials(self, settings: kopf.OperatorSettings) -> kopf.ConnectionInfo | None:
         if self._kubeconfig is not None:
             os.environ["KUBECONFIG"] = self._kubeconfig
             return kopf.login_with_kubeconfig(settings=settings)

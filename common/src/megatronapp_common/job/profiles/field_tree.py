@@ -162,7 +162,10 @@ def _key(name: str) -> str:
     kind, text = name[:2], name[2:]
     if kind == "f:":
         return text
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:  # a client's own nesting, which no item has as its key
+        return name
     return str(next(iter(value.values()))) if kind == "k:" else _text(value)
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.api.profile import MAX_TEMPLATE_BYTES, OWN_FIELDS, Profile, ProfileKind, ProfileObject
 from megatronapp_common.job.api.spec import Spec
-from megatronapp_common.job.load import parse_manifest
+from megatronapp_common.job.load import parse_manifest, require_readable_depth
 from megatronapp_common.job.problems import describe_errors
 from megatronapp_common.job.profiles.locks import path_problem
 
@@ -27,6 +27,7 @@ def load_profile(source: str | Mapping[str, Any]) -> Profile:
     if kind not in kinds:
         shown = "is missing" if kind is None else f"{kind!r} is no profile"
         raise JobError(f"kind: {shown}; write {' or '.join(kinds)}")
+    require_readable_depth(document)
     try:
         written = {name: value for name, value in document.items() if name not in _OF_SERVER}
         found = ProfileObject.model_validate_json(json.dumps(written), by_alias=True, by_name=False)

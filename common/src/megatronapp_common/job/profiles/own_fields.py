@@ -55,6 +55,6 @@ def _last_applied(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
     try:
         spec = json.loads(text)["spec"] if text else None
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, RecursionError):
         return None
     return spec if isinstance(spec, Mapping) else None

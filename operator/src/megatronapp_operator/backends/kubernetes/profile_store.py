@@ -56,6 +56,7 @@ class ProfileStore:
         known, version = self._entries.get(key), int(metadata["resourceVersion"])
         if metadata["uid"] in self._deleted or (known is not None and known.version >= version):
             return None
+        metadata.pop("managedFields", None)  # any client writes them, nested as deep as it likes
         try:
             self._entries[key] = _Entry(metadata["uid"], version, load_profile(obj))
         except JobError as error:

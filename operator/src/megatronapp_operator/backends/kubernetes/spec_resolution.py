@@ -21,6 +21,7 @@ from megatronapp_common.job import (
     skipped_rules,
 )
 from megatronapp_common.job.api.profile import Profile
+from megatronapp_common.job.load import require_readable_depth
 from megatronapp_common.job.profiles.effective import begun_job, effective_job, resolve
 from megatronapp_common.job.profiles.field_tree import FieldSet
 from megatronapp_common.job.profiles.own_fields import LAST_APPLIED, own_spec
@@ -90,6 +91,7 @@ def is_accepted(document: Object) -> bool:
 
 def resolve_spec(source: SpecSource) -> ResolvedSpec:
     """Return the effective spec. Raises JobError for a spec that this release cannot read."""
+    require_readable_depth(source.document)  # also of a job that waits for a profile: its status would be written whole
     if source.begun:
         return _begun(source)
     if source.choice.problem:

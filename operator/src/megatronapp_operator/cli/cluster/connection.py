@@ -3,12 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.job import TERMINAL_PHASES
+from megatronapp_operator.backends.kubernetes.client.decoding import decode_object
 from megatronapp_operator.backends.kubernetes.client.errors import ConflictError, NotFoundError, UnavailableError
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object, Resource
 from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE
@@ -146,10 +146,9 @@ class Cluster:
         """Send one request and return the object in the answer."""
         answer = self.client.request(method, path, query=query, body=body, content=content, limit_s=REQUEST_S)
         try:
-            document: Object = json.loads(answer)
-        except ValueError as error:
-            raise UnavailableError(f"{method} {path}: the answer is not from an API server") from error
-        return document
+            return decode_object(answer)
+        except UnavailableError as error:
+            raise UnavailableError(f"{method} {path}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megatronapp_common.job.load import is_deeper
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError, api_error_for
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 
@@ -20,7 +21,7 @@ JsonText = bytes | msgspec.Raw
 Decoder = Callable[[JsonText], Object]
 """Decodes an answer to an object. Raises UnavailableError, ApiError."""
 MAX_DEPTH = 100
-"""Levels of an object that are decoded if it has more than Python's recursion limit allows."""
+"""Levels of an answer that are decoded if it has more than Python's recursion limit allows."""
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
@@ -160,6 +161,20 @@ def decode_pod_events(lines: Sequence[bytes]) -> PodEvents:
             with contextlib.suppress(UnavailableError):  # a pod that cannot be read is none of ours
                 events.append((event.type, decode_pod(event.object)))
     return PodEvents(events, version)
+
+
+def bound_depth(data: bytes) -> bytes:
+    """Return JSON with null for each object and array that is nested deeper than MAX_DEPTH, for other decoders.
+
+    What is no JSON is returned unchanged.
+    """
+    try:
+        found = _OBJECT.decode(data)
+    except RecursionError:
+        return _shallow(data)
+    except msgspec.DecodeError:
+        return data
+    return _shallow(data) if is_deeper(found, MAX_DEPTH) else data
 
 
 def _builtins(decoder: msgspec.json.Decoder[Any], data: JsonText) -> Object:
