@@ -174,3 +174,17 @@ async def test_watches_continue_with_a_renewed_token(tmp_path: pathlib.Path) -> 
     assert seen == ["listed", "of-first", "of-second"]
     assert server.versions == ["10", "11"], "nothing is listed again"
     assert server.refused == 1 and watches.error is None
+
+
+@pytest.mark.full("kopf waits five seconds before it ends")
+@pytest.mark.asyncio
+async def test_watches_end_with_a_token_that_stays_refused(tmp_path: pathlib.Path) -> None:
+    """The operator is restarted then. The same token is not tried again and again."""
+    server, seen = JobServer(), list[str]()
+    async with watching(server, tmp_path / "kubeconfig", seen) as watches:
+        await until_seen(watches, seen, "of-first")
+        server.token = "second"
+        server.changed.set()
+        while watches.alive:
+            await asyncio.sleep(0.01)
+    assert server.refused == 1 and "credentials" in str(watches.error)

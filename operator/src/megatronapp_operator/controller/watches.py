@@ -96,6 +96,7 @@ class Watches:
                 stop_flag=self._stop,
             )
         finally:
+            self._stop.set()  # a thread of kopf waits for it, and the loop for that thread
             heartbeat.cancel()
             if self._session is not None:
                 await self._session.aiohttp_session.close()
