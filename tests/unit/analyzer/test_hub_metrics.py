@@ -137,7 +137,11 @@ def test_checkpoints_are_metrics(hub: Hub) -> None:
         "megascan_memory_checkpoint_blocked_seconds": 0.1,
         "megascan_memory_checkpoint_write_seconds": 0.5,
         "megascan_memory_checkpoint_bytes": 4096,
+        "megascan_memory_checkpoint_ended": 0,
     }
+    ended = {"memory": {"lastFailure": "rank 3: the peer is lost"}}
+    hub.ranks.progress = Progress.model_validate({"checkpoint": {**report, **ended}})
+    assert values_of(hub, "megascan_memory_checkpoint_") == {"megascan_memory_checkpoint_ended": 1}
     hub.ranks.progress = Progress.model_validate({"iteration": 21, "checkpoint": {"failures": -1}})
     assert values_of(hub, "megascan_checkpoint_") == {}
 

@@ -153,6 +153,18 @@ def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
 
 
+@pytest.mark.parametrize(("memory", "size"), [(None, "16Gi"), ("64Gi", str(32 << 30)), ("10Gi", str(5 << 30))])
+def test_checkpoints_in_memory_have_half_of_the_memory_limit(memory: str | None, size: str) -> None:
+    volume = {"claim": "runs", "mountPath": "/runs"}
+    patch: rendered.Object = {
+        "checkpoint": {"save": "/runs/a", "saveInterval": 100, "memorySaveInterval": 5, "volume": volume},
+        "runPolicy": {"restart": "InPlace"},
+    }
+    patch |= {"resources": {"limits": {"memory": memory}}} if memory else {}
+    volumes = {volume["name"]: volume for volume in spec_of(patch)["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+
 def dpp_of(seq_length: int, **more: Any) -> rendered.Object:
     """Patch for a pipeline of four ranks on one node whose messages have 4 KiB for each token."""
     model = {"type": "gpt", "numLayers": 4, "hiddenSize": 1024, "numAttentionHeads": 8, "vocabSize": 64}

@@ -44,14 +44,16 @@ def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
 
 
 def _memory_families(job: str, report: MemoryCheckpointProgress | None) -> Iterator[Metric]:
-    """Yield the families of checkpoints in memory; none of them has values before the first save."""
+    """Yield the families of checkpoints in memory; none of them has values for a job without these."""
     values = MemoryCheckpointProgress() if report is None else report
+    ended = None if report is None else float(report.last_failure is not None)
     for name, text, value in (
         ("step", "Newest step that is saved in memory, with its copies.", values.iteration),
         ("resumed_step", "Step in memory that the attempt was resumed from.", values.resumed_iteration),
         ("blocked_seconds", "Time for which training waited for the newest save.", values.blocked_seconds),
         ("write_seconds", "Time from the begin of the newest save until it was copied.", values.write_seconds),
         ("bytes", "Size of the state of the reporting rank.", values.bytes),
+        ("ended", "1 once a failure has ended the saves in memory of this attempt.", ended),
     ):
         family = GaugeMetricFamily(f"megascan_memory_checkpoint_{name}", text, labels=["job_id"])
         if value is not None:

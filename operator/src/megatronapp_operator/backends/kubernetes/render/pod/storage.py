@@ -35,7 +35,7 @@ def shm_size(draft: WorkerDraft) -> str:
 
     It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP or
     MegaFBD need, and stays below the limit. If the messages alone exceed the limit, the ranks refuse the space at their
-    start.
+    start. Checkpoints in memory may take all of that half: the volume takes no memory but that of its files.
     """
     given = draft.spec.shm.size_limit
     if given is not None:
@@ -43,7 +43,8 @@ def shm_size(draft: WorkerDraft) -> str:
     limit = min(map(quantity_value, _memory_limits(draft)), default=None)
     size = quantity_value(DEFAULT_SHM)
     if limit is not None:
-        size = min(size, fractions.Fraction(int(limit / 2)))
+        half = fractions.Fraction(int(limit / 2))
+        size = min(size, half) if draft.spec.checkpoint.memory_save_interval is None else half
     messages = inbox_bytes(draft.job) + shipment_bytes(draft.job, draft.group)
     if messages and (limit is None or messages < limit):
         needed = messages + quantity_value(BESIDES_MESSAGES)
