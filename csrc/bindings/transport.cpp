@@ -16,7 +16,7 @@
 #include "megatronapp/transport/cuda/cuda_driver.hpp"
 #include "megatronapp/transport/endpoint.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/device.hpp"
 
 namespace py = pybind11;

@@ -15,8 +15,8 @@
 #include "megatronapp/transport/cuda/cuda_board.hpp"
 #include "megatronapp/transport/cuda/staged_path.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/layout.hpp"
 #include "megatronapp/transport/quiet_threads.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/network_path.hpp"
 #include "megatronapp/transport/ucx/worker.hpp"
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/streamed_copy.hpp"
+#include "megatronapp/transport/host/streamed_copy.hpp"
 
 namespace megatronapp::transport {
 namespace {

@@ -1,7 +1,7 @@
 #include "megatronapp/transport/settings.hpp"
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport {
 namespace {

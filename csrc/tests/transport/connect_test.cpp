@@ -6,7 +6,7 @@
 #include <fstream>
 #include <future>
 
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "ranks.hpp"
 
 namespace megatronapp::transport::testing {

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "megatronapp/clock.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "ranks.hpp"
 #include "shared_words.hpp"
 

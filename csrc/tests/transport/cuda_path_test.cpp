@@ -8,7 +8,7 @@
 
 #include "cuda_double.hpp"
 #include "megatronapp/clock.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "ranks.hpp"
 
 namespace megatronapp::transport::testing {

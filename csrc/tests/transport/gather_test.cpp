@@ -7,7 +7,7 @@
 #include <random>
 
 #include "cuda_double.hpp"
-#include "megatronapp/transport/streamed_copy.hpp"
+#include "megatronapp/transport/host/streamed_copy.hpp"
 #include "ranks.hpp"
 
 namespace megatronapp::transport::testing {

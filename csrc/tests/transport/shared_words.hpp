@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "megatronapp/mapped_file.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport::testing {
 

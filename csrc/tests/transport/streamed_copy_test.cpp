@@ -1,4 +1,4 @@
-#include "megatronapp/transport/streamed_copy.hpp"
+#include "megatronapp/transport/host/streamed_copy.hpp"
 
 #include <gtest/gtest.h>
 

@@ -7,12 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "megatronapp/transport/board.hpp"
 #include "megatronapp/transport/cuda/cuda_device.hpp"
-#include "megatronapp/transport/directory.hpp"
-#include "megatronapp/transport/host_path.hpp"
+#include "megatronapp/transport/host/host_path.hpp"
 #include "megatronapp/transport/peer.hpp"
 #include "megatronapp/transport/settings.hpp"
+#include "megatronapp/transport/shm/board.hpp"
+#include "megatronapp/transport/shm/directory.hpp"
 
 namespace megatronapp::transport {
 

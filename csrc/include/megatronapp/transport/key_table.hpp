@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "megatronapp/transport/checked_ring.hpp"
+#include "megatronapp/transport/shm/checked_ring.hpp"
 
 namespace megatronapp::transport {
 

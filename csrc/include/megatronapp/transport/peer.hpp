@@ -9,7 +9,7 @@
 
 #include "megatronapp/transport/key_table.hpp"
 #include "megatronapp/transport/path.hpp"
-#include "megatronapp/transport/remote_board.hpp"
+#include "megatronapp/transport/shm/remote_board.hpp"
 #include "megatronapp/transport/transfers.hpp"
 
 namespace megatronapp::transport {

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "megatronapp/transport/bell.hpp"
 #include "megatronapp/transport/message_source.hpp"
+#include "megatronapp/transport/shm/bell.hpp"
 
 namespace megatronapp::transport {
 

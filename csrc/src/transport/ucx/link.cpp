@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport::ucx {
 namespace {

@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "megatronapp/clock.hpp"
-#include "megatronapp/transport/bell.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/quiet_threads.hpp"
+#include "megatronapp/transport/shm/bell.hpp"
 
 namespace megatronapp::transport::ucx {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../shared_words.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport::fuzzing {
 

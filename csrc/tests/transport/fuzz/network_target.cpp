@@ -5,7 +5,7 @@
 #include <span>
 
 #include "fuzz.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/clock_distance.hpp"
 #include "megatronapp/transport/ucx/wire.hpp"
 

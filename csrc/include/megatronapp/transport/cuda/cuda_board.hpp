@@ -4,9 +4,9 @@
 #include <memory>
 #include <mutex>
 
-#include "megatronapp/transport/board.hpp"
 #include "megatronapp/transport/cuda/cuda_device.hpp"
 #include "megatronapp/transport/settings.hpp"
+#include "megatronapp/transport/shm/board.hpp"
 #include "megatronapp/transport/transfers.hpp"
 
 namespace megatronapp::transport {

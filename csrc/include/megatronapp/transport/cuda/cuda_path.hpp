@@ -12,7 +12,7 @@
 
 #include "megatronapp/transport/cuda/copy_stream.hpp"
 #include "megatronapp/transport/cuda/cuda_device.hpp"
-#include "megatronapp/transport/host_path.hpp"
+#include "megatronapp/transport/host/host_path.hpp"
 #include "megatronapp/transport/path.hpp"
 
 namespace megatronapp::transport {

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "megatronapp/transport/cuda/cuda_device.hpp"
-#include "megatronapp/transport/host_path.hpp"
+#include "megatronapp/transport/host/host_path.hpp"
 
 namespace megatronapp::transport {
 

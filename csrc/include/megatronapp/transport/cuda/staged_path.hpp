@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "megatronapp/transport/cuda/copy_stream.hpp"
-#include "megatronapp/transport/host_buffer.hpp"
-#include "megatronapp/transport/host_slots.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/host/host_buffer.hpp"
+#include "megatronapp/transport/host/host_slots.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport {
 

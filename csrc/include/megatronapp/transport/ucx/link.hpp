@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "megatronapp/transport/host_buffer.hpp"
+#include "megatronapp/transport/host/host_buffer.hpp"
 #include "megatronapp/transport/path.hpp"
-#include "megatronapp/transport/remote_board.hpp"
+#include "megatronapp/transport/shm/remote_board.hpp"
 #include "megatronapp/transport/ucx/wire.hpp"
 
 namespace megatronapp::transport::ucx {

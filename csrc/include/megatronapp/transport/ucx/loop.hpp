@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "megatronapp/transport/layout.hpp"
 #include "megatronapp/transport/path.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/api.hpp"
 #include "megatronapp/transport/ucx/clock_distance.hpp"
 #include "megatronapp/transport/ucx/link.hpp"

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/host_slots.hpp"
-#include "megatronapp/transport/remote_board.hpp"
+#include "megatronapp/transport/host/host_slots.hpp"
+#include "megatronapp/transport/shm/remote_board.hpp"
 #include "megatronapp/transport/ucx/worker.hpp"
 
 namespace megatronapp::transport::ucx {

@@ -12,7 +12,7 @@
 #include <span>
 #include <string>
 
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 
 namespace megatronapp::transport::ucx {
 

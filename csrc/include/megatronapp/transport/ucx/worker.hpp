@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "megatronapp/transport/layout.hpp"
 #include "megatronapp/transport/path.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/api.hpp"
 #include "megatronapp/transport/ucx/link.hpp"
 #include "megatronapp/transport/ucx/loop.hpp"

@@ -27,7 +27,7 @@ from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 4096
-"""Limit of the native transport (`csrc/include/megatronapp/transport/layout.hpp`)."""
+"""Limit of the native transport (`csrc/include/megatronapp/transport/shm/layout.hpp`)."""
 
 
 class TaskAddresses(NamedTuple):

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "megatronapp/transport/layout.hpp"
-#include "megatronapp/transport/remote_board.hpp"
-#include "megatronapp/transport/shared_file.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
+#include "megatronapp/transport/shm/remote_board.hpp"
+#include "megatronapp/transport/shm/shared_file.hpp"
 
 namespace megatronapp::transport {
 

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/board.hpp"
+#include "megatronapp/transport/shm/board.hpp"
 
 #include <algorithm>
 #include <new>

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/host_buffer.hpp"
+#include "megatronapp/transport/host/host_buffer.hpp"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "megatronapp/transport/bell.hpp"
+#include "megatronapp/transport/shm/bell.hpp"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

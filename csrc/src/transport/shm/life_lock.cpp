@@ -1,4 +1,4 @@
-#include "megatronapp/transport/life_lock.hpp"
+#include "megatronapp/transport/shm/life_lock.hpp"
 
 #include <fcntl.h>
 #include <pthread.h>

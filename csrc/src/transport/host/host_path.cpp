@@ -1,4 +1,4 @@
-#include "megatronapp/transport/host_path.hpp"
+#include "megatronapp/transport/host/host_path.hpp"
 
 #include <cstring>
 #include <new>

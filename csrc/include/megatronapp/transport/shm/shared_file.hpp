@@ -6,7 +6,7 @@
 #include <string>
 
 #include "megatronapp/mapped_file.hpp"
-#include "megatronapp/transport/life_lock.hpp"
+#include "megatronapp/transport/shm/life_lock.hpp"
 
 namespace megatronapp::transport {
 

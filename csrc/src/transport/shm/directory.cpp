@@ -1,4 +1,4 @@
-#include "megatronapp/transport/directory.hpp"
+#include "megatronapp/transport/shm/directory.hpp"
 
 #include <unistd.h>
 
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/shared_file.hpp"
+#include "megatronapp/transport/shm/shared_file.hpp"
 
 namespace megatronapp::transport {
 namespace {

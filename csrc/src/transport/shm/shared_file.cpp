@@ -1,4 +1,4 @@
-#include "megatronapp/transport/shared_file.hpp"
+#include "megatronapp/transport/shm/shared_file.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>

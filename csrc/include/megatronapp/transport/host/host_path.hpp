@@ -7,10 +7,10 @@
 #include <span>
 #include <string>
 
-#include "megatronapp/transport/host_slots.hpp"
-#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/host/host_slots.hpp"
 #include "megatronapp/transport/path.hpp"
-#include "megatronapp/transport/shared_file.hpp"
+#include "megatronapp/transport/shm/layout.hpp"
+#include "megatronapp/transport/shm/shared_file.hpp"
 
 namespace megatronapp::transport {
 

@@ -11,8 +11,8 @@
 #include <string>
 #include <string_view>
 
-#include "megatronapp/transport/bell.hpp"
-#include "megatronapp/transport/checked_ring.hpp"
+#include "megatronapp/transport/shm/bell.hpp"
+#include "megatronapp/transport/shm/checked_ring.hpp"
 
 namespace megatronapp::transport {
 
