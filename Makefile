@@ -108,14 +108,14 @@ test-cpp: $(BIN)/.ready
 test-ui: frontend/node_modules/.ready
 	cd frontend && npm test
 
-lint: $(BIN)/.ready frontend/node_modules/.ready ## ruff, mypy, import-linter, gates of size and words, eslint, vue-tsc, clang-format, clang-tidy (COMMITS=main..HEAD: commit subjects, too)
+lint: $(BIN)/.ready frontend/node_modules/.ready ## ruff, mypy, import-linter, gates of size, words and commit subjects, eslint, vue-tsc, clang-format, clang-tidy
 	scripts/system_packages.sh native lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PY_DIRS)
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/size_gate.py
-	$(BIN)/python scripts/house_gate.py $(if $(COMMITS),--commits $(COMMITS))
+	$(BIN)/python scripts/house_gate.py --history
 	cd frontend && npm run lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh lint
 

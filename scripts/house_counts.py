@@ -13,9 +13,9 @@ GLOSSARY = "docs/glossary.md"
 HEADING = "## Words to avoid"
 SOURCE_FOLDERS = ("common/src", "csrc/src", "operator/src", "trainer/src", "analyzer/src")
 PYTHON_FOLDERS = (*SOURCE_FOLDERS, "bench", "scripts", "tests")
-CROWDED_FOLDERS = (*SOURCE_FOLDERS, "frontend/src", "tests/support")
+CROWDED_FOLDERS = (*SOURCE_FOLDERS, "csrc/include", "csrc/bindings", "frontend/src", "tests/support")
 """Trees in which the number of modules of a folder is limited; folders of tests are as large as what they test."""
-MODULE_SUFFIXES = {".py", ".ts", ".vue", ".cpp", ".hpp"}
+MODULE_SUFFIXES = {".py", ".ts", ".vue", ".cpp", ".h", ".hpp"}
 MOST_METHODS = 20
 
 FRAGMENT = re.compile(r"(?:Of|They|It|That|Those|Who|What|Whether|Where)\b")

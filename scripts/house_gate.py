@@ -7,6 +7,7 @@ of the glossary. `house_counts.py` says what is counted.
     python scripts/house_gate.py --list fragments       # print each place that a gate counts
     python scripts/house_gate.py --record               # after an improvement: record the lower counts
     python scripts/house_gate.py --commits main..HEAD   # check the commit subjects of a branch, too
+    python scripts/house_gate.py --history              # check those of the clone, as far back as the form is in use
 """
 
 import argparse
@@ -48,6 +49,8 @@ LIMITS = {
 
 SUBJECT = re.compile(r"[a-z0-9][a-z0-9_/, -]*: (?P<first>\S+)")
 SUBJECT_LENGTH = 72
+LAST_OTHER_SUBJECT = "operator: publish the pipeline plan, size /dev/shm for MegaDPP, cap in bytes"
+"""The last commit in another form. A subject survives where hashes and dates do not: a rebase, a new import."""
 NO_VERB = {"a", "an", "the", "no", "one", "all", "each", "every", "what", "who", "when", "where", "how", "some", "more"}
 OTHER_FORM = re.compile(r"(?i:.+(?:ing|ed|[^s]s))")
 IMPERATIVE = {"alias", "bias", "bring", "embed", "feed", "focus", "need", "ping", "seed", "shed", "speed", "string"}
@@ -145,15 +148,36 @@ def wrong_subject(subject: str) -> str | None:
     return None
 
 
-def wrong_commits(root: pathlib.Path, commits: str) -> list[str]:
-    command = ["git", "log", "--no-merges", "--format=%h %s", commits]
-    listing = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+def git(root: pathlib.Path, *arguments: str) -> str:
+    """Return what git prints. Raises CalledProcessError if it fails."""
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def wrong_commits(root: pathlib.Path, *commits: str) -> list[str]:
     lines: list[str] = []
-    for line in listing.splitlines():
+    for line in git(root, "log", "--no-merges", "--format=%h %s", *commits).splitlines():
         commit, _, subject = line.partition(" ")
         if wrong := wrong_subject(subject):
             lines.append(f"commit {commit}: the subject '{subject}' {wrong}")
     return lines
+
+
+def wrong_history(root: pathlib.Path) -> list[str]:
+    """Check the commits of this clone that follow the last one in another form; a shallow clone may have only those.
+
+    A commit without a parent is not checked: the first of a shallow clone may be older, and an import of the project
+    has a subject of another's choice. Outside of a repository there is nothing to check.
+    """
+    try:
+        is_whole_tree = pathlib.Path(git(root, "rev-parse", "--show-toplevel").strip()).samefile(root)
+    except (OSError, subprocess.CalledProcessError):
+        is_whole_tree = False
+    if not is_whole_tree:
+        print(f"{root} is no Git repository: no commit subject is checked")
+        return []
+    subjects = (line.partition(" ") for line in git(root, "log", "--format=%H %s").splitlines())
+    older = next((commit for commit, _, subject in subjects if subject == LAST_OTHER_SUBJECT), None)
+    return wrong_commits(root, "--min-parents=1", "HEAD", *([f"^{older}"] if older else []))
 
 
 def summary(offences: dict[str, list[Offence]], sizes: Counter[str]) -> list[str]:
@@ -171,6 +195,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help=f"write lower counts to {RECORD}; raises none")
     parser.add_argument("--list", choices=LIMITS, metavar="GATE", help=f"print what a gate counts: {', '.join(LIMITS)}")
     parser.add_argument("--commits", metavar="RANGE", help="check the subjects of these commits, such as main..HEAD")
+    parser.add_argument("--history", action="store_true", help="check the subjects of this clone's commits")
     return parser.parse_args(arguments)
 
 
@@ -206,6 +231,8 @@ def main(arguments: list[str]) -> int:
     problems = compare(options.root, offences, terms, write=options.record)
     if options.commits:
         problems += wrong_commits(options.root, options.commits)
+    if options.history:
+        problems += wrong_history(options.root)
     print("\n".join(problems or summary(offences, docstring_sizes(sources))))
     return 1 if problems else 0
 

@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 
 import pytest
-from house_gate import main, wrong_subject
+from house_gate import LAST_OTHER_SUBJECT, main, wrong_subject
 
 GLOSSARY = """# Glossary
 
@@ -83,6 +83,10 @@ OFFENCES = {
         f"{ROOT_PACKAGE}/models: 17, at most 16 are allowed",
     ),
     "crowded support": ({f"tests/support/m{number}.py": "" for number in range(17)}, "tests/support/m16.py:1"),
+    "crowded headers": (
+        {f"csrc/include/megatronapp/ring/m{number}.hpp": "" for number in range(17)},
+        "csrc/include/megatronapp/ring: 17, at most 16 are allowed",
+    ),
     "crowded page": ({f"frontend/src/ui/M{number}.vue": "" for number in range(17)}, "frontend/src/ui/M16.vue:1"),
     "class name": (
         {MODULE: "class Job: ...\n", f"{ROOT_PACKAGE}/build.py": "\nclass Job: ...\n"},
@@ -247,18 +251,58 @@ def test_commit_subject(subject: str, wrong: str | None) -> None:
     assert answer is None if wrong is None else wrong in str(answer)
 
 
-def test_wrong_commit_of_a_range_fails(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True)
+def git(root: pathlib.Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True)
 
-    git("init", "--initial-branch=main")
-    git("commit", "--allow-empty", "--message=No subject of today")
-    git("branch", "base")
-    git("commit", "--allow-empty", "--message=hub: answer 429")
+
+def commit(root: pathlib.Path, *subjects: str) -> None:
+    for subject in subjects:
+        git(root, "commit", "--allow-empty", f"--message={subject}")
+
+
+def test_wrong_commit_of_a_range_fails(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(root, "init", "--initial-branch=main")
+    commit(root, "No subject of today")
+    git(root, "branch", "base")
+    commit(root, "hub: answer 429")
     assert check(root, "--commits", "base..HEAD") == 0
-    git("commit", "--allow-empty", "--message=Answers with 429")
+    commit(root, "Answers with 429")
     assert check(root, "--commits", "base..HEAD") == 1
     printed = capsys.readouterr().out
     assert "the subject 'Answers with 429' does not begin with a part" in printed
     assert "No subject of today" not in printed
+
+
+def test_history_is_checked_after_the_last_commit_in_another_form(
+    root: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(root, "init", "--initial-branch=main")
+    commit(root, "No subject of today", "Nor this", LAST_OTHER_SUBJECT, "hub: answer 429")
+    git(root, "checkout", "--detach")
+    assert check(root, "--history") == 0
+    commit(root, "Answers with 429", "hub: answer 503")
+    assert check(root, "--history") == 1
+    assert "the subject 'Answers with 429'" in capsys.readouterr().out
+
+
+def test_history_of_a_shallow_clone_is_checked_but_for_its_first_commit(
+    root: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(root, "init", "--initial-branch=main")
+    commit(root, LAST_OTHER_SUBJECT, "Nor this", "Answers with 429", "hub: answer 429")
+    for depth, code in ((1, 0), (2, 0), (3, 1)):
+        clone = tmp_path_factory.mktemp("shallow") / "clone"
+        git(root, "clone", "--depth", str(depth), root.as_uri(), str(clone))
+        (clone / "scripts").mkdir()
+        assert main(["--root", str(clone), "--record"]) == 0
+        assert check(clone, "--history") == code
+    assert "the subject 'Answers with 429'" in capsys.readouterr().out
+
+
+def test_history_outside_of_a_repository_is_not_checked(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(root, "--history") == 0
+    git(root.parent, "init", "--initial-branch=main")  # of another project
+    commit(root.parent, "First", "Answers with 429")
+    assert check(root, "--history") == 0
+    assert capsys.readouterr().out.count("is no Git repository: no commit subject is checked") == 2
