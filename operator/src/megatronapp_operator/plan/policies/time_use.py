@@ -5,7 +5,7 @@ that hub or launcher report, so that each boundary is as exact as the interval o
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatronapp_common.job.api.progress import PAUSED, STARTING, TimeSpent, TimeUse
 from megatronapp_common.job.api.status import TERMINAL_PHASES, Phase
@@ -17,6 +17,15 @@ EVERY_S = 60.0
 """Shortest interval at which time is counted whose use has not changed."""
 IN_STEPS = frozenset({TimeUse.TRAINED, TimeUse.CHECKPOINTS, TimeUse.SUSPENDED})
 """Uses to which a gang changes without losing the steps since the last one that was reported."""
+
+
+class _WorkerTime(NamedTuple):
+    """Time of workers besides those that train, summed over them."""
+
+    until: float
+    """When it was counted, in seconds since the epoch."""
+    seconds: float
+    gpu_seconds: float
 
 
 def account(draft: PlanBuilder) -> None:
@@ -38,38 +47,47 @@ def account(draft: PlanBuilder) -> None:
 
 
 def _with_spares(draft: PlanBuilder, spent: TimeSpent) -> TimeSpent:
-    """Count the time for which spares have held nodes, when their number changes and once a minute."""
+    """Count the time for which spares have held nodes."""
     number = sum(spare.scheduled and (spare.live or spare.occupies) for spare in draft.observed.spares)
-    since = draft.now if spent.spares_since is None else spent.spares_since
-    if number == spent.spares and (not number or draft.now < since + EVERY_S):
+    counted = _counted_workers(draft, number, before=spent.spares, since=spent.spares_since)
+    if counted is None:
         return spent
-    seconds = spent.spares * max(0.0, draft.now - since)
-    gpus = max((group.gpus_per_node for group in draft.job.spec.worker_groups), default=0)
     return dataclasses.replace(
         spent,
         spares=number,
-        spares_since=micros(max(draft.now, since)),
-        spare_seconds=micros(spent.spare_seconds + seconds),
-        spare_gpu_seconds=micros(spent.spare_gpu_seconds + gpus * seconds),
+        spares_since=counted.until,
+        spare_seconds=micros(spent.spare_seconds + counted.seconds),
+        spare_gpu_seconds=micros(spent.spare_gpu_seconds + counted.gpu_seconds),
     )
 
 
 def _with_absent(draft: PlanBuilder, spent: TimeSpent) -> TimeSpent:
-    """Count the time for which a smaller gang runs without workers, when their number changes and once a minute."""
+    """Count the time for which a smaller gang runs without workers."""
     runs = draft.status.running_time is not None and draft.status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
     number = draft.job.spec.absent_workers if runs else 0
-    since = draft.now if spent.absent_since is None else spent.absent_since
-    if number == spent.absent and (not number or draft.now < since + EVERY_S):
+    counted = _counted_workers(draft, number, before=spent.absent, since=spent.absent_since)
+    if counted is None:
         return spent
-    seconds = spent.absent * max(0.0, draft.now - since)
-    gpus = max((group.gpus_per_node for group in draft.job.spec.worker_groups), default=0)
     return dataclasses.replace(
         spent,
         absent=number,
-        absent_since=micros(max(draft.now, since)),
-        absent_seconds=micros(spent.absent_seconds + seconds),
-        absent_gpu_seconds=micros(spent.absent_gpu_seconds + gpus * seconds),
+        absent_since=counted.until,
+        absent_seconds=micros(spent.absent_seconds + counted.seconds),
+        absent_gpu_seconds=micros(spent.absent_gpu_seconds + counted.gpu_seconds),
     )
+
+
+def _counted_workers(draft: PlanBuilder, number: int, *, before: int, since: float | None) -> _WorkerTime | None:
+    """Return the time of `before` workers since they were counted last; None if it is not counted now.
+
+    It is counted when their number changes, and once a minute.
+    """
+    since = draft.now if since is None else since
+    if number == before and (not number or draft.now < since + EVERY_S):
+        return None
+    seconds = before * max(0.0, draft.now - since)
+    gpus = max((group.gpus_per_node for group in draft.job.spec.worker_groups), default=0)
+    return _WorkerTime(until=micros(max(draft.now, since)), seconds=seconds, gpu_seconds=gpus * seconds)
 
 
 def _use(draft: PlanBuilder) -> TimeUse | None:
