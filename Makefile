@@ -7,7 +7,7 @@ NPM_CI := npm ci --no-audit --no-fund --prefer-offline
 MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron numpy pyarrow sympy torch)
-COMMAND_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,_pytest aiohttp anyio execnet fastapi httpcore httpx hypothesis \
+COMMAND_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,_pytest aiohttp anyio cachetools execnet fastapi httpcore httpx hypothesis \
   jinja2 kopf kubernetes_asyncio openai opentelemetry playwright prometheus_client pydantic schemathesis starlette uvicorn websockets xdist yaml)
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2

@@ -110,7 +110,7 @@ class EventExecutor(Executor):
         self.events = EventList()
         api = NoObjects()
         self.budgets = DisruptionBudgets(api, ObjectApplier(api, KeyRing(["0" * 64]), self.events))
-        self.budgets._known |= {"1": True, "2": True}
+        self.budgets._known.update({"1": True, "2": True})
 
 
 @pytest.mark.asyncio

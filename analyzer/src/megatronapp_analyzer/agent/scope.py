@@ -10,8 +10,10 @@ import logging
 import os
 import pathlib
 import socket
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+
+import cachetools
 
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
@@ -72,8 +74,8 @@ class ScopeResumeState:
 
     def __init__(self) -> None:
         self._hellos: dict[int, bytes] = {}
-        self._runs: OrderedDict[str, bytes] = OrderedDict()
-        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        self._runs: cachetools.FIFOCache[str, bytes] = cachetools.FIFOCache(MAX_RUNS)
+        self._ended: cachetools.FIFOCache[str, bytes] = cachetools.FIFOCache(MAX_ENDED)
 
     def note(self, frame: Frame, data: bytes) -> None:
         """Record a frame that is sent to the hub."""
@@ -88,10 +90,7 @@ class ScopeResumeState:
         run, ended = str(frame.header.get("run")), str(frame.header.get("state")) in ENDED_STATES
         self._runs.pop(run, None)
         self._ended.pop(run, None)
-        runs, most = (self._ended, MAX_ENDED) if ended else (self._runs, MAX_RUNS)
-        runs[run] = data
-        while len(runs) > most:
-            runs.popitem(last=False)
+        (self._ended if ended else self._runs)[run] = data
 
     def _forget(self, rank: int) -> None:
         """Remove a rank that has ended; with rank 0 all running runs."""

@@ -1,9 +1,10 @@
 """Rate limits: a bucket of tokens for each key, which fills up again with time. Pure."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import cachetools
 
 SLACK = 1e-9
 """Fraction of a token by which rounding may err, so that a caller that waits as long as required is served."""
@@ -24,11 +25,13 @@ class BucketEmpty(NamedTuple):
 
 
 class TokenBuckets:
-    """Buckets by key; beyond `most_keys`, the key that was unused for longest is dropped. Times are in seconds."""
+    """Buckets by key; beyond `most_keys`, the key that was unused for longest is dropped. Times are in seconds.
+
+    A refused request is a use: no caller gets a full bucket by repeating requests until others have evicted its own.
+    """
 
     def __init__(self, most_keys: int) -> None:
-        self._most = most_keys
-        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._spent: cachetools.LRUCache[str, tuple[float, float]] = cachetools.LRUCache(most_keys)
         """Tokens that were taken and are not refilled, and the time of that."""
 
     def __len__(self) -> int:
@@ -46,9 +49,6 @@ class TokenBuckets:
                 return BucketEmpty(key, max(1, math.ceil(short / size.per_s - SLACK)))
         for key in wanted:
             self._spent[key] = (spent[key] + turns, now_s)
-            self._spent.move_to_end(key)
-        while len(self._spent) > self._most:
-            self._spent.popitem(last=False)
         return None
 
     def _spent_of(self, key: str, size: BucketSize, now_s: float) -> float:

@@ -1,17 +1,18 @@
-"""Answers that are kept for a few seconds; who asks for what is being asked already waits for that answer."""
+"""Answers that are stored for a few seconds; requests for what is being requested already wait for that answer."""
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
+
+import cachetools
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class TtlCache(Generic[Key, Value]):
-    """At most `size` answers of `load`, each for `ttl_s` from when it was asked for. Failures are not kept."""
+    """At most `size` answers of `load`, each for `ttl_s` from when it was requested. Failures are not stored."""
 
     def __init__(
         self,
@@ -23,26 +24,28 @@ class TtlCache(Generic[Key, Value]):
     ) -> None:
         self._load = load
         self._ttl_s = ttl_s
-        self._size = size
         self._clock = clock
-        self._kept: OrderedDict[Key, tuple[float, asyncio.Future[Value]]] = OrderedDict()
+        self._answers: cachetools.TTLCache[Key, tuple[float, asyncio.Future[Value]]] = cachetools.TTLCache(
+            size, ttl_s, timer=clock
+        )
+        """Answers, and until when each is valid."""
 
     async def get(self, key: Key) -> Value:
-        """The answer for `key`. Raises what `load` raises."""
-        until, answer = self._kept.get(key, (float("-inf"), None))
-        if answer is None or self._clock() >= until or _failed(answer):
+        """Return the answer for `key`. Raises what `load` raises."""
+        stored = self._answers.get(key)
+        if stored is None or _failed(stored[1]):
             answer = asyncio.ensure_future(self._load(key))
             answer.add_done_callback(_failed)
-            self._kept[key] = (self._clock() + self._ttl_s, answer)
-            self._kept.move_to_end(key)
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
-        return await asyncio.shield(answer)
+            with self._answers.timer as now:  # the time of which the cache stores it
+                stored = now + self._ttl_s, answer
+                self._answers[key] = stored
+        return await asyncio.shield(stored[1])
 
     async def next(self, key: Key) -> Value:
-        """An answer that was asked for after now; for as many as wait for it, it is asked for once."""
-        until, _ = self._kept.get(key, (float("-inf"), None))
-        await asyncio.sleep(max(0.0, until - self._clock()))
+        """Return an answer that was requested after now; all that wait for it share one request."""
+        stored = self._answers.get(key)
+        if stored is not None:
+            await asyncio.sleep(max(0.0, stored[0] - self._clock()))
         return await self.get(key)
 
 

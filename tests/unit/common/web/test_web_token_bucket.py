@@ -57,5 +57,5 @@ def test_keys_are_bounded_and_the_least_recently_used_is_reset() -> None:
         buckets.consume({key: size}, 0)
     assert len(buckets) == 3
     assert buckets.consume({"d": size}, 0) is None and len(buckets) == 3
-    assert buckets.consume({"c": size}, 0) is not None, "c was heard of after b was"
-    assert buckets.consume({"a": size}, 0) is None
+    assert buckets.consume({"a": size}, 0) is not None, "a refused request is a use, too"
+    assert buckets.consume({"c": size}, 0) is None

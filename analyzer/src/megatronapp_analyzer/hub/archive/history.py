@@ -5,10 +5,10 @@ import concurrent.futures
 import dataclasses
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,7 +69,8 @@ class StepHistory:
         self._clock = clock
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="history")
         self._waiting = 0
-        self._cache: OrderedDict[StepKey, StepsRead] = OrderedDict()
+        self._cache: cachetools.LRUCache[StepKey, StepsRead] = cachetools.LRUCache(math.inf, _size)
+        """Limited by `_keep`, which also stores one step that is larger than the limit."""
 
     def close(self) -> None:
         """End the thread after what it reads now."""
@@ -80,7 +81,6 @@ class StepHistory:
         attempts = sorted(self._ingest.attempts, reverse=True) if attempt is None else [attempt]
         for number in attempts:
             if (known := self._cache.get((number, step))) is not None:
-                self._cache.move_to_end((number, step))
                 return known
             found = await self._read(number, step, step, self._limits)
             if found.is_late and not found.steps:
@@ -116,8 +116,8 @@ class StepHistory:
 
     def _keep(self, key: StepKey, found: StepsRead) -> None:
         self._cache[key] = found
-        while len(self._cache) > 1 and sum(map(_size, self._cache.values())) > CACHED_BYTES:
-            self._cache.popitem(last=False)
+        while len(self._cache) > 1 and self._cache.currsize > CACHED_BYTES:
+            self._cache.popitem()
 
 
 def _size(found: StepsRead) -> int:

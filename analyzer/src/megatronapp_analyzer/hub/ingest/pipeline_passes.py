@@ -3,9 +3,9 @@
 import bisect
 import dataclasses
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
@@ -145,7 +145,7 @@ class PassesCache:
     def __init__(self, limit_bytes: int = CACHED_BYTES) -> None:
         self._figures: StepCache[PipelinePasses] = StepCache(_bytes_of, limit_bytes)
         self._lock = threading.Lock()
-        self._transfers: OrderedDict[StepKey, tuple[Transfers, ...]] = OrderedDict()
+        self._transfers: cachetools.LRUCache[StepKey, tuple[Transfers, ...]] = cachetools.LRUCache(TRANSFER_STEPS)
 
     @property
     def bytes(self) -> int:
@@ -164,8 +164,6 @@ class PassesCache:
         found = known | {step.key: transfers_of(step) for step in newest if step.key not in known}
         with self._lock:
             self._transfers.update(found)
-            while len(self._transfers) > TRANSFER_STEPS:
-                self._transfers.popitem(last=False)
         return sum_transfers(found.values())
 
 

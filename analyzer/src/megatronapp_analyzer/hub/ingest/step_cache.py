@@ -1,9 +1,10 @@
 """Cache of figures of finished steps, so that a page that polls costs the newest steps only."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
+
+import cachetools
 
 from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 
@@ -21,15 +22,13 @@ class StepCache(Generic[F]):
     def __init__(self, size_of: Callable[[F | None], int], limit_bytes: int = CACHED_BYTES) -> None:
         """Create an empty cache; `size_of`: an upper bound of the bytes that figures take."""
         self._size_of = size_of
-        self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._figures: OrderedDict[StepKey, F | None] = OrderedDict()
-        self._bytes = 0
+        self._figures: cachetools.LRUCache[StepKey, F | None] = cachetools.LRUCache(limit_bytes, size_of)
 
     @property
     def bytes(self) -> int:
         """Return the bytes of the figures held."""
-        return self._bytes
+        return int(self._figures.currsize)
 
     def figures(self, steps: Iterable[StoredStep], compute: Callable[[StoredStep], F | None]) -> list[F]:
         """Return the figures of stored steps that have any."""
@@ -41,10 +40,7 @@ class StepCache(Generic[F]):
         final = {step.key for step in chosen if step.aligned}
         with self._lock:
             for key, figures in missing.items():
-                if key in final and key not in self._figures:
+                if key in final and self._size_of(figures) <= self._figures.maxsize:
                     self._figures[key] = figures
-                    self._bytes += self._size_of(figures)
-            while self._bytes > self._limit_bytes:
-                self._bytes -= self._size_of(self._figures.popitem(last=False)[1])
         found = known | missing
         return [figures for step in chosen if (figures := found[step.key]) is not None]

@@ -5,9 +5,10 @@ import concurrent.futures
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar, cast
+
+import cachetools
 
 from megatronapp_common.web.problems import HttpError
 
@@ -44,13 +45,12 @@ class AnswerCache:
         self._clock = clock
         self._processor_clock = processor_clock
         self._sleep = sleep
-        self._entries = entries
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._computing = asyncio.Lock()
         self._pending = 0
         self._waiting: dict[tuple[object, ...], asyncio.Task[_Answer]] = {}
         self._state = threading.Lock()  # of the two below, which the thread writes
-        self._answers: OrderedDict[tuple[object, ...], _Answer] = OrderedDict()
+        self._answers: cachetools.LRUCache[tuple[object, ...], _Answer] = cachetools.LRUCache(entries)
         self._rest_end = -math.inf
 
     def close(self) -> None:
@@ -119,7 +119,6 @@ class AnswerCache:
                 return None
             if known.version != version and not self._pending and self._clock() >= self._rest_end:
                 return None
-            self._answers.move_to_end(question)
             return known
 
     def _of_version(self, question: tuple[object, ...], version: object) -> _Answer | None:
@@ -142,7 +141,4 @@ class AnswerCache:
                 self._rest_end = max(self._rest_end, self._clock()) + REST_FACTOR * spent
         with self._state:
             self._answers[question] = found
-            self._answers.move_to_end(question)
-            while len(self._answers) > self._entries:
-                self._answers.popitem(last=False)
         return found

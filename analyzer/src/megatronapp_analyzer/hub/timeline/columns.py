@@ -1,10 +1,11 @@
 """Figures of one step that every part of its timeline needs, computed once for a step. Pure NumPy."""
 
 import dataclasses
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
@@ -138,19 +139,23 @@ class ColumnsCache:
     def __init__(self, limit_bytes: int = CACHED_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._known: OrderedDict[StepKey, _Entry] = OrderedDict()
+        self._known: cachetools.LRUCache[StepKey, _Entry] = cachetools.LRUCache(math.inf, _bytes_of)
+        """Limited by `of`, which also stores one step that is larger than the limit."""
 
     def of(self, step: StoredStep, layout: JobLayout | None) -> StepColumns:
         """Return the columns of a step; computed again once it has more records or better clocks."""
         with self._lock:
-            known = self._known.pop(step.key, None)
+            known = self._known.get(step.key)
             if known is None or not known.is_of(step, layout):
                 known = _Entry(columns_of(step, layout), step.offsets_ns, layout)
-            self._known[step.key] = known
+                self._known[step.key] = known
             while len(self._known) > 1 and self._is_full():
-                self._known.popitem(last=False)
+                self._known.popitem()
             return known.columns
 
     def _is_full(self) -> bool:
-        used = sum(entry.columns.nbytes for entry in self._known.values())
-        return len(self._known) > CACHED_STEPS or used > self._limit_bytes
+        return len(self._known) > CACHED_STEPS or self._known.currsize > self._limit_bytes
+
+
+def _bytes_of(entry: _Entry) -> int:
+    return entry.columns.nbytes

@@ -7,8 +7,10 @@ next request for the same probe gets the reason, once.
 import dataclasses
 import functools
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+
+import cachetools
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.merge import ShardTensor
@@ -95,9 +97,9 @@ class ProbeTracker:
     """Probes by id. `key` identifies what a probe is for, so that nothing is requested twice."""
 
     def __init__(self) -> None:
-        self._probes: OrderedDict[str, _TrackedProbe] = OrderedDict()
+        self._probes: dict[str, _TrackedProbe] = {}
         self._by_key: dict[object, str] = {}
-        self._failures: OrderedDict[object, Failure] = OrderedDict()
+        self._failures: cachetools.LRUCache[object, Failure] = cachetools.LRUCache(MAX_FAILURES)
         self._gone: deque[str] = deque(maxlen=MAX_FAILURES)
         """Ids of probes that are finished; parts that still arrive are ignored."""
         self.clears = 0
@@ -203,5 +205,3 @@ class ProbeTracker:
         self._by_key.pop(one.key, None)
         if one.failure is not None:
             self._failures[one.key] = one.failure
-            while len(self._failures) > MAX_FAILURES:
-                self._failures.popitem(last=False)

@@ -2,9 +2,10 @@
 
 import dataclasses
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+
+import cachetools
 
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
@@ -26,8 +27,12 @@ class PodGroupRemover:
 
     api: KubernetesApi
     clock: Callable[[], float] = time.monotonic
-    _removed: OrderedDict[str, AbstractSet[int]] = dataclasses.field(default_factory=OrderedDict)
-    _refused: OrderedDict[str, dict[int, float]] = dataclasses.field(default_factory=OrderedDict)
+    _removed: cachetools.LRUCache[str, AbstractSet[int]] = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(REMEMBERED)
+    )
+    _refused: cachetools.LRUCache[str, dict[int, float]] = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(REMEMBERED)
+    )
     """When the removal of a group was rejected, by the job's uid and the attempt."""
 
     def removed_attempts(self, uid: str) -> AbstractSet[int]:
@@ -48,12 +53,8 @@ class PodGroupRemover:
         known = attempt in self.removed_attempts(owner.uid)
         if resource != WORKLOADS or refused:  # Kueue may create the workload later
             self._removed[owner.uid] = self.removed_attempts(owner.uid) | {attempt}
-            if len(self._removed) > REMEMBERED:
-                self._removed.popitem(last=False)
         if refused:
             self._refused.setdefault(owner.uid, {})[attempt] = self.clock()
-            if len(self._refused) > REMEMBERED:
-                self._refused.popitem(last=False)
         return None if known else refused
 
     async def _delete(self, resource: Resource, owner: JobOwner, attempt: int, pods: frozenset[str]) -> str | None:

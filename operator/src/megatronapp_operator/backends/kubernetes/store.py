@@ -1,8 +1,9 @@
 """Store of jobs and their pods, from watches and fresh reads. The newest version wins, in any order of events."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+
+import cachetools
 
 from megatronapp_common.job.profiles.field_tree import FieldSet
 from megatronapp_common.job.profiles.own_fields import applied_fields
@@ -32,7 +33,7 @@ class ObjectStore:
         self._jobs: dict[Key, Object] = {}
         self._applied: dict[Key, tuple[FieldSet, ...]] = {}
         self._pods: dict[Gang, dict[str, PodRecord]] = {}
-        self._deleted: OrderedDict[str, float] = OrderedDict()
+        self._deleted: cachetools.FIFOCache[str, float] = cachetools.FIFOCache(MAX_TOMBSTONES)
         """Version up to which an object of this uid is deleted."""
 
     @property
@@ -164,8 +165,6 @@ class ObjectStore:
 
     def _mark_deleted(self, uid: str, until: float = math.inf) -> None:
         self._deleted[uid] = max(until, self._deleted.get(uid, until))
-        if len(self._deleted) > MAX_TOMBSTONES:
-            self._deleted.popitem(last=False)
 
 
 def _version(obj: Object) -> int:

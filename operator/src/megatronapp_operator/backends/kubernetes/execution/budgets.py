@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+
+import cachetools
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.names import LABEL_JOB_UID
@@ -37,9 +38,11 @@ class DisruptionBudgets:
     api: KubernetesApi
     objects: ObjectApplier
     clock: Callable[[], float] = time.monotonic
-    _known: OrderedDict[str, bool] = dataclasses.field(default_factory=OrderedDict)
+    _known: cachetools.LRUCache[str, bool] = dataclasses.field(default_factory=lambda: cachetools.LRUCache(REMEMBERED))
     """True for each job (uid) whose budget exists, False if it does not."""
-    _refused: OrderedDict[str, tuple[float, str]] = dataclasses.field(default_factory=OrderedDict)
+    _refused: cachetools.LRUCache[str, tuple[float, str]] = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(REMEMBERED)
+    )
     """When and why a budget could not be set, by the job's uid."""
 
     def exists(self, uid: str) -> bool | None:
@@ -60,11 +63,9 @@ class DisruptionBudgets:
             if not _lasts(error):
                 raise
             self._refused[uid] = self.clock(), str(error)
-            if len(self._refused) > REMEMBERED:
-                self._refused.popitem(last=False)
             return
         self._refused.pop(uid, None)
-        self._remember(uid, exists=True)
+        self._known[uid] = True
 
     async def remove(self, work: JobContext) -> None:
         """Remove the budget of a job; one of another owner stays. Raises ApiError."""
@@ -77,7 +78,7 @@ class DisruptionBudgets:
             if found is not None:
                 await self.api.delete(DISRUPTION_BUDGETS, found)
         self._refused.pop(owner.uid, None)
-        self._remember(owner.uid, exists=False)
+        self._known[owner.uid] = False
 
     async def compare(self, namespaces: Sequence[str], having: Mapping[Key, JobContext]) -> list[Key]:
         """List all budgets; return the jobs of `having` that miss theirs, or whose budget was changed, and forget it.
@@ -94,11 +95,6 @@ class DisruptionBudgets:
                     self._known.pop(work.owner.uid, None)
                     differing.append(key)
         return differing
-
-    def _remember(self, uid: str, *, exists: bool) -> None:
-        self._known[uid] = exists
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
 
 
 def _lasts(error: ApiError | NameTakenError) -> bool:

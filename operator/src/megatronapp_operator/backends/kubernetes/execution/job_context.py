@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+
+import cachetools
 
 from megatronapp_common.job import MegatronJob, PinnedSettings, Status
 from megatronapp_operator.backends.kubernetes.client.errors import NameTakenError
@@ -40,7 +41,7 @@ class ContextBuilder:
         self._settings = settings
         self._keys = keys
         self._clock = clock
-        self._made: OrderedDict[tuple[str, str, str], RenderSettings] = OrderedDict()
+        self._made: cachetools.LRUCache[tuple[str, str, str], RenderSettings] = cachetools.LRUCache(REMEMBERED)
 
     def build(self, memory: JobMemory, document: Object) -> JobContext:
         """Return the context of a job as it is known."""
@@ -111,8 +112,6 @@ class ContextBuilder:
                 self._settings, trainer_image=trainer_image, analyzer_image=analyzer_image, key_id=key_id
             )
             self._made[given] = made
-            if len(self._made) > REMEMBERED:
-                self._made.popitem(last=False)
         return made
 
 

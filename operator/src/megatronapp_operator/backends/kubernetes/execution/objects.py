@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
+
+import cachetools
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.names import LABEL_JOB_UID
@@ -36,8 +37,8 @@ class ObjectApplier:
         self._api = api
         self._keys = keys
         self._events = events
-        self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
-        self._created: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._applied: cachetools.LRUCache[tuple[str, int, int, str], None] = cachetools.LRUCache(REMEMBERED)
+        self._created: cachetools.LRUCache[tuple[str, str, str], None] = cachetools.LRUCache(REMEMBERED)
         """Objects that exist, by uid of the job, kind and name: those are applied, not created."""
 
     async def ensure(self, work: JobContext) -> None:
@@ -56,8 +57,6 @@ class ObjectApplier:
         if generation > 1:
             await self._remove_unwanted(work)
         self._applied[mark] = None
-        if len(self._applied) > REMEMBERED:
-            self._applied.popitem(last=False)
 
     async def reapply(self, work: JobContext, *, edited: bool, whole: bool) -> None:
         """Apply the objects of a running attempt again; after an edit remove those that it no longer has.
@@ -81,8 +80,6 @@ class ObjectApplier:
             if made in self._created or not await self._create(work, resource, obj):
                 await self._apply(work, resource, obj)
             self._created[made] = None
-            if len(self._created) > REMEMBERED:
-                self._created.popitem(last=False)
 
     async def _create(self, work: JobContext, resource: Resource, obj: Object) -> bool:
         """Create an object; return False if it exists and is ours. Raises NameTakenError, ApiError.
