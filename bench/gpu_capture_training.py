@@ -36,16 +36,16 @@ from megatronapp_common.control.orders import RUNNING
 from megatronapp_common.names import Env
 from megatronapp_common.scope.protocol import SOCKET
 from megatronapp_trainer.config import TrainerConfig, parse
-from megatronapp_trainer.control.group import ControlGroup
-from megatronapp_trainer.control.order_page import OrderPage
-from megatronapp_trainer.control.setup import RankSurroundings
-from megatronapp_trainer.control.training_control import TrainingControl
 from megatronapp_trainer.device import prepare_device
 from megatronapp_trainer.hooks.scheduled_capture import ScheduledCapture
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.parallel.worlds import control_store
 from megatronapp_trainer.scope.statistics.setup import open_capture
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run, build_schedule, layout_of
+from megatronapp_trainer.training.control.group import ControlGroup
+from megatronapp_trainer.training.control.order_page import OrderPage
+from megatronapp_trainer.training.control.setup import RankSurroundings
+from megatronapp_trainer.training.control.training_control import TrainingControl
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.signals import StopRequest
 

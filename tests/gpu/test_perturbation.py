@@ -9,11 +9,11 @@ from generating_ranks import VARIANTS, config_of, generated, groups_of, model_of
 from perturbing_ranks import GAUSSIAN, PROMPTS, calculation, logits_of, recipe, request, run, storage
 
 from megatronapp_common.scope.perturbation.recipe import Recipe
+from megatronapp_trainer.hooks.perturbation.noise import element_block, noise_key
+from megatronapp_trainer.hooks.perturbation.philox import normal, uniform
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.perturbed_steps import PerturbedGraphs
 from megatronapp_trainer.inference.worker_group import WorkerGroup
-from megatronapp_trainer.perturbation.noise import element_block, noise_key
-from megatronapp_trainer.perturbation.philox import normal, uniform
 
 RunRanks = Callable[..., list[Any]]
 Answers = dict[str, tuple[list[int], torch.Tensor]]

@@ -15,8 +15,8 @@ from megatronapp_common.migration.commands import COMMANDS
 from megatronapp_common.migration.megatron_flags import unavailable
 from megatronapp_common.migration.names import NAMES
 from megatronapp_operator.cli.serve import manifest_of
+from megatronapp_trainer.checkpoint.convert.cli import options_from as convert_options
 from megatronapp_trainer.config import parse
-from megatronapp_trainer.convert.cli import options_from as convert_options
 from megatronapp_trainer.data.cli import options_from as prepare_options
 
 ROOT = pathlib.Path(__file__).parents[2]

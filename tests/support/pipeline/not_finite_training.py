@@ -38,8 +38,8 @@ def train(flags: str) -> dict[str, Any]:
 def poison_models() -> None:
     """Let models of this process compute NaN once the steps before have been done."""
     from megatronapp_trainer.fbd.forward_rank import ForwardRank
-    from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
     from megatronapp_trainer.training import build
+    from megatronapp_trainer.training.perturbation.trained_perturbation import model_of
 
     build_run, create = build.build_run, ForwardRank.__init__
     forward_ranks: list[Any] = []

@@ -45,7 +45,7 @@ class PassReader:
 
     def __init__(self, chunks: list[Any], site: str) -> None:
         from megatronapp_trainer.hooks.sites import modules_of, site_of
-        from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
+        from megatronapp_trainer.training.perturbation.trained_perturbation import model_of
 
         self.values: dict[int, list[torch.Tensor]] = {}
         self._site = site_of(site)
@@ -72,10 +72,10 @@ def train(
     warnings.simplefilter("ignore")
     from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
-    from megatronapp_trainer.control import setup, training_control
-    from megatronapp_trainer.control.order_page import OrderPage
     from megatronapp_trainer.errors import TrainerError
     from megatronapp_trainer.training import loop, progress
+    from megatronapp_trainer.training.control import setup, training_control
+    from megatronapp_trainer.training.control.order_page import OrderPage
 
     training_control.PAUSE_ROUND_S = 0.01
     if free is not None:
@@ -118,7 +118,7 @@ def train(
 
 def limit_memory(free: int) -> None:
     """Limit the free bytes that this rank finds for perturbations."""
-    from megatronapp_trainer.perturbation.training import setup
+    from megatronapp_trainer.training.perturbation import setup
 
     setup.free_bytes = lambda device: free  # type: ignore[attr-defined]
 
@@ -142,9 +142,9 @@ def added_and_estimated(flags: str, perturbations: list[dict[str, Any]]) -> tupl
     """Bytes that a recipe adds to what a pass of one rank holds for its backward pass, and the estimate of them."""
     import small_training
 
-    from megatronapp_trainer.perturbation.model_shard import model_shard_of
-    from megatronapp_trainer.perturbation.training import trained_activations, training_memory
-    from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
+    from megatronapp_trainer.hooks.perturbation.model_shard import model_shard_of
+    from megatronapp_trainer.training.perturbation import trained_activations, training_memory
+    from megatronapp_trainer.training.perturbation.trained_perturbation import model_of
 
     run = small_training.prepare(f"{SMALL} {flags}")
     samples, length = run.config.training.micro_batch_size, run.config.model.seq_length
@@ -184,7 +184,7 @@ def added_and_estimated(flags: str, perturbations: list[dict[str, Any]]) -> tupl
 
 def global_weights(chunks: list[Any]) -> dict[str, torch.Tensor]:
     """Copies of the parameters of a rank by their names in the whole model."""
-    from megatronapp_trainer.perturbation.training.trained_perturbation import model_of
+    from megatronapp_trainer.training.perturbation.trained_perturbation import model_of
 
     found: dict[str, torch.Tensor] = {}
     for model in map(model_of, chunks):

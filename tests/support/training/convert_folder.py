@@ -22,9 +22,9 @@ def write(path: pathlib.Path, config: dict[str, Any], *, prefix: str | None = No
     """A folder with random tensors; gives them back."""
     import torch
 
-    from megatronapp_trainer.convert.families import FAMILIES
-    from megatronapp_trainer.convert.families.config_keys import ConfigKeys
-    from megatronapp_trainer.convert.rules import steps
+    from megatronapp_trainer.checkpoint.convert.families import FAMILIES
+    from megatronapp_trainer.checkpoint.convert.families.config_keys import ConfigKeys
+    from megatronapp_trainer.checkpoint.convert.rules import steps
 
     family = FAMILIES[config["model_type"]]
     shape = family.read(ConfigKeys(config, ""))

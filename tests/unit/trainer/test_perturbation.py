@@ -26,15 +26,15 @@ from plain_gpt import PlainGpt
 
 from megatronapp_common.scope.protocol_requests import PerturbedTexts
 from megatronapp_trainer.device.cuda_graphs import GraphCache
+from megatronapp_trainer.hooks.perturbation import limits
+from megatronapp_trainer.hooks.perturbation.limits import needed_bytes
+from megatronapp_trainer.hooks.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.hooks.perturbation.noise import DRAWING_BYTES
+from megatronapp_trainer.hooks.perturbation.storage import PerturbedParameters
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.perturbed_steps import MOST_UNUSED, PerturbedGraphs
 from megatronapp_trainer.inference.worker_group import WorkerGroup
-from megatronapp_trainer.perturbation import limits
-from megatronapp_trainer.perturbation.limits import needed_bytes
-from megatronapp_trainer.perturbation.model_shard import model_shard_of
-from megatronapp_trainer.perturbation.noise import DRAWING_BYTES
-from megatronapp_trainer.perturbation.storage import PerturbedParameters
 from megatronapp_trainer.scope.coordinator import perturbed_fields
 
 pytestmark = pytest.mark.torch

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.scope.perturbation.recipe import Bits, Perturbation, parse_recipe
-from megatronapp_trainer.hooks.sites import site_of
-from megatronapp_trainer.perturbation import activations, noise
-from megatronapp_trainer.perturbation.activations import ActivationPerturbations, PlacedPerturbation
-from megatronapp_trainer.perturbation.model_shard import ModelShard, global_features
-from megatronapp_trainer.perturbation.noise import activation_block, element_block, noise_key
-from megatronapp_trainer.perturbation.parameters import (
+from megatronapp_trainer.hooks.perturbation import activations, noise
+from megatronapp_trainer.hooks.perturbation.activations import ActivationPerturbations, PlacedPerturbation
+from megatronapp_trainer.hooks.perturbation.model_shard import ModelShard, global_features
+from megatronapp_trainer.hooks.perturbation.noise import activation_block, element_block, noise_key
+from megatronapp_trainer.hooks.perturbation.parameters import (
     EMBEDDING,
     FC1,
     FC2,
@@ -24,9 +23,10 @@ from megatronapp_trainer.perturbation.parameters import (
     LocalParameter,
     element_index,
 )
-from megatronapp_trainer.perturbation.philox import Counter, normal, philox, uniform
-from megatronapp_trainer.perturbation.row_context import RowContext
-from megatronapp_trainer.perturbation.storage import flipped
+from megatronapp_trainer.hooks.perturbation.philox import Counter, normal, philox, uniform
+from megatronapp_trainer.hooks.perturbation.row_context import RowContext
+from megatronapp_trainer.hooks.perturbation.storage import flipped
+from megatronapp_trainer.hooks.sites import site_of
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

@@ -35,8 +35,8 @@ def make(root: str) -> dict[str, list[list[float]]]:
     warnings.simplefilter("ignore")
     import torch
 
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
     from megatronapp_trainer.data.tokenizer import train
 
     here = pathlib.Path(root)

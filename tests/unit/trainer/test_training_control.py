@@ -54,10 +54,10 @@ def train(flags: str, script: Script, signal_after: int | None = None) -> dict[s
     warnings.simplefilter("ignore")
     from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
-    from megatronapp_trainer.control import setup, training_control
-    from megatronapp_trainer.control.group import ControlGroup
-    from megatronapp_trainer.control.order_page import OrderPage
     from megatronapp_trainer.training import progress
+    from megatronapp_trainer.training.control import setup, training_control
+    from megatronapp_trainer.training.control.group import ControlGroup
+    from megatronapp_trainer.training.control.order_page import OrderPage
 
     training_control.PAUSE_ROUND_S = 0.01
     page, recorder, control = ScriptedPage(script), EvaluationRecorder(), training_control.TrainingControl
@@ -109,7 +109,7 @@ def undisturbed(flags: str) -> dict[str, Any]:
     recorder = EvaluationRecorder()
     progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
     code = pretrain.pretrain(parse(f"{MODEL} {flags}".split()))
-    assert not any(name.startswith("megatronapp_trainer.control") for name in sys.modules)
+    assert not any(name.startswith("megatronapp_trainer.training.control") for name in sys.modules)
     values = {"losses": recorder.losses, "norms": recorder.grad_norms, "evaluations": recorder.evaluations}
     return {"code": code, **values}
 
@@ -220,7 +220,7 @@ def test_steps_are_captured_at_an_interval_and_by_order() -> None:
 
 
 def test_a_long_pause_has_several_spans() -> None:
-    from megatronapp_trainer.control.training_control import PauseSpan
+    from megatronapp_trainer.training.control.training_control import PauseSpan
 
     now, calls = 0.0, []
 
@@ -244,7 +244,7 @@ def test_a_long_pause_has_several_spans() -> None:
 
 
 def test_an_order_that_fits_into_no_message_lets_later_ones_pass() -> None:
-    from megatronapp_trainer.control.group import OrderMessage, fitting
+    from megatronapp_trainer.training.control.group import OrderMessage, fitting
 
     large, pause = Order(1, OrderKind.PERTURB, recipe='"' * 1020), Order(2, OrderKind.PAUSE)
     chosen = fitting([large, pause])

@@ -250,7 +250,7 @@ def open_control(
     """
     if not run.config.control.enabled:
         return None
-    from megatronapp_trainer.control import setup
+    from megatronapp_trainer.training.control import setup
 
     surroundings = setup.RankSurroundings(
         run.device,
@@ -268,10 +268,10 @@ def prepare_perturbation(run: "TrainingRun", schedule: "PipelineSchedule") -> "T
     config, layout = run.config, run.layout
     if not config.control.enabled:
         return None
-    from megatronapp_trainer.perturbation.training.setup import open_perturbation
     from megatronapp_trainer.pipeline.planning.orders import interleaved, peak_in_flight
     from megatronapp_trainer.pipeline.planning.tasks import Placement
     from megatronapp_trainer.training.build import vocab_size_of
+    from megatronapp_trainer.training.perturbation.setup import open_perturbation
 
     def peak(weights: Sequence[int]) -> int:
         microbatches = config.most_microbatches(layout.trained_data_size)

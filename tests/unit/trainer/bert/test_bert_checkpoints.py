@@ -79,8 +79,8 @@ def test_another_model_does_not_resume(run_ranks: RunRanks, tmp_path: pathlib.Pa
 
 
 def test_checkpoints_are_not_converted(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import HF, OURS, ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import HF, OURS, ConversionOptions
     from megatronapp_trainer.errors import CheckpointError
 
     losses_of(run_ranks, 1, f"{BERT} --save {tmp_path}/save --train-iters 1")

@@ -22,8 +22,8 @@ O_BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
 def convert(load: pathlib.Path, save: pathlib.Path, **options: Any) -> Any:
-    from megatronapp_trainer.convert.job import convert as run
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert as run
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
 
     return run(ConversionOptions(load_dir=load, save_dir=save, **options))
 
@@ -284,7 +284,7 @@ def test_only_a_conversion_is_overwritten_and_only_on_request(hf: pathlib.Path, 
 def test_a_conversion_that_fails_leaves_the_target_as_it_was(
     hf: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatronapp_trainer.convert.huggingface.folder import TensorFolder
+    from megatronapp_trainer.checkpoint.convert.huggingface.folder import TensorFolder
 
     convert(hf, tmp_path / "ours")
     before = {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}
@@ -336,7 +336,7 @@ def test_a_place_that_cannot_be_written(hf: pathlib.Path, tmp_path: pathlib.Path
 
 
 def command(*arguments: str) -> int:
-    from megatronapp_trainer.convert.cli import register
+    from megatronapp_trainer.checkpoint.convert.cli import register
 
     parser = argparse.ArgumentParser(prog="megatronapp")
     register(parser.add_subparsers())
@@ -346,8 +346,8 @@ def command(*arguments: str) -> int:
 
 
 def test_a_model_with_experts_is_not_offered_to_serve(tmp_path: pathlib.Path) -> None:
-    from megatronapp_trainer.convert.cli import report
-    from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
+    from megatronapp_trainer.checkpoint.convert.cli import report
+    from megatronapp_trainer.checkpoint.convert.options import OURS, ConversionOptions, ConversionSummary
 
     summary = ConversionSummary(
         family="mixtral",

@@ -31,8 +31,8 @@ def make_and_convert(root: str) -> None:
     warnings.simplefilter("ignore")
     import torch
 
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
     from megatronapp_trainer.data.tokenizer import train
 
     for name in MODELS:

@@ -9,10 +9,10 @@ import convert_ranks as ranks
 import megatron_ranks
 import pytest
 
+from megatronapp_trainer.checkpoint.convert.job import convert
+from megatronapp_trainer.checkpoint.convert.megatron.arguments import vocabulary_from
+from megatronapp_trainer.checkpoint.convert.options import MEGATRON, OURS, ConversionOptions, ConversionSummary
 from megatronapp_trainer.checkpoint.directory import read_manifest
-from megatronapp_trainer.convert.job import convert
-from megatronapp_trainer.convert.megatron.arguments import vocabulary_from
-from megatronapp_trainer.convert.options import MEGATRON, OURS, ConversionOptions, ConversionSummary
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.torch

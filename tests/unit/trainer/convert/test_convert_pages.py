@@ -7,8 +7,8 @@ import shlex
 import convert_folder as tiny_folder
 import pytest
 
+from megatronapp_trainer.checkpoint.convert.cli import register
 from megatronapp_trainer.checkpoint.directory import read_manifest
-from megatronapp_trainer.convert.cli import register
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.serve.settings import configure, read_command
 

@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Tokenizer, dict[str, Any]]] = {
 
 
 def served(folder: pathlib.Path) -> Any:
-    from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
+    from megatronapp_trainer.checkpoint.convert.huggingface.special_tokens import text_tokens_of
     from megatronapp_trainer.data.tokenizer import load_file, load_gpt2
     from megatronapp_trainer.serve.served_model import ServedModel
 
@@ -151,9 +151,9 @@ ENDS = [
 def test_the_tokens_that_end_a_text_travel_both_ways(
     config: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: pathlib.Path
 ) -> None:
-    from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.huggingface.special_tokens import text_tokens_of
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
     from megatronapp_trainer.data.text_tokens import read_text_tokens
 
     write(tmp_path / "hf", LLAMA | config)
@@ -171,8 +171,8 @@ def test_the_tokens_that_end_a_text_travel_both_ways(
 
 
 def test_a_server_of_a_converted_model_has_its_tokens(tmp_path: pathlib.Path) -> None:
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
     from megatronapp_trainer.serve.rank_main import describe
     from megatronapp_trainer.serve.settings import configure, read_command
 
@@ -197,7 +197,7 @@ def test_damaged_ids_are_reported(content: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_an_end_that_is_no_token_is_refused(tmp_path: pathlib.Path) -> None:
-    from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
+    from megatronapp_trainer.checkpoint.convert.huggingface.special_tokens import text_tokens_of
 
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):

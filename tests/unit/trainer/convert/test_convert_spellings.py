@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from megatronapp_trainer.convert.cli import _add_options, _bytes, options_from, register, run_convert
-from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.options import DTYPES, HF, MEGATRON, OURS, ConversionOptions
-from megatronapp_trainer.convert.spellings import ANY, COMMAND, SPELLINGS, LegacyOption, translate_option
+from megatronapp_trainer.checkpoint.convert.cli import _add_options, _bytes, options_from, register, run_convert
+from megatronapp_trainer.checkpoint.convert.families import FAMILIES
+from megatronapp_trainer.checkpoint.convert.options import DTYPES, HF, MEGATRON, OURS, ConversionOptions
+from megatronapp_trainer.checkpoint.convert.spellings import ANY, COMMAND, SPELLINGS, LegacyOption, translate_option
 from megatronapp_trainer.errors import UsageError
 
 FOLDERS = ("--load-dir", "in", "--save-dir", "out")

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.checkpoint.convert.families import FAMILIES
+from megatronapp_trainer.checkpoint.convert.families.config_keys import ConfigKeys
+from megatronapp_trainer.checkpoint.convert.rules import steps
+from megatronapp_trainer.checkpoint.convert.shape import ModelShape
 from megatronapp_trainer.config import ModelConfig
-from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.families.config_keys import ConfigKeys
-from megatronapp_trainer.convert.rules import steps
-from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.errors import CheckpointError
 
 SHAPES = st.builds(
@@ -65,7 +65,7 @@ def test_every_tensor_is_restored_unchanged(name: str, shape: ModelShape) -> Non
 def test_query_key_and_value_are_stored_group_by_group() -> None:
     import torch
 
-    from megatronapp_trainer.convert.tensors import interleaved
+    from megatronapp_trainer.checkpoint.convert.tensors import interleaved
 
     model = ModelConfig(hidden_size=4, num_attention_heads=4, group_query_attention=True, num_query_groups=2)
     rows = [torch.tensor(values) for values in ([0, 1, 2, 3], [10, 11], [20, 21])]

@@ -34,9 +34,9 @@ def differences(root: str) -> dict[str, float | None]:
     import torch.distributed as dist
     import transformers
 
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_run

@@ -27,8 +27,8 @@ def make_and_convert(root: str) -> dict[str, list[str]]:
     import torch
     from safetensors.torch import load_file
 
-    from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import ConversionOptions
+    from megatronapp_trainer.checkpoint.convert.job import convert
+    from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
 
     flaws = {}
     for name in models.EXPERT_MODELS:

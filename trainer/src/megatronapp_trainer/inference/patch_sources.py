@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import cachetools
 
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError
-from megatronapp_trainer.perturbation.patches import patched_positions
+from megatronapp_trainer.hooks.perturbation.patches import patched_positions
 
 PREFIX = "patch:"
 Encode = Callable[[str], Sequence[int]]

@@ -30,7 +30,7 @@ from megatronapp_trainer.training.watch.events import Events, open_events
 from megatronapp_trainer.training.watch.spikes import SpikeDetector
 
 if TYPE_CHECKING:  # imported only where a training obeys orders
-    from megatronapp_trainer.control.report import ControlReport
+    from megatronapp_trainer.training.control.report import ControlReport
 
 log = logging.getLogger(__name__)
 Print = Callable[[str], None]

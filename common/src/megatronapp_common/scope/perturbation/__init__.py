@@ -1,1 +1,1 @@
-"""Recipes of perturbations (docs/perturbation.md). Pure; the implementation is `megatronapp_trainer.perturbation`."""
+"""Recipes of perturbations (docs/perturbation.md). Pure; `megatronapp_trainer.hooks.perturbation` applies them."""

@@ -9,6 +9,11 @@ import torch.distributed as dist
 from megatronapp_common.scope.perturbation.recipe import Recipe
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.device.free_memory import free_bytes
+from megatronapp_trainer.hooks.perturbation.check import check_recipe
+from megatronapp_trainer.hooks.perturbation.limits import check_work, needed_bytes, recorded_bytes
+from megatronapp_trainer.hooks.perturbation.model_perturbations import ModelPerturbations
+from megatronapp_trainer.hooks.perturbation.model_shard import model_shard_of
+from megatronapp_trainer.hooks.perturbation.row_context import PromptPart, RowContext
 from megatronapp_trainer.inference.patch_sources import (
     Encode,
     SourceCache,
@@ -19,11 +24,6 @@ from megatronapp_trainer.inference.patch_sources import (
 from megatronapp_trainer.inference.perturbed_steps import AddRecipe, DropRecipe, PerturbedGraphs, PerturbedStep
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.perturbation.check import check_recipe
-from megatronapp_trainer.perturbation.limits import check_work, needed_bytes, recorded_bytes
-from megatronapp_trainer.perturbation.model_perturbations import ModelPerturbations
-from megatronapp_trainer.perturbation.model_shard import model_shard_of
-from megatronapp_trainer.perturbation.row_context import PromptPart, RowContext
 
 
 class StepPerturbation:
