@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from perfetto_rule import read_perfetto
 
-from megatronapp_analyzer import cli, fetch
+from megatronapp_analyzer.cli import commands, fetch
 from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
 from megatronapp_analyzer.hub.export.chrome import chrome_trace
 from megatronapp_analyzer.hub.export.tracks import ARROW_CATEGORY, JOB_PROCESS, source_of, tracks_of
@@ -112,7 +112,7 @@ def test_no_steps_are_an_error(ingest: TraceIngest) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    cli.register(parser.add_subparsers())
+    commands.register(parser.add_subparsers())
     return parser.parse_args(arguments)
 
 

@@ -25,12 +25,12 @@ from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.scope.views.candidates import candidates_of
 from megatronapp_analyzer.scope.views.server_counts import read_counts
 from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, TileRef, body, etag
-from megatronapp_analyzer.web.roles import direct, role_of
 from megatronapp_common.names import CloseCode
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.roles import direct, role_of
 from megatronapp_common.web.tokens import TokenRole
 
 Answers = dict[int | str, dict[str, Any]]

@@ -15,9 +15,9 @@ from starlette.types import Scope
 
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.web.roles import ROLE, direct
 from megatronapp_common.web.origin import READING, bearer_token, is_own_page
 from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.roles import ROLE, direct
 from megatronapp_common.web.tokens import TokenRole, is_valid_token
 
 API = "/api/"

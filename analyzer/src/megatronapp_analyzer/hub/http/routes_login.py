@@ -7,10 +7,10 @@ from starlette.responses import RedirectResponse, Response
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.login import LIFE_S, LoginService
-from megatronapp_analyzer.web.roles import role_of
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.origin import bearer_token
 from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.roles import role_of
 from megatronapp_common.web.static_pages import login_page, read_login
 
 MAX_FORM_BYTES = 4 << 10

@@ -3,9 +3,9 @@
 from starlette.requests import HTTPConnection
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.web.roles import role_of
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.roles import role_of
 from megatronapp_common.web.token_bucket import BucketSize
 
 REQUESTS = BucketSize(burst=400, per_s=200)

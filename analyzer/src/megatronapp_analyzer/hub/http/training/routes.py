@@ -13,12 +13,12 @@ from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.state.training_orders import described
 from megatronapp_analyzer.scope.routes import CONTROLLER, bounded
 from megatronapp_analyzer.scope.store.audit_log import who_of
-from megatronapp_analyzer.web.roles import direct
 from megatronapp_common.control.orders import Order, OrderKind, PerturbationTarget, check_order_size, check_recipe_size
 from megatronapp_common.errors import OrderError
 from megatronapp_common.scope.perturbation.recipe import Recipe, RecipeError, parse_recipe
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.roles import direct
 
 PROBLEM: dict[str, Any] = {"model": Problem}
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEM, 409: PROBLEM, 422: PROBLEM, 429: PROBLEM}

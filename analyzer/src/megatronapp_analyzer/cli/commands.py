@@ -6,7 +6,7 @@ Heavy modules are imported when a command runs.
 import argparse
 import pathlib
 
-from megatronapp_analyzer import offline_commands
+from megatronapp_analyzer.cli import offline_commands
 from megatronapp_common.state import raise_state_errors
 
 
@@ -113,7 +113,7 @@ def step_number(text: str) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Fetch or rebuild the trace and write it."""
-    from megatronapp_analyzer import fetch
+    from megatronapp_analyzer.cli import fetch
     from megatronapp_analyzer.errors import ExportError
     from megatronapp_analyzer.hub.export.formats import TraceFormat, summary
 

@@ -38,7 +38,7 @@ def register_archive(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_archive(arguments: argparse.Namespace) -> int:
     """Archive the traces of an ended job."""
-    from megatronapp_analyzer import fetch
+    from megatronapp_analyzer.cli import fetch
     from megatronapp_analyzer.errors import ExportError
     from megatronapp_analyzer.offline.stored import archive_traces
 
@@ -126,7 +126,7 @@ def run_analyze(arguments: argparse.Namespace) -> int:
 
 def run_aggregate(arguments: argparse.Namespace) -> int:
     """Join the files of ranks in one trace, and judge them if asked."""
-    from megatronapp_analyzer import fetch
+    from megatronapp_analyzer.cli import fetch
     from megatronapp_analyzer.hub.export.formats import TraceFormat, summary, trace_file
     from megatronapp_analyzer.hub.export.tracks import source_of
     from megatronapp_analyzer.offline.analyze import analyze, open_traces, text_lines
