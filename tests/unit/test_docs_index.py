@@ -40,3 +40,28 @@ def test_readme_of_a_part_has_at_most_thirty_lines_and_is_listed(part: str) -> N
     readme = ROOT / part / "README.md"
     assert len(readme.read_text(encoding="utf-8").splitlines()) <= 30
     assert readme in linked(DOCS / "README.md")
+
+
+def glossary_modules() -> list[tuple[str, str]]:
+    """Return the parts and modules that the glossary names as the places of its terms."""
+    terms = (DOCS / "glossary.md").read_text(encoding="utf-8").partition("## Words to avoid")[0]
+    places = re.findall(r"(common|operator|trainer|analyzer|csrc): ((?:`[a-z0-9_.]+`(?:, )?)+)", terms)
+    return [(part, module) for part, modules in places for module in re.findall(r"`([^`]+)`", modules)]
+
+
+def test_glossary_names_places_that_exist() -> None:
+    modules = glossary_modules()
+    assert len(modules) > 100
+    missing = []
+    for part, module in modules:
+        path = module.replace(".", "/")
+        package = ROOT / part / "src" / f"megatronapp_{part}" / path
+        header = ROOT / "csrc/include/megatronapp" / path
+        exists = (
+            header.is_dir() or header.with_suffix(".hpp").is_file()
+            if part == "csrc"
+            else (package.is_dir() or package.with_suffix(".py").is_file())
+        )
+        if not exists:
+            missing.append(f"{part}: {module}")
+    assert not missing
