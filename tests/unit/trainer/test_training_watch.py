@@ -81,7 +81,7 @@ def test_a_digest_changes_with_any_bit(values: list[float], data: st.DataObject)
 
 
 def test_spikes_are_judged_by_the_steps_before() -> None:
-    from megatronapp_trainer.training.watch.spikes import LEAST, SpikeDetector
+    from megatronapp_trainer.training.watch.spike_alerts import LEAST, SpikeDetector
 
     detector = SpikeDetector(6.0)
     falling = [3.0 - 0.01 * step + 0.02 * (step % 3) for step in range(60)]

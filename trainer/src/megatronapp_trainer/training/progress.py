@@ -27,7 +27,7 @@ from megatronapp_trainer.training.metrics import (
     validation_line,
 )
 from megatronapp_trainer.training.watch.events import Events, open_events
-from megatronapp_trainer.training.watch.spikes import SpikeDetector
+from megatronapp_trainer.training.watch.spike_alerts import SpikeDetector
 
 if TYPE_CHECKING:  # imported only where a training obeys orders
     from megatronapp_trainer.training.control.report import ControlReport
