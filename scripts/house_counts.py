@@ -1,4 +1,4 @@
-"""Count what `house_gate.py` limits: words to avoid, fragments, siblings, names used twice, methods and circles."""
+"""Count what `house_gate.py` limits: words to avoid, fragments, siblings, rooms, names used twice, methods, circles."""
 
 import ast
 import pathlib
@@ -179,6 +179,17 @@ def siblings(root: pathlib.Path) -> Iterator[Offence]:
             yield Offence(path.parent.as_posix(), path.as_posix(), 1, f"one of the modules in {path.parent}")
 
 
+def rooms(root: pathlib.Path) -> Iterator[Offence]:
+    """Yield the folders and modules at the top of each distribution: what its reader sees first."""
+    for folder in SOURCE_FOLDERS:
+        for package in sorted((root / folder).glob("megatronapp_*/")):
+            for path in sorted(package.iterdir()):
+                is_module = path.suffix == ".py" and path.stem != "__init__"
+                if is_module or (path.is_dir() and any(path.rglob("*.py"))):
+                    place = path.relative_to(root).as_posix()
+                    yield Offence(folder.split("/")[0], place, 1, f"at the top of {package.name}")
+
+
 def classes(sources: list[Source]) -> Iterator[tuple[Source, ast.ClassDef]]:
     for source in sources:
         for node in source.nodes:
@@ -239,6 +250,7 @@ def count_everything(root: pathlib.Path, sources: list[Source], terms: Terms) ->
         "names": list(avoided_in_names(sources, terms.names)),
         "fragments": list(fragments(sources)),
         "siblings": list(siblings(root)),
+        "rooms": list(rooms(root)),
         "class names": list(class_names(sources)),
         "methods": list(methods(sources)),
         "module circles": list(module_circles(sources)),

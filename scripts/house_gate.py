@@ -40,6 +40,7 @@ LIMITS = {
     "names": 0,
     "fragments": 0,
     "siblings": 16,
+    "rooms": 12,
     "class names": 1,
     "methods": MOST_METHODS,
     "module circles": 0,
