@@ -110,7 +110,7 @@ class Ways:
         self.scope.capture._deferred.set_scheduler(None if is_at_once else self.gang.idle_window.defer)
         self._leave_out(way)
         way = way.removesuffix(" at once") if way not in PARTS else "summary"
-        self.gang.stage.observer = None if way == "none" else self.scope.capture
+        self.gang.runner.observer = None if way == "none" else self.scope.capture
         requests = [
             GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, seed=place)
             for place, ids in enumerate(self.prompts)
@@ -180,7 +180,7 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
     bench, batch, session = ways.bench, ways.batch, ways.scope.capture
     length, run = bench.options.prompt, f"{way:f>12}"
     session.commands.handle(BeginRun(run=run, capture=ways.captures()[way], lengths=(length,) * batch))
-    ways.gang.stage.observer = session
+    ways.gang.runner.observer = session
     prompts = tuple(
         Segment(slot=slot, start=0, tokens=tuple(ids), request_id=f"{run}-{slot}")
         for slot, ids in enumerate(ways.prompts)
@@ -189,18 +189,18 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
     newest = [Segment(slot=slot, start=length, tokens=(1,), request_id=f"{run}-{slot}") for slot in range(batch)]
     plan = StepPlan(segments=tuple(newest), outputs=tuple(OutputRequest(row=row) for row in range(batch)), decode=True)
     for mode in (reading, plan, plan):
-        ways.gang.stage.run(mode)
+        ways.gang.runner.run(mode)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for mode in (reading, *[plan] * 5):
-            ways.gang.stage.run(mode)
+            ways.gang.runner.run(mode)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.wait()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("steps"):
         for _ in range(5):
-            ways.gang.stage.run(plan)
+            ways.gang.runner.run(plan)
     session.commands.handle(EndRun(run=run))
     events = list(profile.events())
     (span,) = [event.time_range for event in events if event.name == "steps" and event.device_type.name == "CPU"]

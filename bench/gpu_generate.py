@@ -219,18 +219,18 @@ def check_no_waits(bench: Bench, batch: int, **changes: Any) -> dict[str, int]: 
     generate_ours(bench, engine, prompts_of(bench.options, batch))
     segments = tuple(Segment(slot=slot, start=bench.options.prompt, tokens=(1,)) for slot in range(batch))
     plan = StepPlan(segments=segments, outputs=tuple(OutputRequest(row=row) for row in range(batch)), decode=True)
-    gang.stage.run(plan)
+    gang.runner.run(plan)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            gang.stage.run(plan)
+            gang.runner.run(plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.wait()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("steps"):
         for _ in range(5):
-            gang.stage.run(plan)
+            gang.runner.run(plan)
     events = list(profile.events())
     (span,) = [event.time_range for event in events if event.name == "steps" and event.device_type.name == "CPU"]
     inside = [event for event in events if span.start <= event.time_range.start < span.end]

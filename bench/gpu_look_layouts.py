@@ -57,7 +57,7 @@ def work(options: argparse.Namespace) -> None:
     limits = RunnerOptions(slots=8, capacity=512, prefill_chunk=128, fuse=False)
     gang = open_worker_group(model, config, layout, device, limits, vocab_size=VOCABULARY)
     jobs: list[FrameJob] = []
-    session = StepCapture(gang.stage, attempt=0, sink=jobs.append)
+    session = StepCapture(gang.runner, attempt=0, sink=jobs.append)
     session.attach(gang)
     tokens: list[list[list[int]]] = []
     if layout.rank == 0:

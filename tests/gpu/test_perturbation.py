@@ -86,7 +86,7 @@ def answers(gang: WorkerGroup, engine: Engine) -> Answers:
         for kind, perturbation in enumerate(recipes())
         for place in range(2)
     ]
-    before = {name: parameter.clone() for name, parameter in gang.stage.model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in gang.runner.model.named_parameters()}
     found: Answers = {}
     for mine in requests:
         events = run(engine, mine)
@@ -97,13 +97,13 @@ def answers(gang: WorkerGroup, engine: Engine) -> Answers:
     events = []
     while engine.is_busy:
         events += engine.step()
-        families |= {type(family) for family in gang.stage._graphs._families}
-    assert (PerturbedGraphs in families) is gang.stage.uses_graphs
+        families |= {type(family) for family in gang.runner._graphs._families}
+    assert (PerturbedGraphs in families) is gang.runner.uses_graphs
     for mine in requests:
         found[mine.id] = generated(events, mine.id), logits_of(events, mine.id).cpu()
-    after = dict(gang.stage.model.named_parameters())
+    after = dict(gang.runner.model.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in before.items()), "parameters are not undone"
-    assert all(not module._forward_hooks for module in gang.stage.model.modules())
+    assert all(not module._forward_hooks for module in gang.runner.model.modules())
     return found
 
 
@@ -142,7 +142,7 @@ def zeros() -> None:
         config = config_of(VARIANTS["rotary-grouped"])
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device, fuse=False)
         assert engine is not None
-        assert gang.stage.uses_graphs
+        assert gang.runner.uses_graphs
         clean = logits_of(run(engine, request("clean")), "clean")
         for kind in ("gaussian", "uniform"):
             none = {"type": kind, "coefficient": 0.0}

@@ -72,7 +72,7 @@ def _analyze_single(model: Any, config: Any, layout: Any, device: Any, bodies: d
         service.end(name)
     engine.step()
     assert analyzer.results == {}
-    assert not any(module._forward_hooks for module in gang.stage.model.modules())
+    assert not any(module._forward_hooks for module in gang.runner.model.modules())
     engine.close()
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     out["tokens"] = [event.token for event in tokens]

@@ -84,7 +84,7 @@ class SiteReader:
         handles = [
             module.register_forward_hook(self._hook(name, layer), with_kwargs=True)
             for name in self._sites
-            for layer, module in modules_of(site_of(name), self._gang.stage.model)
+            for layer, module in modules_of(site_of(name), self._gang.runner.model)
             if module is not None
         ]
         yield self.values
@@ -95,7 +95,7 @@ class SiteReader:
         def read(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             taken = site_of(name).take((*args, *kwargs.values()), output)
             value, bias = taken if isinstance(taken, tuple) else (taken, None)
-            plan = self._gang.stage.plan
+            plan = self._gang.runner.plan
             assert plan is not None
             for row, sample, position in rows_of(plan):
                 self.values[name, layer, sample, position] = (value if bias is None else value + bias)[row].clone()
@@ -122,6 +122,6 @@ def read(
             gang.follow()
         else:
             run(engine, *requests)
-            if gang.stage.layout.world_size > 1:
+            if gang.runner.layout.world_size > 1:
                 engine.close()
     return values

@@ -82,7 +82,7 @@ def plain_sites(folder: str, variant: str, texts: list[list[int]]) -> list[dict[
 
     command = read_command(flags_of(folder, variant))
     config = configure(command)
-    plain = plain_of(load(command, config).stage.model, config)
+    plain = plain_of(load(command, config).runner.model, config)
     seen = SeenGpt(plain._weights, dataclasses.replace(plain._shape, vocab_size=VOCABULARY))
     found = [seen.sites(ids) for ids in texts]
     destroy_groups()

@@ -118,7 +118,7 @@ def capture(
 def _capture_single(model: Any, config: Any, layout: Any, device: Any, change: dict[str, Any]) -> Any:
     gang, engine = open_engine(model, config, layout, device)
     sent = Sent()
-    session = StepCapture(gang.stage, attempt=0, sink=sent.post)
+    session = StepCapture(gang.runner, attempt=0, sink=sent.post)
     session.attach(gang)
     hello = encode(session.hello())
     received: list[SetBasis] = []
@@ -201,7 +201,7 @@ def plain_tokens(flags: str, variants: dict[str, str]) -> dict[str, dict[str, li
             engine.close()
             out[name] = {request.id: generated(events, request.id) for request in requests()}
             hooked = [
-                module for module in gang.stage.model.modules() if module._forward_hooks or module._forward_pre_hooks
+                module for module in gang.runner.model.modules() if module._forward_hooks or module._forward_pre_hooks
             ]
             assert hooked == []
     return out | {"modules": {name: [] for name in sys.modules if name.startswith("megatronapp_trainer.scope")}}

@@ -23,7 +23,7 @@ MOST_OPEN = 8
 async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API in front of this gang; at the end the other ranks return."""
     model = with_sources(describe(command, config), gang)
-    gang.stage.perturbation.encode = model.ids_of
+    gang.runner.perturbation.encode = model.ids_of
     engine = Engine(
         gang,
         decode=model.decode,

@@ -242,7 +242,7 @@ def refuses(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 def shows_hooks(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """Queries and keys before and after rotation, values, and what attention is given: at prefill and at decode."""
     seen: dict[str, list[Any]] = {"attention": [], "core": [], "rotation": []}
-    attention = gang.stage.model.decoder.layers[1].self_attention
+    attention = gang.runner.model.decoder.layers[1].self_attention
     attention.register_forward_pre_hook(lambda _m, inputs: seen["attention"].append(inputs[0].shape))
     attention.core_attention.register_forward_pre_hook(lambda _m, inputs: seen["core"].append(inputs[:3]))
     attention.core_attention.rotation.register_forward_hook(
@@ -256,8 +256,8 @@ def shows_hooks(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     for (_, key), (_, turned) in seen["rotation"]:
         assert key.norm().item() == pytest.approx(turned.norm().item(), rel=1e-5)
         assert not torch.equal(key, turned)
-    assert gang.stage.plan is not None
-    assert [segment.start for segment in gang.stage.plan.segments] == [5, 3]
+    assert gang.runner.plan is not None
+    assert [segment.start for segment in gang.runner.plan.segments] == [5, 3]
 
 
 CHECKS = (
@@ -313,7 +313,7 @@ def with_a_dead_rank(flags: str, dead: int) -> Any:
             if layout.rank == dead and steps == 5:
                 raise DisconnectedError
 
-        gang.stage.model.decoder.register_forward_pre_hook(count)
+        gang.runner.model.decoder.register_forward_pre_hook(count)
         if engine is None:
             with contextlib.suppress(DisconnectedError, EngineLostError):
                 gang.follow()
@@ -366,7 +366,7 @@ def commands(flags: str) -> list[Any]:
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
-        gang.handle("note", lambda payload: received.append((payload, gang.stage.plan is None)))
+        gang.handle("note", lambda payload: received.append((payload, gang.runner.plan is None)))
         if engine is None:
             gang.follow()
             return received

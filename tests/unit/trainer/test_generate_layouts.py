@@ -127,7 +127,7 @@ def let_go() -> tuple[int, int]:
         config = config_of(f"--tensor-model-parallel-size 2 {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
         replays = Replays()
-        gang.stage._graphs = GraphCache(enabled=True, capture=replays)
+        gang.runner._graphs = GraphCache(enabled=True, capture=replays)
         if engine is None:
             gang.follow()
         else:
@@ -231,8 +231,8 @@ def read_between_steps(flags: str) -> list[bool]:
     with groups_of(flags) as (layout, device):
         config = config_of(flags)
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
-        reader = Reader(gang.stage)
-        gang.stage.observer = reader
+        reader = Reader(gang.runner)
+        gang.runner.observer = reader
         if engine is None:
             gang.follow()
         else:

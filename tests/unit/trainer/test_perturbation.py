@@ -60,7 +60,7 @@ def alone(checks: tuple[str, ...], chunk: int) -> None:
 
 def nulls(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check that coefficient 0 and undone perturbations change no bit of logits and parameters."""
-    before = {name: parameter.clone() for name, parameter in gang.stage.model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in gang.runner.model.named_parameters()}
     clean = logits_of(run(engine, request("clean")), "clean")
     for kind in ("gaussian", "uniform"):
         none = {"type": kind, "coefficient": 0.0}
@@ -74,9 +74,9 @@ def nulls(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     strong = recipe(broken, calculation("q", GAUSSIAN), {"kind": "system", "action": GAUSSIAN})
     assert bool(logits_of(run(engine, request("strong", strong)), "strong").isnan().any())
     assert torch.equal(logits_of(run(engine, request("clean")), "clean"), clean)
-    after = dict(gang.stage.model.named_parameters())
+    after = dict(gang.runner.model.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert all(not module._forward_hooks for module in gang.stage.model.modules())
+    assert all(not module._forward_hooks for module in gang.runner.model.modules())
 
 
 def ablations(_gang: WorkerGroup, engine: Engine, plain: PlainGpt) -> None:
@@ -153,15 +153,15 @@ def interleaved(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
 
 def joined(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check that a recipe that is added while another one is in use is drawn from the model's own weights."""
-    before = {name: parameter.clone() for name, parameter in gang.stage.model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in gang.runner.model.named_parameters()}
     noises = [recipe(storage("mlp.linear_fc1", {"type": "gaussian", "coefficient": 0.1}), seed=seed) for seed in (1, 2)]
     first, second = (request(str(place), noise) for place, noise in enumerate(noises))
     alone = logits_of(run(engine, second), second.id)
     engine.submit(first)
     engine.step()
-    assert gang.stage.perturbation._perturbations.active == noises[0].digest
+    assert gang.runner.perturbation._perturbations.active == noises[0].digest
     assert torch.allclose(logits_of(run(engine, second), second.id), alone, atol=1e-4, rtol=1e-4)
-    after = dict(gang.stage.model.named_parameters())
+    after = dict(gang.runner.model.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
@@ -187,15 +187,15 @@ def graphs_of_recipes(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> No
     families: list[set[Any]] = []
 
     def capture(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
-        families.append(set(gang.stage._graphs._families))
+        families.append(set(gang.runner._graphs._families))
         return (lambda: None), compute(), pool
 
-    gang.stage._graphs = GraphCache(enabled=True, capture=capture)
-    gang.stage.perturbation._drop_graphs = gang.stage._graphs.drop
+    gang.runner._graphs = GraphCache(enabled=True, capture=capture)
+    gang.runner.perturbation._drop_graphs = gang.runner._graphs.drop
     noise = recipe(calculation("mlp2", GAUSSIAN))
     run(engine, request("clean"), request("noise", noise))
     family = PerturbedGraphs(digest=noise.digest, captured=None)
-    assert {family} in families and set(gang.stage._graphs._families) == {family}
+    assert {family} in families and set(gang.runner._graphs._families) == {family}
     run(engine, request("alone", noise))
     captured = len(families)
     run(engine, request("again", noise))
@@ -204,10 +204,10 @@ def graphs_of_recipes(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> No
     families_left = {PerturbedGraphs(digest=other.digest, captured=None) for other in others}
     for place, other in enumerate(others):
         run(engine, request(str(place), other))
-    assert set(gang.stage._graphs._families) == families_left
+    assert set(gang.runner._graphs._families) == families_left
     run(engine, request("stored", recipe(storage("mlp.linear_fc1", GAUSSIAN))))
-    assert set(gang.stage._graphs._families) == families_left
-    assert gang.stage.perturbation._perturbations.num_bytes == 0
+    assert set(gang.runner._graphs._families) == families_left
+    assert gang.runner.perturbation._perturbations.num_bytes == 0
 
 
 def refusals(_gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
@@ -249,10 +249,10 @@ def patches(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     assert not torch.allclose(apart[0][LENGTH - 1], clean[LENGTH - 1], atol=0.1)
     assert torch.allclose(apart[0][: LENGTH - 1], clean[: LENGTH - 1], atol=1e-4)
     assert engine._recipes.is_empty
-    assert all(not module._forward_hooks for module in gang.stage.model.modules())
-    size = 2 * gang.stage.model.config.hidden_size * 4
+    assert all(not module._forward_hooks for module in gang.runner.model.modules())
+    size = 2 * gang.runner.model.config.hidden_size * 4
     two = calculation("residual", {"type": "patch", "source": source}, layers=[1], positions=[LAST | {"first": -2}])
-    assert gang.stage.perturbation.check(recipe(two)) == size
+    assert gang.runner.perturbation.check(recipe(two)) == size
     for places, action, message in (
         ([{}], source, "positions.0: token 7 of the prompt (12 tokens) has no counterpart in the source (7 tokens)"),
         ([{"first": 12}], source, "positions.0: selects no token of a prompt of 12 tokens"),
@@ -269,7 +269,7 @@ def bounds(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
     """Check that recipes that draw too much, or whose memory is reserved by others, are refused."""
     noise = recipe(*(calculation("mlp1", GAUSSIAN) for _ in range(3)))
     stored = recipe(storage("mlp.linear_fc1", GAUSSIAN), storage("mlp.linear_fc1", GAUSSIAN))
-    inner = 2 * gang.stage.model.config.ffn_hidden_size
+    inner = 2 * gang.runner.model.config.ffn_hidden_size
     needed = 3 * 4 * inner * 16
     for limit, refused, message in (
         ("MAX_STEP_NUMBERS", noise, f"a step of 16 tokens would draw {needed} random numbers on a rank, and at most"),
@@ -280,12 +280,12 @@ def bounds(gang: WorkerGroup, engine: Engine, _plain: PlainGpt) -> None:
             with pytest.raises(RequestError, match=message):
                 engine.submit(request("bad", refused))
     means = recipe(calculation("mlp2", {"type": "mean", "over": "prompt"}))
-    size = gang.stage.perturbation.check(means)
-    hidden, slots = gang.stage.model.config.hidden_size, gang.stage.options.slots
+    size = gang.runner.perturbation.check(means)
+    hidden, slots = gang.runner.model.config.hidden_size, gang.runner.options.slots
     assert size == 4 * slots * hidden * 12 + 16 * hidden * 8
     with pytest.MonkeyPatch.context() as patch:
         free = DRAWING_BYTES + size
-        patch.setattr(type(gang.stage.perturbation), "capacity_bytes", property(lambda _: free))
+        patch.setattr(type(gang.runner.perturbation), "capacity_bytes", property(lambda _: free))
         engine.submit(request("first", recipe(calculation("q", GAUSSIAN))))
         engine.submit(request("second", means))
         with pytest.raises(QueueFullError, match="try again once they have ended"):
@@ -337,13 +337,13 @@ def draw(flags: str, variant: str, chunk: int = 16) -> tuple[int, Values, dict[s
         noise = recipe(*(entry for site in SITES for entry in noise_alone(site)), seed=4)
         values = read(gang, engine, SITES, samples(noise, PROMPTS))
         stored = recipe(*(storage(module, GAUSSIAN, **fields) for module, fields in STORED), seed=4)
-        shard = model_shard_of(gang.stage.model, layout, vocabulary=gang.stage.vocab_size)
-        parameters = PerturbedParameters(stored, [gang.stage.model], shard)
+        shard = model_shard_of(gang.runner.model, layout, vocabulary=gang.runner.vocab_size)
+        parameters = PerturbedParameters(stored, [gang.runner.model], shard)
         estimate = 0
         if layout.rank == 0:
-            estimate = needed_bytes(stored, gang.stage.model, shard, slots=2, tokens=chunk) - DRAWING_BYTES
+            estimate = needed_bytes(stored, gang.runner.model, shard, slots=2, tokens=chunk) - DRAWING_BYTES
         parameters.swap_in()
-        return layout.tensor_rank, values, global_names(gang.stage.model), (parameters.num_bytes, estimate)
+        return layout.tensor_rank, values, global_names(gang.runner.model), (parameters.num_bytes, estimate)
 
 
 def global_names(model: Any) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ def complete_all(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[di
     command = read_command(arguments.split())
     config = configure(command)
     gang = load(command, config)
-    if gang.stage.layout.rank:
+    if gang.runner.layout.rank:
         gang.follow()
         destroy_groups()
         return None
@@ -213,7 +213,7 @@ def complete_patched(root: str) -> tuple[list[int], list[bool]]:
 
     async def answers() -> list[int]:
         async with served(gang, command, config) as client:
-            perturbation = gang.stage.perturbation
+            perturbation = gang.runner.perturbation
             encode, loop = perturbation.encode, threading.get_ident()
             assert encode is not None
 

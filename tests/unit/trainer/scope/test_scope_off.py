@@ -25,7 +25,7 @@ def generate(variant: str) -> tuple[list[str], int]:
         engine.close()
         hooks = sum(
             len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-            for module in gang.stage.model.modules()
+            for module in gang.runner.model.modules()
         )
     return [name for name in sys.modules if name.startswith("megatronapp_trainer.scope")], hooks
 

@@ -54,7 +54,7 @@ class Opened:
         assert engine is not None
         self.engine = engine
         self.sent = Sent()
-        self.session = StepCapture(self.gang.stage, attempt=0, sink=self.sent.post)
+        self.session = StepCapture(self.gang.runner, attempt=0, sink=self.sent.post)
         self.session.attach(self.gang)
         self.leader = CaptureCoordinator(engine, self.session, self.sent.post)
         self.plain = plain_of(self.model, config)

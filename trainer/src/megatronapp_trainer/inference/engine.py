@@ -59,7 +59,7 @@ class Engine:
         self._decode_plain = decode_plain
         self._end_tokens = frozenset(end_tokens)
         self._admitted = admitted
-        options = gang.stage.options
+        options = gang.runner.options
         self._scheduler = Scheduler(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -80,22 +80,22 @@ class Engine:
             QueueFullError: too many wait.
             EngineLostError: the engine has failed.
         """
-        stage = self._gang.stage
+        runner = self._gang.runner
         for request in requests:
             check_fits(
                 request,
-                capacity=stage.options.capacity,
-                vocab_size=stage.vocab_size,
+                capacity=runner.options.capacity,
+                vocab_size=runner.vocab_size,
                 has_text=self._decode is not None,
             )
-        needed = check_recipes(stage.perturbation.check, requests)
-        sources = source_requests(stage.perturbation.sources, requests)
+        needed = check_recipes(runner.perturbation.check, requests)
+        sources = source_requests(runner.perturbation.sources, requests)
         with self._lock:
             if self.failure is not None:
                 raise self.failure
             open_digests = self._scheduler.open_digests()
             check_number_of_recipes({request.digest for request in requests} | open_digests)
-            self._reservations.reserve(needed, open_digests, lambda: stage.perturbation.capacity_bytes)
+            self._reservations.reserve(needed, open_digests, lambda: runner.perturbation.capacity_bytes)
             unread = [source for digest, found in sources.items() if digest not in open_digests for source in found]
             self._scheduler.add(*unread, *requests)
             self._work.notify_all()
@@ -131,8 +131,8 @@ class Engine:
 
         Raises RuntimeError, as torch does, where a rank fails.
         """
-        stage = self._gang.stage
-        for slots in stage.decode_sizes:
+        runner = self._gang.runner
+        for slots in runner.decode_sizes:
             for is_decode in (False, True):
                 segments = tuple(Segment(slot=slot, start=0, tokens=(0,)) for slot in range(slots))
                 for sampling in (None, SamplingParams(temperature=1.0, top_k=0, top_p=1.0, noise=(0, 0))):

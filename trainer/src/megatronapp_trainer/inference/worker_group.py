@@ -26,14 +26,14 @@ _BEAT_S = 30.0
 class WorkerGroup:
     """Interface of this rank to the gang. Collective to make."""
 
-    def __init__(self, stage: ModelRunner, *, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> None:
-        self.stage = stage
-        self._layout = stage.layout
-        self._channel = RankChannel(stage.layout, timeout=timeout)
+    def __init__(self, runner: ModelRunner, *, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> None:
+        self.runner = runner
+        self._layout = runner.layout
+        self._channel = RankChannel(runner.layout, timeout=timeout)
         if self._channel.group is not None:
-            stage.perturbation.compare_memory(self._channel.group)
+            runner.perturbation.compare_memory(self._channel.group)
         self._broadcast_at = time.monotonic()
-        self._outputs = OutputLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
+        self._outputs = OutputLauncher(rows=runner.options.slots, graphs=runner.uses_graphs)
         self.idle_window = IdleWindow()
         """Window of the time in which this rank's thread waits."""
         self.prompt_reader: PromptReader | None = None
@@ -41,7 +41,7 @@ class WorkerGroup:
         self._token_R: torch.Tensor | None = None
         """Tokens that the last step has chosen, on the device."""
         self._handlers: dict[str, Callable[[Any], None]] = {
-            "forget_graphs": lambda _payload: stage.forget_graphs(),
+            "forget_graphs": lambda _payload: runner.forget_graphs(),
             DISCARD: lambda _payload: None,
             TOPIC: self._change_recipes,
         }
@@ -66,8 +66,8 @@ class WorkerGroup:
     @property
     def schedules_ahead(self) -> bool:
         """Return true if a decode step may be launched before the answers of the step before it are read."""
-        setting = self.stage.options.async_scheduling
-        return self._layout.pipeline_size == 1 and (self.stage.keys_LZTGD.is_cuda if setting is None else setting)
+        setting = self.runner.options.async_scheduling
+        return self._layout.pipeline_size == 1 and (self.runner.keys_LZTGD.is_cuda if setting is None else setting)
 
     def execute(self, plan: StepPlan) -> tuple[SampledOutput, ...]:
         """Compute a plan of rank 0 with all ranks; return the answers to its outputs, in their order.
@@ -120,13 +120,13 @@ class WorkerGroup:
             raise
 
     def _change_recipes(self, command: AddRecipe | DropRecipe) -> None:
-        if (observer := self.stage.observer) is not None:
+        if (observer := self.runner.observer) is not None:
             observer.settle()  # what is left of the last step reads the weights that it ran with
-        self.stage.perturbation.change(command)
+        self.runner.perturbation.change(command)
 
     def _let_go(self) -> None:
         """Delete the graphs: NCCL ends no communicator while a graph holds collectives of it."""
-        self.stage.forget_graphs()
+        self.runner.forget_graphs()
 
     def _receive(self) -> Any:  # noqa: ANN401 - the message of rank 0
         with self.idle_window:
@@ -144,7 +144,7 @@ class WorkerGroup:
         """Launch this rank's part; return its outputs on the leader alone, None elsewhere and where there are none."""
         reader = None if plan.decode else self.prompt_reader
         is_read = reader is not None and reader.begin(plan.segments)
-        logits = self.stage.run(plan, self._token_R if plan.is_ahead else None)
+        logits = self.runner.run(plan, self._token_R if plan.is_ahead else None)
         if reader is not None and is_read:
             reader.end()
         if logits is None or not plan.outputs:

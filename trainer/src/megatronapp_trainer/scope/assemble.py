@@ -48,7 +48,7 @@ def open_scope(
     def post(job: FrameJob) -> None:
         publishers[0].post(job)
 
-    capture = StepCapture(group.stage, attempt=attempt, sink=post)
+    capture = StepCapture(group.runner, attempt=attempt, sink=post)
     hello = capture.hello()
     if limits is not None and hello.header["rank"] == 0:
         hello = Frame(hello.type, {**hello.header, "limits": dict(limits), "perturbations": list(perturbations)})

@@ -192,7 +192,7 @@ class HttpFrontend:
         if model.chat.flaw is not None:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
         if model.tokenizer is not None:
-            gang.stage.perturbation.encode = model.ids_of
+            gang.runner.perturbation.encode = model.ids_of
         model = with_sources(model, gang)
         check_recipes(gang, model)
         engine.warm_up()
@@ -256,7 +256,7 @@ class HttpFrontend:
 
 def with_sources(model: "ServedModel", gang: "WorkerGroup") -> "ServedModel":
     """Return the model with recipes whose sources are tokenized for the engine in the threads of requests."""
-    perturbations = dataclasses.replace(model.perturbations, prepare=gang.stage.perturbation.sources)
+    perturbations = dataclasses.replace(model.perturbations, prepare=gang.runner.perturbation.sources)
     return dataclasses.replace(model, perturbations=perturbations)
 
 
@@ -267,7 +267,7 @@ def check_recipes(gang: "WorkerGroup", model: "ServedModel") -> None:
 
     for named in model.perturbations.recipes:
         try:
-            gang.stage.perturbation.check(named.recipe)
+            gang.runner.perturbation.check(named.recipe)
         except RecipeError as error:
             raise UsageError(f"{FLAG}, recipe {named.name}: {error}") from error
 

@@ -64,7 +64,7 @@ class AnalyzedRunner(Protocol):
 class AnalyzedGroup(Protocol):
     """The ranks that compute together."""
 
-    stage: Any
+    runner: Any
     prompt_reader: PromptReader | None
 
     @property
@@ -91,7 +91,7 @@ class RankAnalyzer:
     """Reader of prompts for the analyses of one rank. Used in the engine's thread only."""
 
     def __init__(self, group: AnalyzedGroup) -> None:
-        runner: AnalyzedRunner = group.stage
+        runner: AnalyzedRunner = group.runner
         self.shard = rank_shard_of(
             runner.model, runner.layout, vocab_size=runner.vocab_size, max_length=runner.capacity
         )

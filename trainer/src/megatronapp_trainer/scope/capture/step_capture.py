@@ -1,6 +1,6 @@
 """Capture of one rank: observes forward passes and gives frames to the publisher.
 
-    capture = StepCapture(group.stage, attempt=0, sink=publisher.post)
+    capture = StepCapture(group.runner, attempt=0, sink=publisher.post)
     capture.attach(group)
 
 Rank 0 requests what is captured through commands of the engine (`coordinator`), so that every rank begins at the same

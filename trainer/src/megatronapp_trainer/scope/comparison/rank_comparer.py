@@ -82,7 +82,7 @@ class RankComparer:
     """Observer of the steps of compared branches. Used in the engine's thread only."""
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 - WorkerGroup, or another one with a model runner
-        runner = group.stage
+        runner = group.runner
         self.shard = rank_shard_of(
             runner.model, runner.layout, vocab_size=runner.vocab_size, max_length=runner.capacity
         )
