@@ -60,8 +60,7 @@ def divided_passes() -> dict[str, Any]:
             (gradient,) = torch.autograd.grad(loss, [given])
         for _ in range(REPLAYS):
             fresh = torch.randn(ELEMENTS, device=device, requires_grad=True)
-            with torch.no_grad():
-                given.copy_(fresh)
+            given.detach().copy_(fresh)
             for each in parts.values():
                 each.replay()
             equal += [torch.equal(*pair) for pair in zip([loss, gradient], plain(fresh), strict=True)]
