@@ -10,12 +10,9 @@ ELEMENTS = 1 << 20
 REPLAYS = 3
 
 
-def divided_passes() -> dict[str, Any]:
-    """Capture both passes of a computation with a cut in each, and replay them on other inputs."""
+def computation() -> Callable[[Any, Any], Any]:
+    """Return a computation of an input, and of the function that isolates a part of each of its passes by name."""
     import torch
-
-    from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
-    from megatronapp_trainer.pipeline.graphs.graph_parts import GraphParts
 
     class Middle(torch.autograd.Function):
         @staticmethod
@@ -30,6 +27,18 @@ def divided_passes() -> dict[str, Any]:
     def compute(given: Any, isolate: Any) -> Any:
         middle: Any = Middle.apply((given * 2).sin(), isolate)  # type: ignore[no-untyped-call] # torch's own gap
         return (middle.cos() * given).sum()
+
+    return compute
+
+
+def divided_passes() -> dict[str, Any]:
+    """Capture both passes of a computation with a cut in each, and replay them on other inputs."""
+    import torch
+
+    from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
+    from megatronapp_trainer.pipeline.graphs.graph_parts import GraphParts
+
+    compute = computation()
 
     def plain(given: Any) -> list[Any]:
         loss = compute(given, lambda _name, call: call())
