@@ -783,7 +783,7 @@ export interface paths {
         post?: never;
         /**
          * Cancel Window
-         * @description Cancel a window: ranks record no further step of it; what they have recorded stays.
+         * @description Cancel a window: it ends as soon as all ranks can know of it; what they have recorded stays.
          */
         delete: operations["cancelWindow"];
         options?: never;

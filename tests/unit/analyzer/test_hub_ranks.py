@@ -191,13 +191,24 @@ def test_a_cancelled_window_is_on_no_page_and_its_place_is_free(tmp_path: Any) -
         window = store.add(WindowRequest(steps=2), from_step=10 + number, newest_step=5)
         assert window is not None
         ids.append(window.id)
-    assert store.cancel(ids[1])
-    assert not store.cancel(ids[1])
-    assert not store.cancel("window-99")
+    assert store.cancel(ids[1], earliest=11)
+    assert not store.cancel(ids[1], earliest=11)
+    assert not store.cancel("window-99", earliest=11)
     assert changes == [1, 2, 3, 4, 3]
     assert [window.id for window in WindowStore(tmp_path / "windows.json").current(5)] == [ids[0], *ids[2:]]
     added = store.add(WindowRequest(steps=2), from_step=40, newest_step=5)
     assert added is not None and added.id not in ids
+
+
+def test_a_cancelled_window_that_has_begun_ends_when_all_ranks_can_know_of_it(tmp_path: Any) -> None:
+    store = WindowStore(tmp_path / "windows.json")
+    window = store.add(WindowRequest(steps=100), from_step=10, newest_step=5)
+    assert window is not None
+    assert store.cancel(window.id, earliest=25)
+    assert store.cancel(window.id, earliest=30), "it ends no later for being cancelled again"
+    (left,) = WindowStore(tmp_path / "windows.json").current(20)
+    assert (left.from_step, left.last_step) == (10, 24)
+    assert store.current(24) == []
 
 
 def test_a_window_begins_when_all_ranks_can_know_of_it() -> None:

@@ -40,7 +40,7 @@ class WindowRequest(ApiModel):
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_RANKS)] | None = None
     """With the other ranks of their tensor groups; null: all ranks."""
     from_step: Annotated[int | None, Field(ge=0, le=MAX_FIRST_STEP)] = None
-    """First step; null: as soon as all ranks can know of it."""
+    """First step; null, or one that is too near: as soon as all ranks can know of it."""
 
 
 class Window(WindowRequest):
@@ -94,12 +94,19 @@ class WindowStore:
         self._store()
         return window
 
-    def cancel(self, window_id: str) -> bool:
-        """Delete a window, so that no step from now on is recorded because of it; False for an unknown id."""
-        left = [window for window in self._windows if window.id != window_id]
-        if len(left) == len(self._windows):
+    def cancel(self, window_id: str, *, earliest: int) -> bool:
+        """Let a window end before `earliest`, the first step of which all ranks can know that; False for an unknown id.
+
+        A window that has begun is not deleted at once: tensor ranks of which one records a step and another replays
+        its CUDA graphs would block each other.
+        """
+        found = next((window for window in self._windows if window.id == window_id), None)
+        if found is None:
             return False
-        self._windows = left
+        steps = min(found.steps, earliest - found.from_step)
+        shortened = [found.model_copy(update={"steps": steps})] if steps > 0 else []
+        place = self._windows.index(found)
+        self._windows[place : place + 1] = shortened
         self._store()
         return True
 

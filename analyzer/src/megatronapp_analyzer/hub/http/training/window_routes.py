@@ -32,7 +32,9 @@ async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     newest = hub.ingest.newest_step()
     earliest = first_step(newest, hub.ingest.usual_step_s())
     _check(hub, request, newest)
-    from_step = earliest if request.from_step is None else request.from_step
+    from_step = earliest
+    if request.from_step is not None and request.from_step > earliest:
+        from_step = request.from_step
     window = hub.windows.add(request, from_step=from_step, newest_step=newest)
     if window is None:
         raise HttpError(
@@ -49,9 +51,10 @@ async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     dependencies=CONTROLLER,
 )
 async def cancel_window(hub: HubOf, window_id: str) -> None:
-    """Cancel a window: ranks record no further step of it; what they have recorded stays."""
-    current = hub.windows.current(hub.ingest.newest_step())
-    if window_id not in [window.id for window in current] or not hub.windows.cancel(window_id):
+    """Cancel a window: it ends as soon as all ranks can know of it; what they have recorded stays."""
+    newest = hub.ingest.newest_step()
+    current, earliest = hub.windows.current(newest), first_step(newest, hub.ingest.usual_step_s())
+    if window_id not in [window.id for window in current] or not hub.windows.cancel(window_id, earliest=earliest):
         listed = ", ".join(window.id for window in current)
         raise HttpError(
             404,
