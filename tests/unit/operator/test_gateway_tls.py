@@ -6,12 +6,14 @@ import re
 import ssl
 import subprocess
 import sys
+import time
 
 import gateway
 import httpx
 import pytest
 import yaml
 from ports import reserved_ports
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -21,6 +23,7 @@ from megatronapp_common.web import server
 from megatronapp_operator.controller.probes import ProbeServer
 from megatronapp_operator.errors import BackendError
 from megatronapp_operator.gateway.__main__ import main, page_config
+from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.tls import Certificate, serving
 
 CURVE = ("ec", "-pkeyopt", "ec_paramgen_curve:P-256")
@@ -100,6 +103,27 @@ def test_a_certificate_that_does_not_fit_its_key_leaves_the_last_in_use(tmp_path
         certificate.renew()
     write_certificate(tmp_path)
     assert certificate.renew()
+
+
+@pytest.mark.parametrize("days", [30, -1], ids=["valid", "ended"])
+def test_the_end_of_the_certificate_is_a_metric(tmp_path: pathlib.Path, days: int) -> None:
+    write_certificate(tmp_path)
+    chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    command = ["openssl", "x509", "-in", str(chain), "-signkey", str(key), "-days", str(days), "-out", str(chain)]
+    subprocess.run(command, check=True, capture_output=True)
+    certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    begin, end = certificate.validity or (0.0, 0.0)
+    assert end - begin == days * 86400
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    name = "megatron_gateway_certificate_not_after_timestamp_seconds"
+    assert registry.get_sample_value(name) is None, "without TLS there is none"
+    metrics.show_certificate(lambda: certificate.validity)
+    assert registry.get_sample_value(name) == end
+    assert registry.get_sample_value(name.replace("after", "before")) == begin
+    write_certificate(tmp_path, kind=("rsa:2048", "-days", "60"))
+    assert certificate.renew()
+    assert (registry.get_sample_value(name) or 0) > time.time() + 59 * 86400
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     )
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
+    if certificate is not None:
+        metrics.show_certificate(lambda: certificate.validity)
     probe_server = probes.create_server(probes.create_app(registry, alive=lambda: None, ready=lambda: None))
     with listen(arguments, "--port", arguments.port) as pages:
         async with (

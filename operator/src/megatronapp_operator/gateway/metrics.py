@@ -3,6 +3,8 @@
 No label holds a name of a job, a namespace or a user, or other text of a caller or a hub.
 """
 
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +51,26 @@ class GatewayMetrics:
         )
         self._sockets = Gauge("megatron_gateway_sockets", "Live sockets that are open.", registry=registry)
         self._most = Gauge("megatron_gateway_sockets_limit", "How many live sockets may be open.", registry=registry)
+        self._registry = registry
         ProcessCollector(namespace="megatron_gateway", registry=registry)
+
+    def show_certificate(self, validity: Callable[[], tuple[float, float] | None]) -> None:
+        """Add gauges of when the certificate of the TLS port begins and ends; NaN while that is not known.
+
+        A gateway without TLS does not have them.
+        """
+
+        def edge(place: int) -> float:
+            known = validity()
+            return math.nan if known is None else known[place]
+
+        for place, name, text in ((0, "not_before", "begins"), (1, "not_after", "ends")):
+            gauge = Gauge(
+                f"megatron_gateway_certificate_{name}_timestamp_seconds",
+                f"When the certificate that is served over TLS {text} to be valid.",
+                registry=self._registry,
+            )
+            gauge.set_function(functools.partial(edge, place))
 
     def count_sockets(self, count: Callable[[], int], most: int) -> None:
         """Set the gauges of open live sockets and of their limit."""

@@ -22,6 +22,8 @@ CHECK_S = 5.0
 """Seconds between two reads of the files. The kubelet takes up to a minute to write a renewed Secret."""
 HANDSHAKE_S = 10.0
 """Seconds until a handshake must be complete, and until a peer must confirm the end of a connection."""
+NO_CHECK_TIME = 0x200000
+"""Flag X509_V_FLAG_NO_CHECK_TIME of OpenSSL, for which the module ssl has no name."""
 ACCEPT_PAUSE_S = 1.0
 """Seconds until connections are accepted again after an error, such as too many open files."""
 
@@ -36,6 +38,8 @@ class Certificate:
     """Context of connections that begin now. Each renewal makes another: in the same context a certificate with
     another kind of key would be added, and OpenSSL would still serve the old one to clients that prefer its kind.
     """
+    validity: tuple[float, float] | None = dataclasses.field(init=False)
+    """When it begins and ends to be valid, in seconds since the epoch; None: that could not be read."""
     _read: tuple[bytes, bytes] = dataclasses.field(init=False)
     _problem: str = dataclasses.field(default="", init=False)
 
@@ -84,6 +88,37 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self.chain, self.key, password=_refuse_encryption)
         self.context, self._read = context, contents
+        self.validity = self._read_validity()
+
+    def _read_validity(self) -> tuple[float, float] | None:
+        try:
+            return validity_of(self.context, self.chain)
+        except (OSError, ValueError) as error:
+            log.warning("when the certificate in %s ends is not known: %s", self.chain, error)
+            return None
+
+
+def validity_of(context: ssl.SSLContext, chain: pathlib.Path) -> tuple[float, float]:
+    """Return when the certificate of a server's context begins and ends to be valid, in seconds since the epoch.
+
+    The module ssl gives the fields of a certificate only to a peer that trusts it. So a client that trusts the file
+    `chain`, and no clock, shakes hands with the context in memory. Raises OSError, ValueError.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(chain)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server)
+    answering = context.wrap_bio(to_server, to_client, server_side=True)
+    for end in (asking, answering, asking):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    fields = asking.getpeercert()
+    if not fields:
+        raise ValueError("its fields cannot be read")
+    begin, end_of = str(fields["notBefore"]), str(fields["notAfter"])
+    return float(ssl.cert_time_to_seconds(begin)), float(ssl.cert_time_to_seconds(end_of))
 
 
 @contextlib.asynccontextmanager
