@@ -41,6 +41,11 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"spec.model.num_layers": 4}, "spec.model.num_layers: unknown field; did you mean numLayers?"),
     ({"spec.training.learningRate": 1.0}, "spec.training.learningRate: unknown field; known here: "),
     ({"spec.lr": 1.0}, "spec.lr: unknown field here; it belongs at spec.training.lr"),
+    (
+        {"spec.env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}]},
+        "spec.env[0].valueFrom: unknown field; write a variable from a Secret or ConfigMap under podTemplate.spec."
+        "containers, in the env of the container trainer",
+    ),
     ({"spec.paralelism": {}}, "spec.paralelism: unknown field; did you mean parallelism?"),
     ({"spec.model": ...}, "spec.model: is missing; write model with a block of fields"),
     ({"spec.model": 4}, "spec.model: 4 is not a block of fields; write a block of fields"),

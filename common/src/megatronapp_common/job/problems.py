@@ -33,6 +33,11 @@ from megatronapp_common.job.fields import (
 from megatronapp_common.scope.perturbation.recipe import DIGEST_PATTERN
 
 SHOWN_CHARACTERS = 60
+HINTS = {
+    "valueFrom": "unknown field; write a variable from a Secret or ConfigMap under podTemplate.spec.containers, in the "
+    "env of the container trainer"
+}
+"""Fields of Kubernetes that belong elsewhere, with what to write."""
 LISTED_CHOICES = 3
 """Longest list of choices that a message shows; among more only the nearest one is named."""
 
@@ -74,6 +79,8 @@ def _sentence(detail: ErrorDetails, root: type[BaseModel]) -> str:
 
 def _unknown_field(location: Location, root: type[BaseModel]) -> str:
     name, parent = str(location[-1]), model_of(type_at(root, location[:-1]))
+    if name in HINTS:
+        return HINTS[name]
     known = list(fields_by_alias(parent)) if parent else []
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not nearest:
