@@ -138,6 +138,7 @@ verify: $(BIN)/.ready frontend/node_modules/.ready ## Fail if a generated file d
 bench: setup ## Short forms of the measurements; full counts: docs/benchmarks.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh bench
 	$(BIN)/python bench/bench_ring.py
+	$(BIN)/python bench/bench_trace_host.py
 	$(BIN)/python bench/bench_detect.py --runs 2
 	$(BIN)/python bench/bench_hub.py --seconds 10
 	$(BIN)/python bench/bench_layouts.py --steps 10

@@ -80,7 +80,7 @@ def device_cost() -> float:
             current_stream=lambda: 0,
             monotonic_ns=monotonic_ns,
             run_queue_ns=run_queue_ns,
-            on_length=lambda _fields, _own_ns: None,
+            on_length=lambda _kind, _flags, _own_ns: None,
         )
         key, blocks = RecordKey(RecordKind.FORWARD, microbatch=0), []
         for block in range(BLOCKS):

@@ -35,7 +35,7 @@ def recorder_of(path: pathlib.Path, rank: int) -> tuple[Any, Any]:
         current_stream=lambda: torch._C._cuda_getCurrentRawStream(rank),
         monotonic_ns=native.monotonic_ns,
         run_queue_ns=native.run_queue_ns,
-        on_length=lambda _fields, _own_ns: None,
+        on_length=lambda _kind, _flags, _own_ns: None,
     )
     return recorder, native.RingReader(str(path))
 

@@ -20,7 +20,7 @@ def test_every_span_is_recorded_and_the_wait_for_the_device_is_not_counted(tmp_p
         nonlocal now_ns
         now_ns += 1_000_000
 
-    recorder = Recorder(ring, monotonic_ns=tick, run_queue_ns=lambda: 0, on_length=lambda _fields, _own_ns: None)
+    recorder = Recorder(ring, monotonic_ns=tick, run_queue_ns=lambda: 0, on_length=lambda _kind, _flags, _own_ns: None)
     cost_ns = span_cost_ns(recorder, tick, settle)
     _, lost = (reader := native.RingReader(str(path))).read(1)
     assert lost == 0
@@ -35,7 +35,7 @@ def test_a_real_span_costs_something(tmp_path: pathlib.Path) -> None:
         ring,
         monotonic_ns=native.monotonic_ns,
         run_queue_ns=native.run_queue_ns,
-        on_length=lambda _fields, _own_ns: None,
+        on_length=lambda _kind, _flags, _own_ns: None,
     )
     assert span_cost_ns(recorder, native.monotonic_ns, lambda: None) > 0
     ring.close(True)

@@ -57,7 +57,7 @@ def host_recorder(path: pathlib.Path, clock: FakeRingClock, kinds: list[tuple[Re
         ring(path),
         monotonic_ns=clock.read_ns,
         run_queue_ns=lambda: clock.waited_ns,
-        on_length=lambda fields, own_ns: kinds.append((fields.kind, own_ns)),
+        on_length=lambda kind, flags, own_ns: kinds.append((RecordKind(kind), own_ns)),
         processor_ns=lambda: clock.processor_ns,
     )
 
@@ -148,7 +148,7 @@ class SimulatedDevice:
             current_stream=lambda: 0,
             monotonic_ns=native.monotonic_ns,
             run_queue_ns=native.run_queue_ns,
-            on_length=lambda fields, own_ns: self.lengths.append((fields.kind, own_ns)),
+            on_length=lambda kind, flags, own_ns: self.lengths.append((RecordKind(kind), own_ns)),
         )
 
     def launch(self, length_ns: int) -> None:

@@ -33,7 +33,7 @@ class TracedRank:
             native.RingWriter(str(path), 256, 0, b"{}"),
             monotonic_ns=lambda: self.now_ns,
             run_queue_ns=lambda: self.waited_ns,
-            on_length=lambda fields, own_ns: None,
+            on_length=lambda kind, flags, own_ns: None,
         )
         self.transfers = TaskTransfers(3, {(2, 3): 0, (4, 3): 1, (3, 4): 2}, recorder=recorder, withheld_ns=withheld_ns)
 

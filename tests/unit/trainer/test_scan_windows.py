@@ -17,6 +17,7 @@ from megatronapp_common.trace import NO_LAYER, PASS_KINDS, LayerSite, RecordKind
 from megatronapp_trainer.config import TraceWindows
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.scan.windows.budget import WindowBudget
+from megatronapp_trainer.scan.windows.open_pass import OpenPass
 from megatronapp_trainer.scan.windows.plan import CommandedWindow, TraceLevel, WindowPlan, commanded_windows
 
 RunRanks = Callable[..., list[Any]]
@@ -106,6 +107,73 @@ def tensor(
 def interleaved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     flags = f"{BATCH} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {WINDOWS}"
     return traced(run_ranks, tmp_path_factory.mktemp("rings"), 2, *flags.split())
+
+
+class Counts:
+    """A recorder of which only the spans are counted."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def enter(self, _fields: Any) -> None:
+        pass
+
+    def leave_collective(self, _fields: Any, _mark: None, size_bytes: Callable[[], int]) -> None:
+        self.sizes.append(size_bytes())
+
+
+def call_collectives_in_passes() -> list[int]:
+    """Assert which functions are replaced; returns the sizes of the recorded collectives."""
+    import torch
+    from megatron.core.tensor_parallel import mappings
+
+    from megatronapp_trainer.scan.windows.tensor_collectives import TensorCollectives
+
+    class Handle:
+        def wait(self) -> None:
+            pass
+
+    def gather(*_tensors: Any, group: Any, async_op: bool = False) -> Any:
+        return Handle() if async_op else None
+
+    def current() -> Any:
+        return mappings.dist_all_gather_func
+
+    mappings.dist_all_gather_func = gather
+    reduce, group, counts, whole = torch.distributed.all_reduce, object(), Counts(), torch.zeros(6)
+    collectives = TensorCollectives(counts, group, 0)  # type: ignore[arg-type]
+    collectives.install()
+    place = OpenPass(RecordKind.FORWARD, 0, 0)
+    assert current() is gather
+    collectives.pass_begin(place)
+    current()(whole, whole[:3], group=object())  # of another group
+    assert current() is not gather
+    current()(whole, whole[:3], group=group)
+    assert current() is gather
+    assert torch.distributed.all_reduce is reduce
+    collectives.pass_begin(place)  # without an end of the pass before, as in a schedule that an error has left
+    current()(whole[:2], group=group, async_op=True).wait()
+    assert current() is gather
+    collectives.pass_end()
+    collectives.pass_begin(place)
+    collectives.pass_end()
+    assert current() is gather
+    collectives.records_all = True
+    collectives.pass_begin(place)
+    current()(whole, group=group)
+    current()(whole, group=group)
+    replaced: Any = object()
+    torch.distributed.all_reduce = replaced  # by others meanwhile
+    collectives.pass_end()
+    assert current() is gather
+    assert torch.distributed.all_reduce is replaced
+    collectives.remove()
+    return counts.sizes
+
+
+@pytest.mark.torch
+def test_functions_of_collectives_are_replaced_until_the_first_of_a_pass(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, call_collectives_in_passes) == [[24, 8, 24, 24]]
 
 
 @pytest.mark.torch

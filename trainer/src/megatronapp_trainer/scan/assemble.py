@@ -29,7 +29,7 @@ from megatronapp_trainer.scan.nccl_transfers import (
     slots_of_group,
 )
 from megatronapp_trainer.scan.observer import ScanObserver
-from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
+from megatronapp_trainer.scan.recorder import Recorder, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
 from megatronapp_trainer.scan.windows.budget import WindowBudget
@@ -225,9 +225,11 @@ def _record_cost_ns(path: pathlib.Path) -> float | None:
 
 
 def _recorder(ring: TraceRing, plan: FaultPlan, *, on_device: bool) -> Recorder:
-    def on_length(fields: RecordKey, own_ns: int) -> None:
-        if not fields.flags & Flag.INJECTED:
-            plan.observe(fields.kind, own_ns)
+    injected = int(Flag.INJECTED)
+
+    def on_length(kind: int, flags: int, own_ns: int) -> None:
+        if not flags & injected:
+            plan.observe(kind, own_ns)
 
     def host_recorder(ring: TraceRing) -> Recorder:
         return Recorder(ring, monotonic_ns=native.monotonic_ns, run_queue_ns=native.run_queue_ns, on_length=on_length)

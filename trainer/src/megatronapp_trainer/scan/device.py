@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from megatronapp_common.trace import BYTES_UNIT, Flag, RecordKind
-from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark, TraceRing
+from megatronapp_common.trace import BYTES_UNIT, RecordKind
+from megatronapp_trainer.scan.recorder import AUX_BYTES, Recorder, RecordKey, TimeMark, TraceRing
 
 FINISH_NS = 1_000_000_000
 ANCHOR_KINDS = frozenset({RecordKind.GRAD_NORM})
@@ -110,7 +110,7 @@ class DeviceRecorder(Recorder):
         current_stream: Callable[[], int],
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
-        on_length: Callable[[RecordKey, int], None],
+        on_length: Callable[[int, int, int], None],
     ) -> None:
         queued = QueuedRing(ring, native)
         super().__init__(queued, monotonic_ns=monotonic_ns, run_queue_ns=run_queue_ns, on_length=on_length)
@@ -123,7 +123,7 @@ class DeviceRecorder(Recorder):
         """Assign later spans to `step`; reports the lengths of spans that the device has ended."""
         super().begin_step(step)
         for kind, flags, length_ns in self._native.take_lengths():
-            self._on_length(RecordKey(RecordKind(kind), flags=flags), length_ns)
+            self._on_length(kind, flags, length_ns)
         self._warn()
 
     def enter(self, fields: RecordKey) -> TimeMark:
@@ -137,7 +137,7 @@ class DeviceRecorder(Recorder):
         """End the span that `enter` began."""
         self._native.end(mark.event, fields.flags, fields.kind in ANCHOR_KINDS, self._current_stream())
 
-    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
+    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: Callable[[], int]) -> None:
         """End a collective that `enter` began; a span of the device has the lead of its host in place of the size."""
         self.leave(fields, mark)
 
@@ -147,7 +147,7 @@ class DeviceRecorder(Recorder):
         The host posts long before, so its clock would make every delivery seem late.
         """
         kind, microbatch, chunk, comm, ordinal, flags, layer = fields
-        flags |= Flag.AUX_BYTES
+        flags |= AUX_BYTES
         units, stream = size_bytes // BYTES_UNIT, self._current_stream()
         self._native.mark(kind, self.step, microbatch, chunk, comm, ordinal, layer, flags, stream, units)
 

@@ -84,7 +84,7 @@ class FaultPlan:
         self._manifest = self._mine(faults)
         self._commanded: tuple[InjectedFault, ...] = ()
         self._active: tuple[InjectedFault, ...] = ()
-        self._usual: dict[RecordKind, collections.deque[int]] = {
+        self._usual: dict[int, collections.deque[int]] = {
             kind: collections.deque(maxlen=HISTORY) for kind in PASS_KINDS
         }
 
@@ -96,7 +96,12 @@ class FaultPlan:
         """Choose the faults that act in this step."""
         self._active = tuple(fault for fault in self._manifest + self._commanded if fault.active(step))
 
-    def observe(self, kind: RecordKind, own_ns: int) -> None:
+    @property
+    def is_active(self) -> bool:
+        """Return True if a fault acts in this step."""
+        return bool(self._active)
+
+    def observe(self, kind: int, own_ns: int) -> None:
         """Update the usual length with a span that no fault has stretched."""
         if kind in self._usual:
             self._usual[kind].append(own_ns)

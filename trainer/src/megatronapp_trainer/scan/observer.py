@@ -95,6 +95,7 @@ class ScanObserver:
     ) -> None:
         self._recorder = recorder
         self._layout = layout
+        self._is_reporter = layout.is_reporter
         self._spans = SpanWriter(recorder, table)
         pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
         self._peers = PeerCounters(layout.global_rank, pairs)
@@ -137,7 +138,7 @@ class ScanObserver:
 
     def step_end(self, metrics: StepMetrics | None) -> None:
         """A loop iteration has ended. The reporting rank alone writes its samples; a forward rank has none."""
-        if metrics is not None and self._layout.is_reporter:
+        if metrics is not None and self._is_reporter:
             for metric, value in _samples(metrics):
                 self._recorder.metric(metric, value)
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics is not None and metrics.skipped else 0)
@@ -146,20 +147,22 @@ class ScanObserver:
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
         """Begin a span; a host fault stalls before a forward pass."""
-        if kind is RecordKind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
+        if kind not in PASS_KINDS:
+            self._spans.begin(kind, chunk, microbatch)
+            return
+        if kind is RecordKind.FORWARD and self._plan.is_active and (stall_ns := self._plan.host_stall_ns()):
             self._inject(self._host_stall, stall_ns)
-        if kind in PASS_KINDS:
-            self.transfers.take(PassKey(kind, chunk, microbatch))
+        self.transfers.take(PassKey(kind, chunk, microbatch))
         self._spans.begin(kind, chunk, microbatch, PassFlag.EARLY if early else 0)
-        if kind in PASS_KINDS:
-            self._windows.pass_begin(kind, chunk, microbatch)
+        self._windows.pass_begin(kind, chunk, microbatch)
 
     def end(self, kind: RecordKind) -> None:
         """End a span; a compute fault stretches it first."""
         flags = 0
         if kind in PASS_KINDS:
             self._windows.pass_end()
-            flags = self._stretch(kind)
+            if self._plan.is_active:
+                flags = self._stretch(kind)
         self._spans.end(kind, flags)
 
     def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
@@ -169,7 +172,7 @@ class ScanObserver:
 
     def validation(self, loss: float) -> None:
         """Write a sample of the validation loss."""
-        if self._layout.is_reporter:
+        if self._is_reporter:
             self._recorder.metric(Metric.VALIDATION_LOSS, loss)
 
     def heartbeat(self) -> None:
@@ -202,7 +205,7 @@ class ScanObserver:
 
     def _withhold_ns(self, source: int) -> int:
         """Return for how long a fault withholds a message of a rank."""
-        return self._plan.withhold_ns(source)
+        return self._plan.withhold_ns(source) if self._plan.is_active else 0
 
     def _withhold(self, source: int) -> bool:
         stall_ns = self._withhold_ns(source)

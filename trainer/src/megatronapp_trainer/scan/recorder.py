@@ -19,6 +19,8 @@ from megatronapp_common.trace import (
 )
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy
 
+# Plain integers: combining members of an IntFlag takes longer than all else that a record does.
+AUX_RUN_QUEUE, AUX_BYTES, AUX_WORK = int(Flag.AUX_RUN_QUEUE), int(Flag.AUX_BYTES), int(Flag.AUX_WORK)
 _FLOAT = struct.Struct("<f")
 _UINT32 = struct.Struct("<I")
 
@@ -100,8 +102,8 @@ def duration_units(duration_ns: int) -> int:
 class Recorder:
     """Writes spans at their end to the ring, measured by the host's monotonic clock.
 
-    `on_length(fields, own_ns)` is called for every span that `enter` and `leave` enclose; own_ns is its length without
-    run-queue delay. The CUDA recorder overrides the spans of the compute stream; host spans are the same there.
+    `on_length(kind, flags, own_ns)` is called for every span that `enter` and `leave` enclose; own_ns is its length
+    without run-queue delay. The CUDA recorder overrides the spans of the compute stream; host spans are the same there.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Recorder:
         *,
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
-        on_length: Callable[[RecordKey, int], None],
+        on_length: Callable[[int, int, int], None],
         processor_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         self.ring = ring
@@ -134,7 +136,7 @@ class Recorder:
         end_ns = self._now_ns()
         waited_ns = self._run_queue_ns() - mark.run_queue_ns
         length_ns = end_ns - mark.time_ns
-        flag = Flag.AUX_RUN_QUEUE
+        flag = AUX_RUN_QUEUE
         if mark.processor_ns is not None:
             blocked_ns = length_ns - waited_ns - (self._processor_ns() - mark.processor_ns)
             fields = fields._replace(ordinal=duration_units(blocked_ns))
@@ -160,11 +162,11 @@ class Recorder:
 
     def leave(self, fields: RecordKey, mark: TimeMark) -> None:
         """End the span that `enter` began."""
-        self._on_length(fields, self.host_leave(fields, mark))
+        self._on_length(fields.kind, fields.flags, self.host_leave(fields, mark))
 
-    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
-        """End a collective of `size_bytes` that `enter` began."""
-        self.transfer(fields, mark, size_bytes)
+    def leave_collective(self, fields: RecordKey, mark: TimeMark, size_bytes: Callable[[], int]) -> None:
+        """End a collective that `enter` began; `size_bytes` is called where the record has it."""
+        self.transfer(fields, mark, size_bytes())
         self.ring.close_span()
 
     def own_ns(self, mark: TimeMark) -> int:
@@ -174,13 +176,13 @@ class Recorder:
     def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
         """Record the posting of a transfer of `size_bytes`."""
         length_ns = self._now_ns() - mark.time_ns
-        self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
+        self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, AUX_BYTES)
 
     def copy(self, fields: RecordKey, copy: ObservedCopy) -> None:
         """Record the copy of a message, whose times are known already."""
         kind, microbatch, chunk, comm, ordinal, flags, _ = fields
         units, length_ns = copy.size_bytes // BYTES_UNIT, copy.end_ns - copy.start_ns
-        flags |= Flag.AUX_BYTES
+        flags |= AUX_BYTES
         self.ring.record(
             copy.start_ns, length_ns, self.step, ordinal, units, comm, microbatch, kind, chunk, copy.path, flags
         )
@@ -188,7 +190,7 @@ class Recorder:
     def host_interval(self, fields: RecordKey, begin: TimeMark, end: TimeMark) -> None:
         """Record a span of the host between two marks."""
         waited = duration_units(end.run_queue_ns - begin.run_queue_ns)
-        self._write(self.step, fields, begin.time_ns, end.time_ns - begin.time_ns, waited, Flag.AUX_RUN_QUEUE)
+        self._write(self.step, fields, begin.time_ns, end.time_ns - begin.time_ns, waited, AUX_RUN_QUEUE)
 
     def interval(self, fields: RecordKey, start_ns: int, length_ns: int) -> None:
         """Record a span whose times are known already."""
@@ -198,7 +200,7 @@ class Recorder:
         """Record the work of a microbatch."""
         tokens, pairs = min(tokens, MAX_DURATION_UNITS), min(-(-pairs // PAIRS_UNIT), MAX_DURATION_UNITS)
         self.ring.record(
-            self._now_ns(), 0, self.step, pairs, tokens, NO_COMM, microbatch, RecordKind.WORK, 0, 0, Flag.AUX_WORK
+            self._now_ns(), 0, self.step, pairs, tokens, NO_COMM, microbatch, RecordKind.WORK, 0, 0, AUX_WORK
         )
 
     def metric(self, metric: Metric, value: float) -> None:

@@ -1,11 +1,13 @@
 """Spans of collectives over the tensor group: the first one of each pass in every step, all of them in a window.
 
-megatron-core has no place to observe them, so that the functions that it calls are replaced while the tracer runs. The
+megatron-core has no place to observe them, so that the functions that it calls are replaced: in each pass until the
+first collective, or to its end in a window. A replaced function takes longer to call, and a pass calls hundreds. The
 replacement adds no collective. It changes no argument, except that the first collective of a recorded pass is not
 asynchronous: a CUDA graph cannot end between the begin of a collective and the wait for it.
 """
 
 import contextlib
+import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +57,28 @@ class FinishedWork:
         return True
 
 
+class ReplacedFunction:
+    """A function of a module, and what takes its place for a while."""
+
+    def __init__(self, module: object, name: str, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Take the place of the function; `timed` makes the replacement."""
+        self._module, self._name, self._timed = vars(module), name, timed
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def replace(self) -> None:
+        """Put the replacement in its place."""
+        found = self._module[self._name]
+        if found is not self._original:
+            self._original, self._replacement = found, self._timed(found)
+        self._module[self._name] = self._replacement
+
+    def restore(self) -> None:
+        """Put the function back, unless another one has taken its place meanwhile."""
+        if self._module[self._name] is self._replacement:
+            self._module[self._name] = self._original
+
+
 class TensorCollectives:
     """Records collectives of a rank over its tensor group, within passes."""
 
@@ -65,7 +89,8 @@ class TensorCollectives:
         self._slot = slot
         self._pass: OpenPass | None = None
         self._numbers: Counter[RecordKind] = Counter()
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._functions: list[ReplacedFunction] = []
+        self._are_replaced = False
         self._is_recording = False
         self._isolate: CollectiveIsolator | None = None
         """Takes the next collective of the pass that is recorded."""
@@ -77,30 +102,30 @@ class TensorCollectives:
         """True in a step that a window covers, also where its budget is spent: equal on the ranks of the group."""
 
     def install(self) -> None:
-        """Replace the functions that run the collectives."""
-        places = [(dist, name, kind) for name, kind in _FUNCTIONS.items()]
+        """Find the functions that run the collectives."""
+        places: list[tuple[object, str, RecordKind]] = [(dist, name, kind) for name, kind in _FUNCTIONS.items()]
         for module_name in _BINDING_MODULES:
             module = importlib.import_module(module_name)
             places += [(module, name, kind) for name, kind in _BOUND.items() if hasattr(module, name)]
-        for owner, name, kind in places:
-            original = getattr(owner, name)
-            self._replaced.append((owner, name, original))
-            setattr(owner, name, self._timed(kind, original))
+        self._functions = [
+            ReplacedFunction(module, name, functools.partial(self._timed, kind)) for module, name, kind in places
+        ]
 
     def remove(self) -> None:
-        """Put the functions back that `install` replaced."""
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
-        self._replaced.clear()
+        """Put the functions back, for good."""
+        self._restore()
+        self._functions.clear()
 
     def pass_begin(self, opened: OpenPass) -> None:
         """Record collectives of a pass from now on."""
         self._pass = opened
         self._numbers.clear()
+        self._replace()
 
     def pass_end(self) -> None:
         """Record no collective until the next pass."""
         self._pass = None
+        self._restore()
 
     @contextlib.contextmanager
     def recording(self, isolate: CollectiveIsolator) -> Iterator[None]:
@@ -110,10 +135,24 @@ class TensorCollectives:
         rest of its key from the pass that is replayed.
         """
         self._is_recording, self._isolate = True, isolate
+        self._replace()
         try:
             yield
         finally:
             self._is_recording, self._isolate = False, None
+            self._restore()
+
+    def _replace(self) -> None:
+        if not self._are_replaced:
+            self._are_replaced = True
+            for function in self._functions:
+                function.replace()
+
+    def _restore(self) -> None:
+        if self._are_replaced:
+            self._are_replaced = False
+            for function in self._functions:
+                function.restore()
 
     def _timed(self, kind: RecordKind, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of torch
@@ -124,11 +163,15 @@ class TensorCollectives:
                 return self._isolate_first(kind, function, arguments, named)
             if opened is None or not self._is_recorded():
                 return function(*arguments, **named)
-            key, size_bytes = self._next_key(kind, opened), _largest_bytes(arguments)
+            key = self._next_key(kind, opened)
+            if not self.records_all:
+                self._restore()
             if not named.get("async_op"):
+                size_bytes = functools.partial(_largest_bytes, arguments)
                 return self._record(key, size_bytes, lambda: function(*arguments, **named))
+            size = _largest_bytes(arguments)  # the handle must not keep the tensors
             work = function(*arguments, **named)
-            return work if work is None else TimedWork(work, lambda wait: self._record(key, size_bytes, wait))
+            return work if work is None else TimedWork(work, lambda wait: self._record(key, lambda: size, wait))
 
         return timed
 
@@ -143,12 +186,13 @@ class TensorCollectives:
         isolate, self._isolate = self._isolate, None
         if isolate is None:
             return function(*arguments, **named)
-        size_bytes = _largest_bytes(arguments)
+        self._restore()
+        size_bytes = _largest_bytes(arguments)  # the span must not keep the tensors
 
         def span(replay: Callable[[], None]) -> None:
             opened = self._pass
             assert opened is not None, "recordings are replayed within passes"
-            self._record(self._next_key(kind, opened), size_bytes, replay)
+            self._record(self._next_key(kind, opened), lambda: size_bytes, replay)
 
         result = isolate(lambda: function(*arguments, **{**named, "async_op": False}), span)
         return FinishedWork() if named.get("async_op") else result
@@ -162,7 +206,7 @@ class TensorCollectives:
     def _is_recorded(self) -> bool:
         return self.records_all or not self._numbers
 
-    def _record(self, key: RecordKey, size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - torch's
+    def _record(self, key: RecordKey, size_bytes: Callable[[], int], call: Callable[[], Any]) -> Any:  # noqa: ANN401 - torch's
         mark = self._recorder.enter(key)
         result = call()
         self._recorder.leave_collective(key, mark, size_bytes)
