@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def copy_and_change(case: str) -> dict[str, Any]:
         device_snapshot.fits = lambda *_, **__: False
     if case == "less":  # than there seems to be
         device_snapshot.fits = lambda *_, **__: True
+        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(0.0001)
     torch.cuda.synchronize()
     copies = host_copy.HostCopies(device_snapshot.SnapshotMemory())
@@ -64,13 +66,13 @@ def test_the_host_has_the_tensors_of_before_the_change(run_ranks: RunRanks, case
     assert found == {"equal": [True, True], "kind": kind}
 
 
-def save_both_ways(folder: str, flags: str) -> list[str]:
+def save_both_ways(folder: str, memory_folder: str, flags: str) -> list[str]:
     """Save step 3 at once, in the background and in memory, while training continues; return the kinds of copies."""
     from megatronapp_common.names import Env
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.config import parse
 
-    os.environ |= {Env.WORKER_INDEX: "0", Env.SHM_DIR: folder, Env.JOB_UID: "uid"}
+    os.environ |= {Env.WORKER_INDEX: "0", Env.SHM_DIR: memory_folder, Env.JOB_UID: "uid"}
     options = f"{MODEL} --train-iters 100000 {flags}"
     memory = "--non-persistent-save-interval 1000000"
     run = small_training.prepare(f"{options} --save {folder}/async --async-save {memory}")
@@ -92,9 +94,20 @@ def save_both_ways(folder: str, flags: str) -> list[str]:
     return kinds
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-distributed-optimizer", ""])
-def test_checkpoints_are_those_of_a_save_at_once(run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str) -> None:
-    assert run_ranks(1, save_both_ways, str(tmp_path), flags) == [["SnapshotCopy", "SnapshotCopy"]]
+@pytest.mark.parametrize(
+    ("memory_folder", "flags"),
+    [
+        ("/dev/shm", "--bf16"),
+        ("/dev/shm", "--bf16 --use-distributed-optimizer"),
+        ("/dev/shm", ""),
+        (None, "--bf16"),  # may be on a disk, whose memory CUDA does not pin
+    ],
+)
+def test_checkpoints_are_those_of_a_save_at_once(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, memory_folder: str | None, flags: str
+) -> None:
+    with tempfile.TemporaryDirectory(dir=memory_folder) as memory:
+        assert run_ranks(1, save_both_ways, str(tmp_path), memory, flags) == [["SnapshotCopy", "SnapshotCopy"]]
     here, there = (
         json.loads((tmp_path / kind / "iter_0000003" / "megatronapp.json").read_text()) for kind in ("async", "sync")
     )

@@ -47,6 +47,7 @@ def install_split_backward(
     output_layer: bool = True,
     fused: bool = False,
     sum_rows: Callable[[torch.Tensor], torch.Tensor] = sum_rows,
+    embedding_rows: bool = False,
     fp8_weights: Fp8Weights | None = None,
 ) -> list[WeightGradientStore]:
     """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
@@ -62,6 +63,7 @@ def install_split_backward(
             layers: the product is not rounded to the precision of the weights before it is added. Split and whole
             passes both do it, so results do not depend on which of them run.
         sum_rows: sums the gradients of outputs over tokens, for biases.
+        embedding_rows: the embedding of tokens adds its gradient row by row, in our own Triton kernel.
         fp8_weights: of the linear layers that multiply in 8 bits; None: no layer does.
 
     Raises:
@@ -70,7 +72,7 @@ def install_split_backward(
     stores = []
     for index, chunk in enumerate(chunks):
         store = WeightGradientStore(chunk, index=index, fused=fused, sum_rows=sum_rows)
-        _install(chunk, index, store, output_layer=output_layer, fp8_weights=fp8_weights)
+        _install(chunk, index, store, output_layer=output_layer, embedding_rows=embedding_rows, fp8_weights=fp8_weights)
         stores.append(store)
     order_reductions(chunks)
     return stores
@@ -86,15 +88,11 @@ def install_direct_gradients(
 ) -> None:
     """Let the linear layers of model chunks add their own weight gradients, by default to fp32 within the product.
 
-    For schedules whose backward passes are whole. `embedding_rows`: the embedding of tokens adds its gradient row by
-    row, in our own Triton kernel. Other arguments and errors as of `install_split_backward`.
+    For schedules whose backward passes are whole. Arguments and errors as of `install_split_backward`.
     """
     for index, chunk in enumerate(chunks):
         gradients = DirectGradients(chunk, fused=fused, sum_rows=sum_rows)
-        _install(chunk, index, gradients, output_layer=True, fp8_weights=fp8_weights)
-        if embedding_rows:
-            for module in _own_embeddings(chunk):
-                module.forward = _RowEmbedding(module, chunk, module.forward)
+        _install(chunk, index, gradients, output_layer=True, embedding_rows=embedding_rows, fp8_weights=fp8_weights)
 
 
 def _own_embeddings(chunk: Any) -> list[Any]:  # noqa: ANN401 - DDP
@@ -136,8 +134,13 @@ def _install(
     gradients: WeightGradients,
     *,
     output_layer: bool,
+    embedding_rows: bool,
     fp8_weights: Fp8Weights | None,
 ) -> None:
+    if embedding_rows:
+        for module in _own_embeddings(chunk):
+            if not isinstance(module.forward, _RowEmbedding):
+                module.forward = _RowEmbedding(module, chunk, module.forward)
     in_fp8 = {
         id(module)
         for layer in chunk.modules()

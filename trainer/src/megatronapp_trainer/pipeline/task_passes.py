@@ -22,7 +22,11 @@ from megatronapp_trainer.pipeline.megatron_schedules import (
 )
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.split_backward import fused_gradients, install_split_backward
+from megatronapp_trainer.pipeline.split_backward import (
+    fused_gradients,
+    install_split_backward,
+    uses_small_kernels,
+)
 from megatronapp_trainer.pipeline.task_random import TaskRandom
 from megatronapp_trainer.pipeline.weight_gradients import sum_rows
 
@@ -68,6 +72,7 @@ class TaskPasses:
             context.chunks,
             fused=gradients is not None,
             sum_rows=sum_rows if gradients is None else gradients,
+            embedding_rows=gradients is not None and uses_small_kernels(context.config),
             fp8_weights=self.fp8_weights,
         )
         self._replayed: ReplayedPasses | None = None

@@ -4,6 +4,7 @@ Training continues while the copies are made: on a GPU by a stream of their own,
 it, on a CPU by a thread. The next change of the tensors waits by `before_change`: for the snapshot, or for the copies.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -190,10 +191,12 @@ class _StreamCopy:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Let the GPU write to the memory by itself."""
+    """Let the GPU write to the memory by itself. Where CUDA refuses, as for files on a disk, a line is in the log."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes the error, which otherwise the next launch of training would report
         logger.warning(
             "CUDA cannot pin %.1f GiB of host memory for checkpoints (error %d), so that copying to it is slow and "
             "delays training",

@@ -34,6 +34,8 @@ class GraphParts:
         self._stream = stream
         self._pool = pool
         self._parts: list[_GraphPart] = []
+        self._empty: list[torch.cuda.CUDAGraph] = []
+        """Graphs without a launch, which hold the pool: torch frees it with the last graph that was captured in it."""
         self._open: torch.cuda.CUDAGraph | None = None
 
     @contextlib.contextmanager
@@ -74,7 +76,7 @@ class GraphParts:
         self._open = graph
 
     def _end(self, span: CollectiveSpan | None) -> None:
-        """End the capture that has begun. A part in which nothing was launched is dropped."""
+        """End the capture that has begun. A part in which nothing was launched is not replayed."""
         graph, self._open = self._open, None
         if graph is None:  # a cut has failed
             return
@@ -82,5 +84,7 @@ class GraphParts:
             warnings.simplefilter("always")
             graph.capture_end()
         messages = [str(warning.message) for warning in caught]
-        if not any(message.startswith(_EMPTY) for message in messages):
+        if any(message.startswith(_EMPTY) for message in messages):
+            self._empty.append(graph)
+        else:
             self._parts.append(_GraphPart(graph, span))
