@@ -119,6 +119,8 @@ def test_a_field_that_is_nested_too_deep_is_refused_by_name(build: Any, levels: 
             load(document)
         assert set(raised.value.problems) == {f"spec.podTemplate: {problem}", f"spec.affinity: {problem}"}
     require_readable_depth(build({"spec.affinity": nested(MAX_LEVELS), "status": nested(levels)}))
+    with pytest.raises(JobError, match="affinity"):
+        require_readable_depth({"spec": {"template": {}, "affinity": nested(levels)}})
 
 
 def test_status_round_trip_leaves_absent_fields_out() -> None:

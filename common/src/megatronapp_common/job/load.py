@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -63,15 +63,19 @@ def require_readable_depth(document: object) -> None:
 
     An API server stores the unknown fields of `podTemplate.spec` with up to ten thousand.
     """
-    at, path = document, ""
-    for name in ("spec", "template"):
-        if not isinstance(at, Mapping) or name not in at:
-            break
-        at, path = at[name], f"{path}.{name}".lstrip(".")
-    fields = at.items() if path and isinstance(at, Mapping) else ()
-    deep = [f"{path}.{name}" for name, field in fields if is_deeper(field, MAX_LEVELS)]
+    deep = [path for path, field in _spec_fields(document) if is_deeper(field, MAX_LEVELS)]
     if deep:
-        raise JobError(*(f"{field}: is nested more than {MAX_LEVELS} levels deep; write fewer" for field in deep))
+        raise JobError(*(f"{path}: is nested more than {MAX_LEVELS} levels deep; write fewer" for path in deep))
+
+
+def _spec_fields(document: object, path: str = "spec") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a spec with their paths, those of a profile's template in its place."""
+    spec = document.get("spec") if isinstance(document, Mapping) else None
+    for name, field in spec.items() if isinstance(spec, Mapping) else ():
+        if name == "template" and path == "spec":
+            yield from _spec_fields({"spec": field}, "spec.template")
+        else:
+            yield f"{path}.{name}", field
 
 
 def is_deeper(value: object, levels: int) -> bool:
