@@ -82,7 +82,7 @@ test-e2e:
 durations: ## Run the tests of Python and write tests/durations.json, by which they are ordered
 	$(MAKE) test-py PYTEST_FLAGS=--record-durations
 
-OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api authors crd lease operator_edits operator_hub \
+OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api authors crd depth_policy lease operator_edits operator_hub \
   operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \
   render_objects rules rules_later status)
 

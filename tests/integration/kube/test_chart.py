@@ -355,7 +355,12 @@ def test_helm_test_reaches_a_gateway_that_lets_few_in(chart: Chart) -> None:
 def released(chart: Chart, plane: kube.ControlPlane) -> Iterator[None]:
     """Install the chart, and uninstall it. Its policies are in force meanwhile, and for no job of another test."""
     named_host = changed({"spec.podTemplate.spec": {"hostname": "a"}})
-    refused = {"pod-templates.megatronapp.io": (TEAMS[0], named_host), "authors.megatronapp.io": (HOME, BASE)}
+    deep = changed({"spec.affinity": json.loads('{"a":' * 100 + "1" + "}" * 100)})
+    refused = {
+        "pod-templates.megatronapp.io": (TEAMS[0], named_host),
+        "authors.megatronapp.io": (HOME, BASE),
+        "depth.megatronapp.io": (TEAMS[0], deep),
+    }
     with plane.client() as client:
 
         def answers() -> dict[str, httpx.Response]:
@@ -364,11 +369,11 @@ def released(chart: Chart, plane: kube.ControlPlane) -> Iterator[None]:
 
         try:
             chart.on_cluster("install", "megatronapp", str(CHART), "--take-ownership")
-            kube.wait_until(lambda: all(name in found.text for name, found in answers().items()), "both policies")
+            kube.wait_until(lambda: all(name in found.text for name, found in answers().items()), "the policies")
             yield
         finally:
             chart.on_cluster("uninstall", "megatronapp", "--ignore-not-found")
-            kube.wait_until(lambda: all(found.is_success for found in answers().values()), "the end of both policies")
+            kube.wait_until(lambda: all(found.is_success for found in answers().values()), "the end of the policies")
 
 
 def key_of(plane: kube.ControlPlane) -> str:
