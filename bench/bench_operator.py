@@ -8,8 +8,10 @@ Phases: gangs (one job of 1,000 pods from apply to all running, and its restart 
 hub and agents), scheduled (the same with the real scheduler), small (1,000 jobs of one pod), peers (gang, restart and
 small jobs by JobSet and by Kubeflow Trainer, without hubs), large (5 gangs, and the operator killed; 10 gangs, and its
 memory), idle (a tenth of the jobs, with a hub each: requests
-in ten minutes without any change). The other side is an Indexed Job with the same pods, by
-kube-controller-manager with a client of 20 and of 200 requests a second; it has no restart of the gang to compare with.
+in ten minutes without any change), and, only if it is named, turns (the small jobs by the operator, with and without
+hubs, and by the peers, --rounds times in turns: for a computer whose load changes). The other side is an Indexed Job
+with the same pods, by kube-controller-manager with a client of 20 and of 200 requests a second; it has no restart of
+the gang to compare with.
 Peers are those of operator_peers.py: their cost is that of all their controllers, with the Job controller at 200.
 scripts/kube_tools.sh builds each program the first time, the peers in eleven minutes of processor time.
 Every phase and side has a fresh API server with the same nodes, and has run one small job before. Pods are given to
@@ -37,6 +39,7 @@ from operator_peers import Peer  # noqa: E402 - found by the path above
 from operator_phases import Measured, Side, idle, large, many_jobs, single_gang  # noqa: E402
 
 PHASES = ("gangs", "scheduled", "small", "peers", "large", "idle")
+ALTERNATING = "turns"
 RATES = (200, 20)
 GANGS, MORE_GANGS = 5, 5
 FULL = 1000
@@ -75,11 +78,14 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=sizes, default=(FULL, FULL), metavar="PODS,JOBS", help="default: 1000,1000")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PHASES), help=",".join(PHASES))
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(PHASES), help=",".join((*PHASES, ALTERNATING))
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the phase turns")
     parser.add_argument("--limit-s", type=float, default=300.0, help="what is not there by then is given up")
     options = parser.parse_args()
-    if unknown := set(options.only) - set(PHASES):
-        parser.error(f"--only {','.join(sorted(unknown))}: choose from {', '.join(PHASES)}")
+    if unknown := set(options.only) - {*PHASES, ALTERNATING}:
+        parser.error(f"--only {','.join(sorted(unknown))}: choose from {', '.join((*PHASES, ALTERNATING))}")
     return options
 
 
@@ -113,6 +119,10 @@ def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
         for side in (Side(qps=RATES[0], hub=False, peer=peer) for peer in Peer):
             yield single_gang(side, pods, limit_s)
             yield many_jobs(side, jobs, limit_s)
+    if ALTERNATING in options.only:
+        ours = [Side(qps=None, hub=hub) for hub in (False, True)]
+        peers = [Side(qps=RATES[0], hub=False, peer=peer) for peer in Peer]
+        yield from (many_jobs(side, jobs, limit_s) for _ in range(options.rounds) for side in (*ours, *peers))
     if "large" in options.only:
         gangs, more = [f"large-{number}" for number in range(GANGS)], [f"more-{number}" for number in range(MORE_GANGS)]
         yield large(Side(qps=None, hub=False), pods, gangs, more, limit_s)

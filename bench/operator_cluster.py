@@ -181,8 +181,7 @@ def _ended(made: Cluster) -> Iterator[None]:
 
 async def _prepare(made: Cluster) -> None:
     _kubectl(made.plane, "create", "namespace", NAMESPACE)
-    _kubectl(made.plane, "apply", "--server-side", "-f", str(CRD))
-    _kubectl(made.plane, "wait", "--for=condition=Established", "crd/megatronjobs.megatronapp.io", "--timeout=60s")
+    made.plane.define(CRD)
     with reserved_ports(1) as (port,):
         await _start_nodes(made, port)
 

@@ -1,5 +1,6 @@
-"""Number of writes of a small job's status: each write costs the API server more than any other request."""
+"""Number of requests for a small job: a write of its status costs the API server more than any other."""
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
@@ -23,6 +24,8 @@ class Watched:
 
     stage: OperatorSimulation
     written: list[Object] = dataclasses.field(default_factory=list)
+    created: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Requests of the operator that create an object, by resource."""
 
     async def refresh(self, after_s: float = REFRESH_S) -> None:
         """Reconcile as after an event, this number of seconds later."""
@@ -59,13 +62,18 @@ class Watched:
 @contextlib.asynccontextmanager
 async def watched(plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     async with simulated_operator(plane, namespace) as stage:
-        made, replace = Watched(stage), stage.api.replace
+        made, replace, create = Watched(stage), stage.api.replace, stage.api.create
 
         async def noted(resource: Any, obj: Object, **options: Any) -> Object:
             made.written.append(obj["status"])
             return await replace(resource, obj, **options)
 
+        async def counted(resource: Any, obj: Object, **options: Any) -> Object:
+            made.created[resource.plural] += 1
+            return await create(resource, obj, **options)
+
         monkeypatch.setattr(stage.api, "replace", noted)
+        monkeypatch.setattr(stage.api, "create", counted)
         yield made
 
 
@@ -80,6 +88,10 @@ async def test_a_small_job_that_starts_is_written_when_it_is_created_and_when_it
     assert "scheduledTime" not in first and first["phase"] == "Starting"
     assert second["replicaStatuses"]["running"] == 1
     assert {"holdingTime", "scheduledTime", "runningTime"} <= second.keys()
+    of_hub = {"pods": 1, "services": 1, "networkpolicies": 1, "configmaps": 1}
+    assert made.created - collections.Counter(of_hub) == {
+        "pods": 1, "services": 1, "networkpolicies": 1, "secrets": 1, "events": 1,
+    }  # fmt: skip
 
 
 async def test_where_pods_are_waits_a_second_for_more_and_is_written_before_anything_is_done(

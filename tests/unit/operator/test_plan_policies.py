@@ -54,6 +54,7 @@ def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(plan_harness: Make
     assert first.status.phase is Phase.STARTING
     assert first.status.is_true(ConditionType.CREATED)
     assert first.status.start_time == made.now
+    assert reasons(first) == ["GangCreated"], "an Event about the job as well would be a request for nothing"
 
 
 def test_running_is_when_every_worker_runs_and_the_ranks_train(plan_harness: Maker, worker: Maker) -> None:

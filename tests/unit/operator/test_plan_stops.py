@@ -161,3 +161,11 @@ def test_a_stop_between_two_attempts_suspends_the_job(running: Maker, worker: Ma
     assert not rested.status.is_true(ConditionType.RESTARTING)
     made.job = dataclasses.replace(made.job, stop=None)
     assert backend_actions(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+
+
+def test_a_job_that_is_suspended_at_first_is_acknowledged_before_its_gang_is_created(plan_harness: Maker) -> None:
+    made = plan_harness()
+    made.spec(suspend=True)
+    assert reasons(made.plan())[0] == "JobCreated"
+    made.spec(suspend=False)
+    assert reasons(made.plan())[-1] == "GangCreated"

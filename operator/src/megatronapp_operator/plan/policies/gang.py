@@ -2,7 +2,15 @@
 
 from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase
 from megatronapp_operator.plan import failure_rules, outcome, reasons
-from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType, RestartWorker
+from megatronapp_operator.plan.actions import (
+    Action,
+    CreateWorker,
+    EnsureHub,
+    EnsureSecret,
+    EventType,
+    RecordEvent,
+    RestartWorker,
+)
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import elastic, in_place, slow_nodes, spares
@@ -16,7 +24,7 @@ HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
 
 
 def created(draft: PlanBuilder) -> bool:
-    """Acknowledge a new job."""
+    """Acknowledge a new job. If its gang is created at once, the Event about the gang is the only one."""
     if draft.status.condition(ConditionType.CREATED) is None:
         message = f"accepted: {draft.job.spec.workers_text}"
         draft.set_condition(ConditionType.CREATED, True, reasons.JOB_CREATED, message)
@@ -198,11 +206,16 @@ def create(draft: PlanBuilder) -> bool:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time
         draft.update(attempt_time=draft.now, start_time=start_time)
         message = f"attempt {draft.status.attempt}: {draft.job.spec.workers_text}"
+        draft.actions = [action for action in draft.actions if not _acknowledges(action)]
         draft.event(EventType.NORMAL, reasons.GANG_CREATED, message)
     if draft.status.phase not in {Phase.RESTARTING, Phase.RUNNING}:
         queued = draft.job.spec.gang and draft.status.scheduled_time is None
         draft.update(phase=Phase.QUEUED if queued else Phase.STARTING)
     return False
+
+
+def _acknowledges(action: Action) -> bool:
+    return isinstance(action, RecordEvent) and action.reason == reasons.JOB_CREATED
 
 
 def _waits_for_profile(draft: PlanBuilder) -> bool:
