@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import pathlib
+import warnings
 from types import ModuleType
 
 import numpy as np
@@ -10,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.detect.baseline import ColumnHistory, median_of_others, median_of_others_by
+from megatronapp_analyzer.detect.baseline import (
+    ColumnHistory,
+    filled,
+    median_of_known,
+    median_of_others,
+    median_of_others_by,
+)
 from megatronapp_analyzer.detect.effect import level
 from megatronapp_analyzer.detect.features import segment_medians
 from megatronapp_analyzer.detect.statistics.persistence import VoteWindow, confidence
@@ -20,6 +27,24 @@ VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), max_size=1
 
 def _lower_median(values: list[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2] if values else math.nan
+
+
+ANY_FLOATS = st.lists(st.floats(), max_size=12)
+
+
+@given(values=ANY_FLOATS, value=st.sampled_from([0.0, 1.0]))
+def test_filled_values_are_those_of_numpy_to_the_last_bit(values: list[float], value: float) -> None:
+    given_values = np.array(values)
+    assert filled(given_values, value).tobytes() == np.nan_to_num(given_values, nan=value).tobytes()
+    assert given_values.tobytes() == np.array(values).tobytes()
+
+
+@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=False), max_size=12))
+def test_the_median_of_known_values_is_that_of_numpy_to_the_last_bit(values: list[float]) -> None:
+    with warnings.catch_warnings(), np.errstate(over="ignore"):
+        warnings.simplefilter("ignore")  # numpy warns of values without any that is known
+        expected, found = np.nanmedian(np.array(values)), median_of_known(np.array(values))
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
 @given(values=VALUES)
@@ -70,6 +95,16 @@ def test_an_unknown_step_does_not_count() -> None:
     assert votes.count.tolist() == [3, 3]
     votes.add(np.array([False, False]), np.array([True, False]))
     assert votes.count.tolist() == [2, 3]
+
+
+@given(steps=st.lists(st.tuples(*[st.booleans()] * 4), max_size=12))
+def test_votes_are_the_last_known_judgements_of_each_column(steps: list[tuple[bool, bool, bool, bool]]) -> None:
+    votes = VoteWindow(2, 3)
+    for first, second, *known in steps:
+        votes.add(np.array([first, second]), np.array(known))
+    for column in range(2):
+        judged = [step[column] for step in steps if step[2 + column]]
+        assert votes.count[column] == sum(judged[-3:])
 
 
 @given(steps=st.integers(1, 50), columns=st.integers(1, 10_000))

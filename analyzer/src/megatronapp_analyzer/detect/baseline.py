@@ -1,5 +1,7 @@
 """Robust references for columns of numbers (ranks, units, links): a column's own history, and the other columns."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,31 @@ from megatronapp_native import median_of_others as native_median_of_others
 Mask = NDArray[np.bool_]
 MAD_TO_SIGMA = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
+
+
+LARGEST = float(np.finfo(np.float64).max)
+
+
+def filled(values: Floats, value: float = 0.0) -> Floats:
+    """Return the values with `value` in place of NaN, and the largest numbers in place of infinite ones.
+
+    As numpy.nan_to_num, to the last bit, in a fraction of its time for a few columns.
+    """
+    out: Floats = np.minimum(np.maximum(values, -LARGEST), LARGEST)
+    out[np.isnan(values)] = value
+    return out
+
+
+def median_of_known(values: Floats) -> float:
+    """Return the median of the values that are not NaN; NaN without any.
+
+    As numpy.nanmedian of one dimension, to the last bit, in a fraction of its time for a few columns.
+    """
+    known = np.sort(values[~np.isnan(values)])
+    middle = len(known) // 2
+    if not len(known):
+        return math.nan
+    return float(known[middle]) if len(known) % 2 else float((known[middle - 1] + known[middle]) / 2.0)
 
 
 class ColumnHistory:
@@ -51,7 +78,7 @@ def column_medians(values: Floats, count: Ints) -> Floats:
         return np.empty(0)
     ordered = np.sort(values, axis=0)
     middle = np.maximum((count - 1) // 2, 0)
-    out: Floats = np.take_along_axis(ordered, middle[None, :], axis=0)[0]
+    out: Floats = ordered[middle, np.arange(len(middle))]
     return out
 
 

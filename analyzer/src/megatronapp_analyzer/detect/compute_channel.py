@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import Mask
+from megatronapp_analyzer.detect.baseline import Mask, filled
 from megatronapp_analyzer.detect.evidence_channels import SIGMA_CAP, ChannelReading
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings, NoiseLevel
@@ -43,7 +43,7 @@ class LogChannel:
         return ChannelReading(
             known=found.known,
             over=found.over,
-            excess=np.nan_to_num(values_s) * (1.0 - np.exp(-found.size)),
+            excess=filled(values_s) * (1.0 - np.exp(-found.size)),
             ratio=np.exp(found.size),
             strength=found.strength,
             by_history=found.by_history,
@@ -53,5 +53,5 @@ class LogChannel:
 def _doubt(doubt_s: Floats, values_s: Floats, shift: Floats) -> Floats:
     """Return by how much a shift may be too large, in logarithms."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        out: Floats = np.log1p(np.nan_to_num(doubt_s / (values_s * np.exp(-shift))))
+        out: Floats = np.log1p(filled(doubt_s / (values_s * np.exp(-shift))))
     return out

@@ -7,7 +7,7 @@ delay beyond what is usual for the rank bounds how much of an excess the node ma
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import ColumnHistory, Mask
+from megatronapp_analyzer.detect.baseline import ColumnHistory, Mask, filled
 from megatronapp_analyzer.detect.features import Floats
 from megatronapp_analyzer.detect.settings import DetectorSettings
 
@@ -27,8 +27,8 @@ class CrowdingBaseline:
 
     def growth_s(self, queue_s: Floats) -> Floats:
         """Return run-queue delay per microbatch beyond the usual; all of it without history, 0 where it is unknown."""
-        usual = np.nan_to_num(self._history.median() + USUAL_DEVIATIONS * self._history.deviation())
-        growth: Floats = np.maximum(np.nan_to_num(queue_s) - usual, 0.0)
+        usual = filled(self._history.median() + USUAL_DEVIATIONS * self._history.deviation())
+        growth: Floats = np.maximum(filled(queue_s) - usual, 0.0)
         return growth
 
     def learn(self, queue_s: Floats, healthy: Mask) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner, ClockModel
 from megatronapp_analyzer.detect import candidates as cand
-from megatronapp_analyzer.detect.baseline import ColumnHistory
+from megatronapp_analyzer.detect.baseline import ColumnHistory, median_of_known
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers, transfers_of
 from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_cause, typical_parts
@@ -151,7 +151,7 @@ class Detector:
 
     def _judge(self, aligned: AlignedStep, features: StepFeatures, transfers: CollectiveTransfers) -> list[Verdict]:
         view = aligned.step.view
-        step_s = float(np.nanmedian(features.step_s))
+        step_s = median_of_known(features.step_s)
         self._microbatches = max(int(features.forwards.max(initial=0)), 1)  # more as the batch grows
         usual = float(self._microbatch_s.median()[0]) * self._microbatches
         budget = min(usual, step_s) if np.isfinite(usual) else step_s
@@ -325,7 +325,7 @@ def _when(view: StepRecords) -> JobMoment:
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
     """Mark deliveries as unknown between clocks that are not aligned well enough."""
     doubt = clocks.pairs_uncertainty_ns(features.pairs) * 1e-9
-    usual = np.nanmedian(features.passes_s) if np.isfinite(features.passes_s).any() else 0.0
+    usual = median_of_known(features.passes_s) if np.isfinite(features.passes_s).any() else 0.0
     delivery: Floats = np.where(doubt > DOUBTFUL_SHARE * usual, np.nan, features.delivery_s)
     return features.with_delivery(delivery)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import Mask, median_of_others_by
+from megatronapp_analyzer.detect.baseline import Mask, filled, median_of_known, median_of_others_by
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
 from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers
 from megatronapp_analyzer.detect.causes.group_links import GroupLinks
@@ -215,20 +215,18 @@ class ChannelSet:
         )
         reading = launches.added_to(_added(gaps, off_cpu))
         self._votes_host.add(reading.over, reading.known)
-        evidence = _evidence(
-            Cause.HOST, reading, self._votes_host, np.nan_to_num(count), self._harm_s(features, step_s)
-        )
+        evidence = _evidence(Cause.HOST, reading, self._votes_host, filled(count), self._harm_s(features, step_s))
         passes_s = features.passes_s
         if np.isfinite(passes_s).any():
-            passes_s = np.where(np.isfinite(passes_s), passes_s, np.nanmedian(passes_s))
+            passes_s = np.where(np.isfinite(passes_s), passes_s, median_of_known(passes_s))
         evidence = _against_compute(evidence, passes_s - launches.late.excess * self._chunks)
         evidence = self._with_onsets(evidence, reading.known, on_device=features.on_device)
         with np.errstate(divide="ignore", invalid="ignore"):
-            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + np.nan_to_num(queued_s)), 0.0)
+            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + filled(queued_s)), 0.0)
         return evidence, HostParts(
             gaps_s=np.where(gaps.over, gaps.excess, 0.0),
             off_cpu_s=np.where(off_cpu.over, off_cpu.excess, 0.0),
-            off_cpu_part=np.minimum(np.nan_to_num(part), 1.0),
+            off_cpu_part=np.minimum(filled(part), 1.0),
         )
 
     def _read_data(self, features: StepFeatures, step_s: float, crowded_s: Floats, *, whole: bool) -> CauseEvidence:
@@ -265,15 +263,15 @@ class ChannelSet:
         over = known & (ratio > limit)
         self._votes_imbalance.add(over, known)
         count = self._units.slowest(features.forwards / self._chunks)
-        excess = np.nan_to_num(compute - others)
+        excess = filled(compute - others)
         return CauseEvidence(
             cause=Cause.UNDETERMINED,
             over=over,
             votes=self._votes_imbalance.count - (self._settings.imbalance_steps - self._settings.votes),
-            excess_s=excess * np.nan_to_num(count),
+            excess_s=excess * filled(count),
             occurrence_s=excess,
-            ratio=np.nan_to_num(ratio, nan=1.0),
-            strength=np.nan_to_num(ratio) / limit,
+            ratio=filled(ratio, 1.0),
+            strength=filled(ratio) / limit,
             by_history=np.zeros(len(ratio), np.bool_),
             harmful=np.zeros(len(ratio), np.bool_),
         )
@@ -283,7 +281,7 @@ class ChannelSet:
         found = self._job.read(passes_s) if features.on_device else UNKNOWN
         over, known = np.array([found.over]), np.array([found.known])
         self._votes_job.add(over, known)
-        usual_s = float(np.nanmedian(passes_s)) if np.isfinite(passes_s).any() else 0.0
+        usual_s = median_of_known(passes_s) if np.isfinite(passes_s).any() else 0.0
         excess = np.array([usual_s * -np.expm1(-max(found.size, 0.0))])
         count = float(features.forwards.max(initial=0)) / self._chunks
         return CauseEvidence(
@@ -348,7 +346,7 @@ def _readers(layout: JobLayout) -> Ints:
 
 
 def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats, harm_s: float) -> CauseEvidence:
-    excess_s = reading.excess * np.nan_to_num(count)
+    excess_s = reading.excess * filled(count)
     return CauseEvidence(
         cause=cause,
         over=reading.over,
@@ -365,7 +363,7 @@ def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: F
 def _against_compute(evidence: CauseEvidence, compute_s: Floats) -> CauseEvidence:
     """Express delays as slowdowns: how many times longer than its compute alone a microbatch takes the rank."""
     ratio = 1.0 + evidence.occurrence_s / np.where(compute_s > 0, compute_s, np.nan)
-    return dataclasses.replace(evidence, ratio=np.nan_to_num(ratio, nan=1.0))
+    return dataclasses.replace(evidence, ratio=filled(ratio, 1.0))
 
 
 def _on_processor(values_s: Floats, features: StepFeatures) -> Floats:

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import Mask
+from megatronapp_analyzer.detect.baseline import Mask, filled
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings, NoiseLevel
 from megatronapp_analyzer.detect.statistics.two_references import ReferenceLimits, TwoReferences
@@ -86,7 +86,7 @@ class DelayChannel:
         """
         budget_s = np.where(budget_s > 0, budget_s, np.nan)
         with np.errstate(invalid="ignore"):
-            parts, doubt = values_s / budget_s, np.nan_to_num(doubt_s / budget_s)
+            parts, doubt = values_s / budget_s, filled(doubt_s / budget_s)
         limits = ReferenceLimits(
             floor=noise.share_floor,
             own=self._weight * noise.share,
@@ -97,7 +97,7 @@ class DelayChannel:
             largest_step=LARGEST_STEP,
         )
         found = self._test.read(parts, limits, lambda shift: doubt)
-        excess: Floats = np.maximum(np.nan_to_num(found.size * budget_s), 0.0)
+        excess: Floats = np.maximum(filled(found.size * budget_s), 0.0)
         return ChannelReading(
             known=found.known,
             over=found.over,

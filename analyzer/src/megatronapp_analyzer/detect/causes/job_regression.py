@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import MAD_TO_SIGMA
+from megatronapp_analyzer.detect.baseline import MAD_TO_SIGMA, median_of_known
 from megatronapp_analyzer.detect.features import Floats
 from megatronapp_analyzer.detect.statistics.change_detection import error_of_mean
 from megatronapp_native import row_medians
@@ -71,7 +71,7 @@ class JobBaseline:
         own = row_medians(newest[:, known].T) - usual
         size = float(np.median(own))
         steps = row_medians(reference[:, known] - usual)
-        sigma = MAD_TO_SIGMA * float(np.nanmedian(np.abs(steps - np.nanmedian(steps))))
+        sigma = MAD_TO_SIGMA * median_of_known(np.abs(steps - median_of_known(steps)))
         limit = max(LEAST_SHIFT, SIGMAS * sigma * float(error_of_mean(np.array([NEWEST]), CORRELATION)[0]))
         together = float(np.mean(own > LEAST_SHIFT / 2)) >= LEAST_UNITS
         lasts = min(row_medians(newest[-3:, known] - usual).tolist()) > size / 2

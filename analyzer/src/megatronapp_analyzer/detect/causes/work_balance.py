@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from megatronapp_analyzer.detect.baseline import filled
 from megatronapp_analyzer.detect.candidates import CauseEvidence
 from megatronapp_analyzer.detect.compute_channel import LogChannel
 from megatronapp_analyzer.detect.features import Floats, StepFeatures, segment_medians
@@ -37,8 +38,8 @@ class WorkBalance:
             factors[: len(found)] = found
         reading = self._channel.read(factors, LIMITS, np.zeros(count))
         self._votes.add(reading.over, reading.known)
-        occurrence_s = reading.excess * np.nan_to_num(self._of_replicas(features.passes_s))
-        excess_s = occurrence_s * np.nan_to_num(self._of_replicas(features.forwards / self._chunks))
+        occurrence_s = reading.excess * filled(self._of_replicas(features.passes_s))
+        excess_s = occurrence_s * filled(self._of_replicas(features.forwards / self._chunks))
         return CauseEvidence(
             cause=Cause.DATA_IMBALANCE,
             over=reading.over,

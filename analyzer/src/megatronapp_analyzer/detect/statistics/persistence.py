@@ -23,6 +23,10 @@ class VoteWindow:
 
     def add(self, over: Mask, known: Mask) -> None:
         """Add the judgement of one step."""
+        if known.all():  # the usual case, which needs no choice of columns
+            self._ring[1:] = self._ring[:-1]
+            self._ring[0] = over
+            return
         self._ring[1:, known] = self._ring[:-1, known]
         self._ring[0, known] = over[known]
 

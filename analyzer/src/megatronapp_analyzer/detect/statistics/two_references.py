@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import Mask, median_of_others_by
+from megatronapp_analyzer.detect.baseline import Mask, filled, median_of_others_by
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.statistics.change_detection import PRIOR_CORRELATION, WINDOWS, error_of_mean
@@ -78,7 +78,7 @@ class ReplicaPart:
 
     def of(self, values: Floats, replicas: Ints, deviation: Floats) -> Floats:
         """Return the expected part of each value, from the values of its replica's other columns."""
-        mates = np.nan_to_num(median_of_others_by(values, replicas) / deviation)
+        mates = filled(median_of_others_by(values, replicas) / deviation)
         weight = self._product / (self._square + self.PRIOR)
         out: Floats = min(max(weight, 0.0), 1.0) * mates * deviation
         return out
