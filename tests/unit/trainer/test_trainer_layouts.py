@@ -4,10 +4,13 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from pytest_workers import FULL
 from recording_reporter import RecordingReporter
+
+from megatronapp_trainer.errors import UsageErrors
 
 pytestmark = pytest.mark.torch
 
@@ -174,6 +177,42 @@ def test_dropout_with_recomputation_equals_dropout_without(run_ranks: RunRanks) 
     )
     assert plain == again
     assert plain[0] != losses_of(run_ranks, 2, two)[0]
+
+
+def train_and_count(flags: str) -> tuple[tuple[list[float], list[float]] | None, int]:
+    """Return what `train` returns, and the number of forward passes of MLPs."""
+    from megatron.core.transformer.mlp import MLP
+
+    with mock.patch.object(MLP, "forward", autospec=True, side_effect=MLP.forward) as forward:
+        return train(flags), forward.call_count
+
+
+def test_recomputed_parts_change_no_bit(run_ranks: RunRanks, alone: Any) -> None:
+    parts = "--recompute-granularity selective --recompute-modules core_attn mlp"
+    ((found, passes),) = run_ranks(1, train_and_count, f"{LLAMA} {parts}")
+    assert tuple(found) == alone(LLAMA)
+    assert passes == 2 * STEPS * 4 * 4, "4 layers of 4 microbatches"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules mlp", "mlp needs --disable-bias-linear"),
+        ("--recompute-activations --recompute-modules moe core_attn", "--recompute-modules moe needs --num-experts"),
+        ("--recompute-activations --recompute-modules layernorm", "invalid choice: 'layernorm'"),
+        (
+            f"{LLAMA} --recompute-activations --recompute-modules mlp --forward-backward-disaggregating",
+            "--recompute-modules mlp and --forward-backward-disaggregating cannot be combined",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_recomputed_are_refused(flags: str, message: str) -> None:
+    from megatronapp_trainer.config import parse
+
+    with pytest.raises(UsageErrors) as raised:
+        parse(f"{MODEL} {flags}".split())
+    assert message in str(raised.value)
 
 
 def test_bf16_follows_fp32(run_ranks: RunRanks, alone: Any) -> None:

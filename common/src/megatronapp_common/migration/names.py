@@ -42,6 +42,8 @@ FLAGS: Final[dict[str, str]] = {
     "--recompute-activations": SAME,
     "--recompute-granularity": f"{SAME}; in a manifest spec.training.recompute",
     "--recompute-method": SAME,
+    "--recompute-modules": f"{SAME} for core_attn, mlp (with --disable-bias-linear), moe and shared_experts; in a "
+    "manifest spec.args",
     "--recompute-num-layers": SAME,
     "--use-flash-attn": f"{SAME}; the fastest attention that the device has is taken in any case",
     "--num-experts": f"{SAME}, as the other flags of experts (docs/moe.md); in a manifest spec.args",

@@ -28,6 +28,7 @@ FULL_MODEL = f"{LOSSES} {SHARED}"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 EP = "--expert-model-parallel-size 2"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+RECOMPUTED_PARTS = "--recompute-granularity selective --recompute-modules core_attn moe shared_experts"
 SHARDED = "--use-distributed-optimizer"
 TOLERANCE = 2e-5
 
@@ -175,6 +176,11 @@ LAYOUTS = {
         f"--dpp-schedule zero-bubble {ALL_TO_ALL}",
     ),
     "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "recompute-parts": (1, RECOMPUTED_PARTS),
+    "DPP-recompute-parts": (
+        2,
+        f"--pipeline-model-parallel-size 2 --use-dpp --dpp-schedule zero-bubble {ALL_TO_ALL} {RECOMPUTED_PARTS}",
+    ),
     "local": (1, "--transformer-impl local"),
 }
 

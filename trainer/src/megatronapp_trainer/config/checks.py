@@ -391,6 +391,20 @@ def _recompute(config: TrainerConfig) -> Iterator[str]:
             precision.recompute_method is None and precision.recompute_num_layers is None,
             "--recompute-method and --recompute-num-layers need --recompute-granularity full",
         )
+    modules = set(precision.recompute_modules or ())
+    yield from require(
+        not modules or precision.granularity == "selective",
+        "--recompute-modules needs --recompute-granularity selective",
+    )
+    experts = sorted(modules & {"moe", "shared_experts"})
+    yield from require(
+        not experts or config.model.num_experts is not None,
+        f"--recompute-modules {' '.join(experts)} needs --num-experts",
+    )
+    yield from require(
+        "mlp" not in modules or not config.model.add_bias_linear,
+        "--recompute-modules mlp needs --disable-bias-linear: megatron-core recomputes no MLP with a bias",
+    )
 
 
 def _batches(config: TrainerConfig) -> Iterator[str]:

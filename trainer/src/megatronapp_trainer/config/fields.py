@@ -121,7 +121,7 @@ def _keywords(hint: Any, meta: Option) -> dict[str, Any]:  # noqa: ANN401
     if hint is bool:
         return {"action": "store_false" if meta.turns_off else "store_true"}
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+", "type": typing.get_args(hint)[0]}
+        return {"nargs": "+", "type": typing.get_args(hint)[0], "choices": meta.choices}
     return {"type": _finite if hint is float else hint, "choices": meta.choices}
 
 

@@ -43,7 +43,12 @@ class PrecisionConfig:
     )
     recompute_activations: bool = option(False, "short for --recompute-granularity selective")
     recompute_granularity: str | None = option(
-        None, "what the backward pass computes again: whole layers, or attention only", choices=("full", "selective")
+        None, "what the backward pass computes again: whole layers, or parts of them", choices=("full", "selective")
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        "which parts, with selective; core_attn alone by default",
+        choices=("core_attn", "mlp", "moe", "shared_experts"),
     )
     recompute_method: str | None = option(None, "which layers, with full", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(

@@ -40,6 +40,7 @@ def generation_config(config: TrainerConfig) -> TrainerConfig:
         config.precision,
         recompute_activations=False,
         recompute_granularity=None,
+        recompute_modules=None,
         recompute_method=None,
         recompute_num_layers=None,
     )

@@ -147,6 +147,7 @@ def _recomputation(config: TrainerConfig) -> dict[str, Any]:
     precision = config.precision
     return {
         "recompute_granularity": precision.granularity,
+        "recompute_modules": None if precision.recompute_modules is None else list(precision.recompute_modules),
         "recompute_method": precision.recompute_method,
         "recompute_num_layers": precision.recompute_num_layers,
     }

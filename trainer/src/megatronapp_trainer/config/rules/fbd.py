@@ -33,6 +33,11 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         ("--overlap-param-gather", config.parallel.overlap_param_gather),
     ):
         yield from require(not on, f"{flag} and {_SWITCH} cannot be combined yet; leave one of them out")
+    modules = config.precision.recompute_modules
+    yield from require(
+        modules is None or set(modules) == {"core_attn"},
+        f"--recompute-modules {' '.join(modules or ())} and {_SWITCH} cannot be combined yet; leave one of them out",
+    )
     yield from _dpp_problems(config)
     yield from require(
         not (fbd.merged and config.model.attention_dropout > 0),
