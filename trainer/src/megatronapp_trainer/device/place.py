@@ -12,6 +12,7 @@ from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 _NOISE = (
     "Please use DTensor instead",  # of sharded tensors, which its checkpoints are made of
     "full scope is deprecated",  # of a default value of TransformerConfig
+    "If you are using transformer_engine",  # of recomputed attention, whatever it is computed by
     "The .grad attribute of a Tensor that is not a leaf",  # asked of every shard by the distributed optimizer
 )
 """Warnings of megatron-core 0.16 about itself, which no user can act on."""
