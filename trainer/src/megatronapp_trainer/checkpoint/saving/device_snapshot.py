@@ -1,8 +1,8 @@
-"""Copies of tensors of a GPU that pass through its own memory, so that training waits milliseconds for them.
+"""Copies of tensors of a GPU that pass through its own memory, which is much faster than the way to the host.
 
-Memory of the device is copied some fifty times as fast as it reaches the host. Where the device has room for a second
-copy, the tensors are copied there first, and from there to the host while training changes them. A thread does that in
-slices: a small copy to the host, such as that of a loss, waits for a slice and not for the whole.
+Where the device has room for a second copy, the tensors are copied there first, and from there to the host while
+training changes them. A thread does that in slices: a small copy to the host, such as that of a loss, waits for a slice
+and not for the whole.
 """
 
 import collections
