@@ -336,11 +336,11 @@ def _slow(jobs: _Jobs) -> Iterator[Metric]:
         "megatron_job_slow_node_since_timestamp_seconds", "When the node was first reported as slow.", labels=labels
     )
     for key, job in jobs:
-        for one in slow_nodes(job.status, job.facts, job.verdict_times):
-            place = [*key, one.node, one.cause]
-            ratio.add_metric(place, one.slowdown)
-            cost.add_metric(place, one.seconds_per_step)
-            since.add_metric(place, one.since)
+        for slow_node in slow_nodes(job.status, job.facts, job.verdict_times):
+            place = [*key, slow_node.node, slow_node.cause]
+            ratio.add_metric(place, slow_node.slowdown)
+            cost.add_metric(place, slow_node.seconds_per_step)
+            since.add_metric(place, slow_node.since)
     yield from (ratio, cost, since)
 
 

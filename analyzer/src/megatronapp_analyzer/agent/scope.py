@@ -156,7 +156,7 @@ class ScopeSocket:
             LOG.debug("a rank disconnected")
         finally:
             self._tasks.discard(task)
-            for rank in [rank for rank, one in self._speaks.items() if one is task]:
+            for rank in [rank for rank, speaker in self._speaks.items() if speaker is task]:
                 del self._speaks[rank]
                 self._announce_left(rank)
             writer.close()

@@ -202,12 +202,12 @@ class Detector:
         link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link
         compute = cand.without_explained(compute, others, self._places)
-        compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
+        compute = [self._narrowing.narrow(view, candidate, self._places) for candidate in compute]
         others += cand.of_replicas(evidence.work, self._active(evidence.work), features.work, self._places)
         found = self._worth_telling(compute + others, step_s, on_device=on_device)
         found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
-        return found + [one for one in alone if not self._spoken_for(one, found)]
+        return found + [candidate for candidate in alone if not self._spoken_for(candidate, found)]
 
     def _worth_telling(
         self, candidates: list[SuspectCandidate], step_s: float, *, on_device: bool
@@ -228,7 +228,9 @@ class Detector:
     def _spoken_for(self, imbalance: SuspectCandidate, found: list[SuspectCandidate]) -> bool:
         named = [track.candidate for track in self._tracks.live.values() if track.named]
         return any(
-            set(one.subject.ranks) & set(imbalance.subject.ranks) for one in found + named if one.key != imbalance.key
+            set(candidate.subject.ranks) & set(imbalance.subject.ranks)
+            for candidate in found + named
+            if candidate.key != imbalance.key
         )
 
     def _active(self, evidence: CauseEvidence) -> Ints:
@@ -255,7 +257,11 @@ class Detector:
 
     def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
-        hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == step.view.step]
+        hit = [
+            live_track
+            for live_track in self._tracks.live.values()
+            if live_track.evidence and live_track.evidence[-1] == step.view.step
+        ]
         if not hit:
             return
         step = deciding_part(step, self._replica_of_rank, [track.candidate.subject.ranks for track in hit])
@@ -266,15 +272,15 @@ class Detector:
             return
         remedies = [
             Remedy(
-                subject=one.candidate.subject,
-                cause=one.candidate.cause,
-                ratio=one.ratio,
-                excess_s=one.gap_s,
-                off_cpu_part=one.off_cpu_part,
-                pairs=_pairs(one.candidate, evidence),
-                late=evidence.launches.lengthened(one.candidate.subject.ranks) if one.late else (),
+                subject=live_track.candidate.subject,
+                cause=live_track.candidate.cause,
+                ratio=live_track.ratio,
+                excess_s=live_track.gap_s,
+                off_cpu_part=live_track.off_cpu_part,
+                pairs=_pairs(live_track.candidate, evidence),
+                late=evidence.launches.lengthened(live_track.candidate.subject.ranks) if live_track.late else (),
             )
-            for one in hit
+            for live_track in hit
         ]
         waits = attribute(graph)
         lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_s(graph, step.view))

@@ -371,17 +371,17 @@ def _on_processor(values_s: Floats, features: StepFeatures) -> Floats:
     return np.full(len(values_s), np.nan) if features.on_device else values_s
 
 
-def _added(one: ChannelReading, other: ChannelReading) -> ChannelReading:
+def _added(first: ChannelReading, other: ChannelReading) -> ChannelReading:
     """Return the delays of two channels that measure different times: those that are over are added up."""
-    over = one.over | other.over
-    added = np.where(one.over, one.excess, 0.0) + np.where(other.over, other.excess, 0.0)
+    over = first.over | other.over
+    added = np.where(first.over, first.excess, 0.0) + np.where(other.over, other.excess, 0.0)
     return ChannelReading(
-        known=one.known | other.known,
+        known=first.known | other.known,
         over=over,
-        excess=np.where(over, added, one.excess),
+        excess=np.where(over, added, first.excess),
         ratio=np.ones(len(over)),
-        strength=np.maximum(one.strength, other.strength),
-        by_history=np.where(one.over, one.by_history, np.where(other.over, other.by_history, one.by_history)),
+        strength=np.maximum(first.strength, other.strength),
+        by_history=np.where(first.over, first.by_history, np.where(other.over, other.by_history, first.by_history)),
     )
 
 

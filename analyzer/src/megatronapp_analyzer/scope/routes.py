@@ -352,7 +352,7 @@ async def prompt_scores(scope: ScopeOf, run: RunId, sample: Annotated[int, Query
 
 def _numbers(values: NDArray[np.float32]) -> list[float | None]:
     """JSON has neither NaN nor infinity."""
-    return [float(one) if np.isfinite(one) else None for one in values]
+    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 @router.get("/runs/{run}/session", operation_id="getSession", response_class=Response, responses=SESSION)

@@ -202,8 +202,16 @@ def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
 
 def _conditions(status: dict[str, Any]) -> Iterator[str]:
     rows = [["TYPE", "STATUS", "AGE", "REASON", "MESSAGE"]]
-    for one in status.get("conditions", ()):
-        rows.append([one["type"], one["status"], age(one["lastTransitionTime"]), one["reason"], one["message"]])
+    for condition in status.get("conditions", ()):
+        rows.append(
+            [
+                condition["type"],
+                condition["status"],
+                age(condition["lastTransitionTime"]),
+                condition["reason"],
+                condition["message"],
+            ]
+        )
     return _section("Conditions", rows)
 
 
@@ -230,15 +238,23 @@ def _slow_ranks(status: dict[str, Any]) -> Iterator[str]:
 
 def _failures(status: dict[str, Any]) -> Iterator[str]:
     rows = [["ATTEMPT", "AGE", "ACTION", "REASON", "MESSAGE"]]
-    for one in status.get("failures", ()):
-        rows.append([str(one["attempt"]), age(one["time"]), one["action"], one["reason"], _line(one["message"])])
+    for failure in status.get("failures", ()):
+        rows.append(
+            [
+                str(failure["attempt"]),
+                age(failure["time"]),
+                failure["action"],
+                failure["reason"],
+                _line(failure["message"]),
+            ]
+        )
     return _section("Failures", rows)
 
 
 def _events(events: list[dict[str, Any]]) -> Iterator[str]:
     rows = [["TYPE", "REASON", "AGE", "MESSAGE"]]
-    for one in events[-EVENTS_SHOWN:]:
-        rows.append([one["type"], one["reason"], age(one["time"]), _line(one["message"])])
+    for event in events[-EVENTS_SHOWN:]:
+        rows.append([event["type"], event["reason"], age(event["time"]), _line(event["message"])])
     return _section("Events", rows)
 
 

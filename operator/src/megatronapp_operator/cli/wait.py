@@ -31,7 +31,8 @@ class WaitCondition:
         if self == WaitCondition(ConditionType.RUNNING) and job.phase == Phase.SUCCEEDED:
             return True  # a short job may run between two polls
         return any(
-            self._equal(one["type"], self.type) and self._equal(one["status"], self.status) for one in conditions
+            self._equal(condition["type"], self.type) and self._equal(condition["status"], self.status)
+            for condition in conditions
         )
 
     def is_unreachable(self, job: JobHandle) -> bool:
@@ -39,8 +40,8 @@ class WaitCondition:
         return bool(self.type) and job.ended and not self.holds(job)
 
     @staticmethod
-    def _equal(one: str, other: str) -> bool:
-        return one.lower() == other.lower()
+    def _equal(first: str, other: str) -> bool:
+        return first.lower() == other.lower()
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -85,7 +86,7 @@ def named_condition(name: str, status: str, *, place: str) -> WaitCondition:
 
 def _known(place: str, word: str, known: Sequence[str]) -> str:
     """Return the known name that matches `word` in any case. Raises OperatorError that lists all."""
-    by_small = {one.lower(): one for one in known}
+    by_small = {name.lower(): name for name in known}
     if word.lower() in by_small:
         return by_small[word.lower()]
     words = by_small | {other: meant for other, meant in ALIASES.items() if meant in known}
@@ -104,7 +105,11 @@ def _reached(place: JobLookup, name: str, wanted: WaitCondition) -> bool:
     if wanted.type and wanted.holds(job):
         return True
     if wanted.is_unreachable(job):
-        ends = [one for one in job.status.get("conditions", ()) if one["type"] in FINAL and one["status"] == "True"]
+        ends = [
+            condition
+            for condition in job.status.get("conditions", ())
+            if condition["type"] in FINAL and condition["status"] == "True"
+        ]
         last = ends[-1] if ends else None
         why = "" if last is None else f" ({last['reason']}: {last['message']})"
         raise OperatorError(f"{name} has ended as {job.phase}{why}; {wanted.type} cannot become {wanted.status}")

@@ -177,7 +177,7 @@ def summary(hub: HubReader) -> schemas.Summary:
             if link.shared_memory is not None and link.shared_memory.full
         ],
         actions=[
-            schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.probe_client.actions.all()
+            schemas.Action.model_validate(dataclasses.asdict(action)) for action in hub.scope.probe_client.actions.all()
         ],
     )
 

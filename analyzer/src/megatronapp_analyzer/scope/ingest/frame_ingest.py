@@ -148,7 +148,9 @@ class FrameIngest:
 
     def _schedule_close(self) -> None:
         self.close()
-        due = min((one for one in (self.assembler.due_s(), self._engine.due_s()) if one is not None), default=None)
+        due = min(
+            (due_s for due_s in (self.assembler.due_s(), self._engine.due_s()) if due_s is not None), default=None
+        )
         with contextlib.suppress(RuntimeError):  # without a loop, as in tests, the caller calls `close_due` itself
             loop = asyncio.get_running_loop()
             if due is not None:

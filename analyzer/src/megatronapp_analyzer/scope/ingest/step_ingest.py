@@ -75,7 +75,7 @@ class StepIngest:
         newest = self._pca.newest
         if run.pca_version != newest and any(tensor.version == newest for tensor in step.tensors):
             self._events.basis_unknown(run)
-        usable = [one for one in step.tensors if one.tensor.name != PCA or one.version == run.pca_version]
+        usable = [part for part in step.tensors if part.tensor.name != PCA or part.version == run.pca_version]
         try:
             return encode.tables_of(usable, layers), encode.attention_rows(usable)
         except ProtocolError as error:

@@ -68,7 +68,7 @@ class MergedTensor:
 def _integers(value: object, what: str, *, at_most: int = 1 << 20) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) > at_most:
         raise ProtocolError("bad-part", f"PART frame: {what} is not a list of at most {at_most}")
-    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 32 for one in value):
+    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 32 for number in value):
         raise ProtocolError("bad-part", f"PART frame: {what} holds something else than numbers from 0 on")
     return tuple(value)
 
@@ -77,8 +77,8 @@ def rows_of(value: object) -> tuple[Row, ...]:
     """Rows of `[[sample, first position, count], ..]`. Raises ProtocolError."""
     if not isinstance(value, list):
         raise ProtocolError("bad-part", "PART frame: rows is not a list")
-    ranges = [_integers(one, "a range of rows", at_most=3) for one in value]
-    if any(len(one) != 3 for one in ranges) or sum(one[2] for one in ranges) > MAX_ROWS:
+    ranges = [_integers(row_range, "a range of rows", at_most=3) for row_range in value]
+    if any(len(row_range) != 3 for row_range in ranges) or sum(row_range[2] for row_range in ranges) > MAX_ROWS:
         raise ProtocolError("bad-part", f"PART frame: rows are not [sample, first, count] of at most {MAX_ROWS} rows")
     return tuple((sample, first + place) for sample, first, count in ranges for place in range(count))
 
@@ -90,7 +90,7 @@ def shard_tensors_of(frame: Frame, tp: int) -> list[ShardTensor]:
         found = [_shard_tensor(tensor, rows, tp) for tensor in unpack(frame)]
     except FrameError as error:
         raise ProtocolError("bad-part", f"PART frame: {error}") from error
-    return [dataclasses.replace(one, version=version) if one.tensor.name == PCA else one for one in found]
+    return [dataclasses.replace(part, version=version) if part.tensor.name == PCA else part for part in found]
 
 
 def _version(value: object) -> int | None:
@@ -147,7 +147,7 @@ def merge(pieces: Sequence[ShardTensor], *, layers: int | None = None) -> Merged
 
 def merge_all(named: Mapping[str, Sequence[ShardTensor]], *, layers: int | None = None) -> dict[str, MergedTensor]:
     """Return the table of each name, as `merge` makes it. Raises ProtocolError, also for too many states in total."""
-    wholes = {name: _wholes(pieces) for name, pieces in named.items() if any(one.shard is not None for one in pieces)}
+    wholes = {name: _wholes(pieces) for name, pieces in named.items() if any(part.shard is not None for part in pieces)}
     if sum(whole.numbers(layers) for found in wholes.values() for whole in found) > MAX_NUMBERS:
         raise ProtocolError("bad-part", f"PART frame: the states of a step are more than {MAX_NUMBERS} numbers")
     done = {name: [whole.merged() for whole in found] for name, found in wholes.items()}
@@ -186,7 +186,7 @@ class _MergedStates:
 
     def __init__(self, *, plan: ReductionPlan, pieces: Sequence[ShardTensor]) -> None:
         self._plan = plan
-        self._pieces = sorted(pieces, key=lambda one: -one.tp)
+        self._pieces = sorted(pieces, key=lambda part: -part.tp)
         self._rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
         self._layers = None if pieces[0].layers is None else _layers(pieces, None)
         self._shape = len(self._rows), 1 if self._layers is None else len(self._layers)

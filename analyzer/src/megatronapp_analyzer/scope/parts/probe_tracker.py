@@ -106,7 +106,7 @@ class ProbeTracker:
         """Number of calls of `clear`; if it grows during a request, the ranks that got the request were lost."""
 
     def __len__(self) -> int:
-        return sum(one.done is not None for one in self._probes.values())
+        return sum(tracked.done is not None for tracked in self._probes.values())
 
     def find_pending(self, key: object) -> str | None:
         """Return the pending probe for this, if any."""
@@ -119,7 +119,7 @@ class ProbeTracker:
 
     def count(self, caller: str) -> int:
         """Return the number of pending probes of a caller."""
-        return sum(one.caller == caller for one in self._probes.values())
+        return sum(tracked.caller == caller for tracked in self._probes.values())
 
     def expect(
         self, probe: str, key: object, done: Callable[[Sequence[ShardTensor]], None], now_s: float, *, caller: str = ""
@@ -147,61 +147,61 @@ class ProbeTracker:
         for piece in pieces:
             known.bytes += piece.tensor.nbytes
             known.tensors.append(piece)
-        if sum(one.bytes for one in self._probes.values()) > MAX_BYTES:
+        if sum(tracked.bytes for tracked in self._probes.values()) > MAX_BYTES:
             self._fail(known, too_large)
 
     def _bound_early(self) -> None:
         """Drop the oldest probes that are not expected; a later `expect` of one of them fails at once."""
-        early = [(name, one) for name, one in self._probes.items() if one.done is None]
+        early = [(name, tracked) for name, tracked in self._probes.items() if tracked.done is None]
         while len(early) > MAX_PROBES:
             self._forget(*early.pop(0))
-        held_bytes = sum(one.bytes for _, one in early)
-        for _, one in early:
+        held_bytes = sum(tracked.bytes for _, tracked in early)
+        for _, tracked in early:
             if held_bytes <= MAX_EARLY_BYTES:
                 return
-            held_bytes -= one.bytes
-            self._fail(one, dropped)
+            held_bytes -= tracked.bytes
+            self._fail(tracked, dropped)
 
     def settle(self, expected: Iterable[int], now_s: float) -> None:
         """Hand on probes that all of these ranks have reported; remove those that failed or took too long."""
         ranks = set(expected)
-        for probe, one in list(self._probes.items()):
-            if now_s - one.began_s >= PATIENCE_S:
-                self._fail(one, ranks_timed_out)
-                self._forget(probe, one)
-            elif one.done is None:
+        for probe, tracked in list(self._probes.items()):
+            if now_s - tracked.began_s >= PATIENCE_S:
+                self._fail(tracked, ranks_timed_out)
+                self._forget(probe, tracked)
+            elif tracked.done is None:
                 continue
-            elif one.failure is not None:
-                self._forget(probe, one)
-            elif ranks and min(ranks) >= 0 and one.parts.finished >= ranks:
-                self._hand_on(one)
-                self._forget(probe, one)
+            elif tracked.failure is not None:
+                self._forget(probe, tracked)
+            elif ranks and min(ranks) >= 0 and tracked.parts.finished >= ranks:
+                self._hand_on(tracked)
+                self._forget(probe, tracked)
 
-    def _hand_on(self, one: _TrackedProbe) -> None:
-        assert one.done is not None
+    def _hand_on(self, tracked: _TrackedProbe) -> None:
+        assert tracked.done is not None
         try:
-            one.done(one.tensors)
+            tracked.done(tracked.tensors)
         except ProtocolError as error:
             LOG.warning("a probe is refused: %s", error)
-            self._fail(one, invalid_answer)
+            self._fail(tracked, invalid_answer)
         except HttpError as error:
-            self._fail(one, functools.partial(_again, error))
+            self._fail(tracked, functools.partial(_again, error))
 
     def clear(self, why: Failure = engine_lost) -> None:
         """Fail all probes: the model was lost, or some of its ranks."""
         self.clears += 1
-        for probe, one in list(self._probes.items()):
-            self._fail(one, why)
-            self._forget(probe, one)
+        for probe, tracked in list(self._probes.items()):
+            self._fail(tracked, why)
+            self._forget(probe, tracked)
 
-    def _fail(self, one: _TrackedProbe, why: Failure) -> None:
-        one.failure, one.tensors, one.bytes = one.failure or why, [], 0
+    def _fail(self, tracked: _TrackedProbe, why: Failure) -> None:
+        tracked.failure, tracked.tensors, tracked.bytes = tracked.failure or why, [], 0
 
-    def _forget(self, probe: str, one: _TrackedProbe) -> None:
+    def _forget(self, probe: str, tracked: _TrackedProbe) -> None:
         del self._probes[probe]
         self._gone.append(probe)
-        if one.done is None:
+        if tracked.done is None:
             return
-        self._by_key.pop(one.key, None)
-        if one.failure is not None:
-            self._failures[one.key] = one.failure
+        self._by_key.pop(tracked.key, None)
+        if tracked.failure is not None:
+            self._failures[tracked.key] = tracked.failure

@@ -105,7 +105,7 @@ class ScopeStepAssembler:
         for run in sorted({run for run, _ in self._open}):
             closed += self._close_run(run, ranks, now_s)
         while len(self._open) > MAX_OPEN:
-            oldest = min(self._open, key=lambda one: (self._open[one].began_s, one))
+            oldest = min(self._open, key=lambda key: (self._open[key].began_s, key))
             closed.append(self._shut(oldest, ranks))
         return closed
 
@@ -120,12 +120,14 @@ class ScopeStepAssembler:
             yield self._shut((run, number), ranks)
 
     def _waiting(self, run: str) -> list[int]:
-        return sorted(step for one, step in self._open if one == run)
+        return sorted(step for other, step in self._open if other == run)
 
     def _deadline_s(self, run: str, number: int) -> float:
         """Return when a step is closed without what is missing. Tokens of a later step show that its own were lost."""
         step = self._open[run, number]
-        later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
+        later = (
+            later_step.tokens for (other, place), later_step in self._open.items() if other == run and place > number
+        )
         known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
         return step.received_s + (self.wait_s if known else self.tokens_wait_s)
 
@@ -146,7 +148,7 @@ class ScopeStepAssembler:
 
     def waits(self, run: str) -> bool:
         """Return whether steps of this run are open."""
-        return any(one == run for one, _ in self._open)
+        return any(other == run for other, _ in self._open)
 
     def due_s(self) -> float | None:
         """Return when the next step closes at the latest; None if none is open."""

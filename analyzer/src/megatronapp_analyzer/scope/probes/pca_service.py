@@ -249,10 +249,10 @@ class PcaService:
             ends = await asyncio.gather(*works, return_exceptions=True)
         finally:
             self._completing.discard(at)
-        for error in (one for one in ends if isinstance(one, BaseException)):
+        for error in (end for end in ends if isinstance(end, BaseException)):
             LOG.warning("PCA of run %s: %s", run.id, error)
         if False not in ends:
-            self._completed = {one for one in self._completed if one[0] in self._core.runs} | {at}
+            self._completed = {place for place in self._completed if place[0] in self._core.runs} | {at}
 
     async def _bring_sample(self, run: ScopeRun, sample: int, places: range) -> bool:
         """Fetch coordinates of a span of rows; return whether they arrived. Raises HttpError if they are refused
@@ -343,7 +343,7 @@ def _stored_states(run: ScopeRun, layers: Sequence[int]) -> tuple[list[Row], Sta
 
 def _fits(bases: Mapping[int, pca.PcaBasis], model: Mapping[str, Any]) -> bool:
     """Return whether a basis has the sizes of the model."""
-    return max(bases) < model["layers"] and all(one.mean.size == model["hidden"] for one in bases.values())
+    return max(bases) < model["layers"] and all(basis.mean.size == model["hidden"] for basis in bases.values())
 
 
 def _states(pieces: Sequence[ShardTensor]) -> tuple[list[Row], States]:

@@ -79,12 +79,12 @@ class ProbeClient:
 
     def _check_heads(self, heads: Sequence[Any]) -> None:
         model = self.core.publishers.model
-        for place, one in enumerate(heads):
-            if model is not None and (one.layer >= model["layers"] or one.head >= model["heads"]):
+        for place, pinned in enumerate(heads):
+            if model is not None and (pinned.layer >= model["layers"] or pinned.head >= model["heads"]):
                 raise HttpError(
                     422,
                     "invalid-request",
-                    f"capture.pinned.{place}: there is no layer {one.layer}, head {one.head}",
+                    f"capture.pinned.{place}: there is no layer {pinned.layer}, head {pinned.head}",
                     f"The model has {model['layers']} layers of {model['heads']} heads.",
                 )
 
@@ -115,14 +115,14 @@ class ProbeClient:
         known = run.attention.get(head)
         absent = [place for place in places if missing(place, known) is not None]
         brought = await asyncio.gather(*(self.tile(run, head, place, caller) for place in absent))
-        if coming := [one for one in brought if isinstance(one, str)]:
+        if coming := [tile for tile in brought if isinstance(tile, str)]:
             return coming[0]
         made: list[NDArray[np.uint8]] = []
         for place in places:
-            one = await self.tile(run, head, place, caller)
-            if isinstance(one, str):
-                return one
-            made.append(one)
+            tile = await self.tile(run, head, place, caller)
+            if isinstance(tile, str):
+                return tile
+            made.append(tile)
             await asyncio.sleep(0)
         return made
 
@@ -172,7 +172,7 @@ class ProbeClient:
                 f"{wanted.sites[0].site} of these rows was not recorded",
                 "Only a serving model can tell.",
             )
-        asking = [one for one, _ in self._asking.values()]
+        asking = [client for client, _ in self._asking.values()]
         of_caller = self.core.probes.count(caller) + asking.count(caller)
         if of_caller >= MAX_OF_CALLER or len(self.core.probes) + len(asking) >= MAX_PROBES:
             whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"

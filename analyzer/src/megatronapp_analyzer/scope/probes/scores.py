@@ -87,7 +87,7 @@ def overviews(
 ) -> Iterator[Frame]:
     """Frames that hold some rows each. They have no stride: that of the other numbers holds."""
     for first in range(0, len(tensors[0].data), ROWS):
-        part = [dataclasses.replace(one, data=one.data[first : first + ROWS]) for one in tensors]
+        part = [dataclasses.replace(tensor, data=tensor.data[first : first + ROWS]) for tensor in tensors]
         header = {"run": run, "sample": sample, "positions": list(range(first, first + len(part[0].data)))}
         if texts is not None:
             header["topTexts"] = [list(row) for row in texts[first : first + ROWS]]

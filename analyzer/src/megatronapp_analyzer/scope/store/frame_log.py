@@ -108,7 +108,9 @@ class FrameLog:
 
     def steps(self) -> list[bytes]:
         """Return all SCOPE_STEP frames that are stored whole."""
-        return [one.whole for one in self._entries if one.type == FrameType.SCOPE_STEP and one.whole is not None]
+        return [
+            entry.whole for entry in self._entries if entry.type == FrameType.SCOPE_STEP and entry.whole is not None
+        ]
 
     def after(self, seq: int) -> list[LogEntry]:
         """Return frames with a number above `seq`, oldest first."""

@@ -67,7 +67,7 @@ def _span(header: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     said = header.get(name)
     if said is None:
         return None
-    if not (isinstance(said, list) and [type(one) for one in said] == [int, int] and 0 <= said[0] <= said[1]):
+    if not (isinstance(said, list) and [type(bound) for bound in said] == [int, int] and 0 <= said[0] <= said[1]):
         raise ProtocolError("bad-publisher", f"PUBLISHER frame: {name} is not a first one and an end")
     return min(said[0], MAX_SIZE), min(said[1], MAX_SIZE)
 
@@ -113,7 +113,7 @@ def parse_perturbations(recipes: object) -> list[dict[str, Any]] | None:
 
 
 def _names(sites: object) -> set[str]:
-    if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(one, str) for one in sites):
+    if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(name, str) for name in sites):
         raise ProtocolError("bad-publisher", f"PUBLISHER frame: sites is not a list of at most {MAX_SITES} names")
     return {site for site in sites if 1 <= len(site) <= 64}
 
@@ -156,23 +156,32 @@ class PublisherRegistry:
         """Remove the ranks of a worker, or one of them; return those that were known."""
         if attempt != self.attempt:
             return []
-        gone = [one for one, found in self.ranks.items() if found.worker == worker and rank in {None, one}]
-        for one in gone:
-            del self.ranks[one]
+        gone = [
+            known_rank
+            for known_rank, found in self.ranks.items()
+            if found.worker == worker and rank in {None, known_rank}
+        ]
+        for known_rank in gone:
+            del self.ranks[known_rank]
         return gone
 
     def reported_layout(self) -> dict[str, Any]:
         """Return the layout of the model, with the part of each rank of a replica once all have reported."""
-        known = sorted((one for one in self.ranks.values() if one.replica == 0), key=lambda one: one.rank)
-        if UNKNOWN in self.expected() or any(one.layers is None or one.heads is None for one in known):
+        known = sorted(
+            (publisher for publisher in self.ranks.values() if publisher.replica == 0),
+            key=lambda publisher: publisher.rank,
+        )
+        if UNKNOWN in self.expected() or any(
+            publisher.layers is None or publisher.heads is None for publisher in known
+        ):
             return self.layout
-        return self.layout | {"ranks": [one.shard() for one in known]}
+        return self.layout | {"ranks": [publisher.shard() for publisher in known]}
 
     def expected(self) -> list[int]:
         """Return the ranks whose parts make a step, and UNKNOWN in place of those that have not begun.
 
         How many there are is known once rank 0 has begun.
         """
-        known = [rank for rank, one in self.ranks.items() if one.replica == 0]
+        known = [rank for rank, publisher in self.ranks.items() if publisher.replica == 0]
         whole = LEADER in known and len(known) >= self.layout["tensor"] * self.layout["pipeline"]
         return known if whole else [*known, UNKNOWN]

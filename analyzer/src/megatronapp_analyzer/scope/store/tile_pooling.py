@@ -124,7 +124,7 @@ class TilePool:
         key = place.level, place.q, place.k
         tiles = self._makings.setdefault(head, {})
         made = tiles.setdefault(key, PooledTile(place, place.needed.start, place, place.length))
-        others_wait = any(one.waits(place.length) for one in tiles.values() if one is not made)
+        others_wait = any(tile.waits(place.length) for tile in tiles.values() if tile is not made)
         made.request(place, grows=self._grows(head[0]), others_wait=others_wait)
         self._ring.release(made.ticket)
         made.ticket = self._ring.hold(RetentionClass.ROWS, made.codes.nbytes, lambda: self._forget(head, key, made))

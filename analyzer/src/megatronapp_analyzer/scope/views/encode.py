@@ -120,7 +120,7 @@ def _atlas(pieces: Sequence[ShardTensor], layers: int | None) -> Tensor:
     if known * heads * math.prod(cells) > MAX_ATLAS_BYTES:
         raise ProtocolError("bad-part", f"PART frame: an atlas of {known} layers and {heads} heads")
     data = np.zeros((known, heads, *cells), np.uint8)
-    for piece in sorted(pieces, key=lambda one: -one.tp):
+    for piece in sorted(pieces, key=lambda shard_tensor: -shard_tensor.tp):
         first, end = piece.span or (0, heads)
         if piece.tensor.data.shape[1:] != (end - first, *cells) or max(piece.layers or (0,)) >= known:
             raise ProtocolError("bad-part", "PART frame: an atlas that does not fit the model")
@@ -134,7 +134,7 @@ def _atlas(pieces: Sequence[ShardTensor], layers: int | None) -> Tensor:
 def attention_rows(pieces: Sequence[ShardTensor]) -> list[AttentionRow]:
     """Return every row of attention, each up to its own position. Raises ProtocolError."""
     found: dict[tuple[int, int, int, int], NDArray[np.uint8]] = {}
-    for piece in sorted(pieces, key=lambda one: -one.tp):
+    for piece in sorted(pieces, key=lambda shard_tensor: -shard_tensor.tp):
         if piece.tensor.name != "attention":
             continue
         data, layers = piece.tensor.data, piece.layers or ()

@@ -51,7 +51,7 @@ def render(found: ValueBlock, form: Format) -> bytes:
         return buffer.getvalue()
     if form == "csv":
         return _csv(found)
-    rows = [[float(one) if np.isfinite(one) else None for one in row] for row in found.values]
+    rows = [[float(value) if np.isfinite(value) else None for value in row] for row in found.values]
     said = {"site": found.site, "sample": found.sample, "layer": found.layer, "head": found.head}
     return json.dumps(said | {"positions": list(found.positions), "values": rows}, allow_nan=False).encode()
 
@@ -60,5 +60,5 @@ def _csv(found: ValueBlock) -> bytes:
     """One line for each position. Nine digits say every 32-bit float exactly."""
     lines = [",".join(["position", *map(str, range(found.values.shape[1]))])]
     for position, row in zip(found.positions, found.values, strict=True):
-        lines.append(",".join([str(position), *(f"{float(one):.9g}" for one in row)]))
+        lines.append(",".join([str(position), *(f"{float(value):.9g}" for value in row)]))
     return ("\n".join(lines) + "\n").encode()

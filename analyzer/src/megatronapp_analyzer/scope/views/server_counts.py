@@ -41,15 +41,21 @@ class ServerCounts:
 def read_counts(text: str) -> ServerCounts:
     """Parse metrics in the text format of Prometheus. Raises HttpError 503 if it is not valid."""
     try:
-        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
         raise HttpError(503, "model-failed", "the model's metrics cannot be read", "See the log of rank 0.") from error
-    plain = {one.name.removeprefix(PREFIX): one.value for one in samples if not one.labels}
-    ended = {one.labels["finished_reason"]: int(one.value) for one in samples if one.name == f"{PREFIX}requests_total"}
+    plain = {sample.name.removeprefix(PREFIX): sample.value for sample in samples if not sample.labels}
+    ended = {
+        sample.labels["finished_reason"]: int(sample.value)
+        for sample in samples
+        if sample.name == f"{PREFIX}requests_total"
+    }
     latencies = {}
     for name, metric in HISTOGRAMS.items():
         buckets = sorted(
-            (float(one.labels["le"]), one.value) for one in samples if one.name == f"{PREFIX}{metric}_bucket"
+            (float(sample.labels["le"]), sample.value)
+            for sample in samples
+            if sample.name == f"{PREFIX}{metric}_bucket"
         )
         latencies[name] = _latency(buckets, plain.get(f"{metric}_sum", 0.0))
     return ServerCounts(

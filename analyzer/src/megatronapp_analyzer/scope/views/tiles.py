@@ -99,7 +99,9 @@ def _laid(place: TileRef, strip: range, rows: Mapping[int, NDArray[Any]], shape:
 
 def body(header: Mapping[str, Any], found: Iterable[tuple[str, NDArray[np.uint8]]]) -> bytes:
     """Encode a frame SCOPE_TILES with these tiles under their names."""
-    return frames.encode(build_frame(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", one) for name, one in found)))
+    return frames.encode(
+        build_frame(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", levels) for name, levels in found))
+    )
 
 
 def etag(data: bytes) -> str:

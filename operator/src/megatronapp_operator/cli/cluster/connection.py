@@ -127,7 +127,7 @@ class Cluster:
     def events(self, job: ClusterJob) -> list[dict[str, Any]]:
         """Return the Events of a job, oldest first."""
         found = self.list_objects(CORE_EVENTS, job.namespace, fieldSelector=f"involvedObject.uid={job.uid}")
-        return sorted((_event(one) for one in found), key=lambda one: str(one["time"]))
+        return sorted((_event(event) for event in found), key=lambda event: str(event["time"]))
 
     def bearer(self) -> str | None:
         """Return the bearer token of the kubeconfig; None if it has a client certificate."""
@@ -166,12 +166,12 @@ def connect(selection: ClusterSelection) -> Cluster:
     return Cluster(OfficialClient(selection.kubeconfig, context), selection)
 
 
-def _event(one: Object) -> dict[str, Any]:
-    moment = one.get("lastTimestamp") or one.get("eventTime") or one["metadata"]["creationTimestamp"]
+def _event(event: Object) -> dict[str, Any]:
+    moment = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
     return {
-        "uid": one["metadata"]["uid"],
-        "type": one.get("type", "Normal"),
-        "reason": one.get("reason", ""),
-        "message": one.get("message", ""),
+        "uid": event["metadata"]["uid"],
+        "type": event.get("type", "Normal"),
+        "reason": event.get("reason", ""),
+        "message": event.get("message", ""),
         "time": moment,
     }

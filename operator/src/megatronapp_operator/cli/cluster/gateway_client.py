@@ -99,7 +99,7 @@ def _service(cluster: Cluster, wanted: str) -> Object:
         if not found:
             raise OperatorError(_missing_rights_message(namespace)) from error
     if len(found) != 1:
-        names = ", ".join(f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in found)
+        names = ", ".join(f"{service['metadata']['namespace']}/{service['metadata']['name']}" for service in found)
         what = (
             f"several gateways exist ({names})" if found else f"{namespace!r}, the release's namespace, has no gateway"
         )

@@ -168,13 +168,13 @@ def _load(settings: Any, kubeconfig: str | None, context: str | None) -> str:  #
         _require_file(places)
         config.load_kube_config(config_file=places, context=context, client_configuration=settings)
         contexts, active = config.list_kube_config_contexts(config_file=places)
-    chosen = next((one for one in contexts if one["name"] == context), active)
+    chosen = next((known for known in contexts if known["name"] == context), active)
     return str(chosen["context"].get("namespace") or "default")
 
 
 def _require_file(places: str) -> None:
     """Check that a kubeconfig exists, because the library reports a missing one as invalid. Raises OperatorError."""
-    if not any(one and pathlib.Path(one).expanduser().exists() for one in places.split(os.pathsep)):
+    if not any(place and pathlib.Path(place).expanduser().exists() for place in places.split(os.pathsep)):
         raise OperatorError(f"no cluster: {places} does not exist; {HOW_TO_NAME_ONE}")
 
 

@@ -112,7 +112,7 @@ def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
         found = cluster.get(SECRETS, job.namespace, name)
         return [] if found is None else [found]
     listing = cluster.list_objects(SECRETS, job.namespace, labelSelector=f"{LABEL_JOB_UID}={job.uid}")
-    return sorted(listing, key=lambda one: str(one["metadata"]["creationTimestamp"]), reverse=True)
+    return sorted(listing, key=lambda secret: str(secret["metadata"]["creationTimestamp"]), reverse=True)
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:

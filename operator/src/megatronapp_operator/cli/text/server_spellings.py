@@ -166,16 +166,16 @@ SPELLINGS: Final = (
 def add_spellings(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `megatronapp serve`; its help lists only our names."""
     parser.set_defaults(passed=())
-    for one in SPELLINGS:
-        if one.means is not None:
-            _add_alias(parser, one.flag, one.means)
+    for option in SPELLINGS:
+        if option.means is not None:
+            _add_alias(parser, option.flag, option.means)
         else:
-            nargs = 0 if one.takes is None else None
+            nargs = 0 if option.takes is None else None
             parser.add_argument(
-                one.flag,
+                option.flag,
                 action=_LegacyOptionAction,
                 nargs=nargs,
-                spelling=one,
+                spelling=option,
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )
@@ -200,36 +200,39 @@ class _LegacyOptionAction(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        one, value = self.spelling, [values] if isinstance(values, str) else []
-        if one.answer is not None:
-            parser.error(f"{one.flag}: {one.answer}")
-        if one.passed:
-            namespace.passed = (*namespace.passed, one.flag, *value)
-        elif one.belongs is not None:
-            print(f"note: {' '.join([one.flag, *value])}: {one.belongs}", file=sys.stderr)
+        option, value = self.spelling, [values] if isinstance(values, str) else []
+        if option.answer is not None:
+            parser.error(f"{option.flag}: {option.answer}")
+        if option.passed:
+            namespace.passed = (*namespace.passed, option.flag, *value)
+        elif option.belongs is not None:
+            print(f"note: {' '.join([option.flag, *value])}: {option.belongs}", file=sys.stderr)
 
 
 def table() -> str:
     """Return commands and options as a Markdown table, for the documentation."""
     lines = ["| theirs | here |", "|---|---|"]
-    lines += [f"| `{one.theirs}` | {_ours(one)}{one.why} |" for one in COMMANDS]
+    lines += [f"| `{command.theirs}` | {_ours(command)}{command.why} |" for command in COMMANDS]
     lines += ["", "| option | here |", "|---|---|"]
-    lines += [f"| `{one.flag}{'' if one.takes is None else f' {one.takes}'}` | {meaning(one)} |" for one in SPELLINGS]
+    lines += [
+        f"| `{option.flag}{'' if option.takes is None else f' {option.takes}'}` | {meaning(option)} |"
+        for option in SPELLINGS
+    ]
     return "\n".join(line.replace("\\|", "|") for line in lines) + "\n"
 
 
-def _ours(one: LegacyCommand) -> str:
-    return f"`megatronapp {' '.join(one.ours)}`: " if one.ours else ""
+def _ours(command: LegacyCommand) -> str:
+    return f"`megatronapp {' '.join(command.ours)}`: " if command.ours else ""
 
 
-def meaning(one: LegacyOption) -> str:
+def meaning(option: LegacyOption) -> str:
     """Return the meaning of an option as text."""
     kinds: Mapping[str, str | None] = {
-        f"`{one.means}`": one.means,
-        "the same, by the trainer": "passed" if one.passed else None,
-        f"runs; {one.always}": one.always,
-        f"runs; {one.belongs}": one.belongs,
-        f"refused; {one.answer}": one.answer,
+        f"`{option.means}`": option.means,
+        "the same, by the trainer": "passed" if option.passed else None,
+        f"runs; {option.always}": option.always,
+        f"runs; {option.belongs}": option.belongs,
+        f"refused; {option.answer}": option.answer,
     }
     (found,) = (words for words, given in kinds.items() if given is not None)
     return found

@@ -12,7 +12,7 @@ INTERRUPTED = "Interrupted"
 def was_interrupted(status: Status) -> bool:
     """Return True if the job ended on request: suspended, or failed if its workers did not save."""
     ends = (status.condition(kind) for kind in (ConditionType.FAILED, ConditionType.SUSPENDED))
-    return any(one is not None and one.status and one.reason == INTERRUPTED for one in ends)
+    return any(condition is not None and condition.status and condition.reason == INTERRUPTED for condition in ends)
 
 
 def stopping_line(job: MegatronJob) -> str:

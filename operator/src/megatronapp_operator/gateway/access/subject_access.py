@@ -111,7 +111,7 @@ def audiences_of(token: str) -> list[str]:
         named = claims["aud"]
     except (IndexError, KeyError, TypeError, ValueError, RecursionError):
         return []
-    return [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)]
+    return [audience for audience in (named if isinstance(named, list) else [named]) if isinstance(audience, str)]
 
 
 def _user(document: Object) -> User:

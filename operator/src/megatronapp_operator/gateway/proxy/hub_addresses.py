@@ -48,7 +48,7 @@ class HubAddresses:
 def is_owned_by(obj: Object, uid: str) -> bool:
     """Return True if the MegatronJob with this uid controls the object."""
     owners = obj["metadata"].get("ownerReferences", ())
-    return any(one.get("controller") and one["kind"] == KIND and one["uid"] == uid for one in owners)
+    return any(owner.get("controller") and owner["kind"] == KIND and owner["uid"] == uid for owner in owners)
 
 
 def hub_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
