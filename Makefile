@@ -47,7 +47,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: ready ## What must hold for each commit: Python, C++, page (10 to 11 minutes on two cores)
+test: ready ## What must hold for each commit: Python, C++, page (about 10 minutes on two cores)
 	$(MAKE) --keep-going -j1 test-together test-e2e
 
 test-py: ready
