@@ -15,8 +15,7 @@ code      bytes                                    NaN, infinities              
 
 Ties go to the even number. s is never below 2^-126, so that nothing is divided by 0. The two codes of probabilities
 have no byte to spare: other values of such a row (`surprise`, `entropy`, as ``f32``) are NaN then, too.
-Ranks write the same bytes on their device (`megatronapp_trainer.scope.transfer.quantise`), pages read them
-(`scope/codes.ts`):
+Ranks write the same bytes on their device (`megatronapp_trainer.scope.transfer.quantise`), and the page decodes them:
 tests/fixtures/scope/codes.json holds all three to it.
 """
 
