@@ -4,7 +4,10 @@ Each rank draws the whole tensor of a parameter from a separate generator and ke
 CPU in fp32 on any device, so that GPUs and CPUs start equal, too.
 """
 
+import collections
+import concurrent.futures
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +18,8 @@ from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.utils.keyed_generator import generator_of
 
+MOST_DRAWN_AT_ONCE = 4
+"""Tensors of which a rank has the whole in memory at the same time."""
 _LAYER = re.compile(r"(?<=\.layers\.)(\d+)(?=\.)")
 _ONES = re.compile(r"(layernorm|layer_norm)(\.|_)weight$")
 _EXPERTS = ".mlp.experts."
@@ -35,10 +40,15 @@ def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:  # noq
 
 
 def initialize_weights(model: Any, config: ModelConfig, *, seed: int, layout: Layout) -> None:  # noqa: ANN401
-    """Fill all parameters of a model chunk in place."""
-    for name, parameter in global_names(model):
-        with torch.no_grad():
-            parameter.copy_(initial_shard(name, parameter, config, seed=seed, layout=layout))
+    """Fill all parameters of a model chunk in place, several at a time: torch draws a tensor on one processor."""
+
+    @torch.no_grad()
+    def fill(named: tuple[str, torch.nn.Parameter]) -> None:
+        name, parameter = named
+        parameter.copy_(initial_shard(name, parameter, config, seed=seed, layout=layout))
+
+    with concurrent.futures.ThreadPoolExecutor(min(MOST_DRAWN_AT_ONCE, len(os.sched_getaffinity(0)))) as threads:
+        collections.deque(threads.map(fill, global_names(model)), maxlen=0)  # raises the first error
 
 
 def initial_shard(
