@@ -44,7 +44,7 @@ _PLAIN_OLD_SELF = "[?true?optional.of(oldSelf):optional.none()].all(oldSelf,{})"
 
 For each field that a rule reads of an object with a schema, the API server copies the schemas of all fields of that
 object; so does the comparison of two objects, for each field. The value of an optional that a condition selects is
-plain data, where reading a field costs a twentieth. The spec has 40 fields and is read some 600 times in a write.
+plain data, where reading a field costs a twentieth. The spec has 40 fields, and each of the 190 rules reads some.
 """
 _TEXT_OR_SPACES = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\s+""")
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
