@@ -207,7 +207,9 @@ def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(plan_ha
     assert judged(made) == (FailureAction.RESTART, 2)
 
 
-@pytest.mark.parametrize("case", ["late", "signal", "trained", "second attempt", "one of them late", "not started"])
+@pytest.mark.parametrize(
+    "case", ["late", "signal", "trained", "second attempt", "grown", "one of them late", "not started"]
+)
 def test_other_early_ends_are_restarted(plan_harness: Maker, worker: Maker, case: str) -> None:
     made = plan_harness()
     made.plan()
@@ -219,6 +221,8 @@ def test_other_early_ends_are_restarted(plan_harness: Maker, worker: Maker, case
         first = ended(first, outcome=WorkerOutcome(code=1, reason="WorkerNotStarted"))
     if case == "second attempt":
         made.status(restarts=1)
+    if case == "grown":  # after it was resumed, got smaller and ended to grow, which is not counted
+        made.status(last_restart_time=made.now)
     page = Progress(attempt=0, iteration=3) if case == "trained" else None
     made.see(first, second, progress=page)
     assert judged(made) == (FailureAction.RESTART, 1)

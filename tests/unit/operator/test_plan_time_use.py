@@ -137,6 +137,15 @@ def test_a_gang_without_nodes_is_in_the_queue_also_after_a_restart(plan_harness:
     assert (found["queueing"], found["restarts"]) == (70, 80)
 
 
+def test_an_end_to_grow_is_a_restart_in_the_account_though_it_is_not_counted(plan_harness: Maker) -> None:
+    made = plan_harness()
+    made.status(attempt=1, last_restart_time=made.now)
+    made.plan()
+    made.now += 80
+    made.plan()
+    assert (seconds(made), made.job.status.restarts) == ({"restarts": 80}, 0)
+
+
 def test_a_served_model_has_no_account(plan_harness: Maker) -> None:
     made = plan_harness()
     made.spec(serves=True)

@@ -192,8 +192,9 @@ def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
 
 
 def _begins(draft: PlanBuilder) -> bool:
-    """Return True for the first gang of a job as long as it has not trained."""
-    return draft.status.restarts == 0 and not draft.status.trains
+    """Return True for the first gang of a job as long as it has not trained; one that has grown is not the first."""
+    status = draft.status
+    return status.restarts == 0 and status.last_restart_time is None and not status.trains
 
 
 def _hopeless(draft: PlanBuilder) -> bool:

@@ -102,7 +102,7 @@ def _use(draft: PlanBuilder) -> TimeUse | None:
         return states.get(status.current_progress.state, TimeUse.TRAINED)
     if status.attempt_time is not None and status.scheduled_time is None and draft.job.spec.gang:
         return TimeUse.QUEUEING
-    if status.restarts:
+    if status.restarts or status.last_restart_time is not None:  # an end for growth is not counted
         return TimeUse.RESTARTS
     return TimeUse.QUEUEING if status.scheduled_time is None else TimeUse.STARTING
 
