@@ -142,6 +142,8 @@ def test_checkpoints_are_metrics(hub: Hub) -> None:
     ended = {"memory": {"lastFailure": "rank 3: the peer is lost"}}
     hub.ranks.progress = Progress.model_validate({"checkpoint": {**report, **ended}})
     assert values_of(hub, "megascan_memory_checkpoint_") == {"megascan_memory_checkpoint_ended": 1}
+    hub.ranks.progress = Progress.model_validate({"state": "done", "checkpoint": {**report, **ended}})
+    assert values_of(hub, "megascan_memory_checkpoint_") == {}, "the hub stays for a while, and nothing is at risk"
     hub.ranks.progress = Progress.model_validate({"iteration": 21, "checkpoint": {"failures": -1}})
     assert values_of(hub, "megascan_checkpoint_") == {}
 

@@ -10,8 +10,9 @@ from megatronapp_analyzer.hub.state.progress import MemoryCheckpointProgress
 
 def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
     """Yield the families of a job; none of them has values before its first checkpoint."""
-    job = hub.identity.name
-    report = None if hub.ranks.progress is None else hub.ranks.progress.checkpoint
+    job, progress = hub.identity.name, hub.ranks.progress
+    report = None if progress is None else progress.checkpoint
+    over = hub.ended is not None or (progress is not None and progress.state == "done")
     step = GaugeMetricFamily(
         "megascan_checkpoint_step", "Newest step whose checkpoint is on the disk.", labels=["job_id"]
     )
@@ -40,13 +41,16 @@ def checkpoint_families(hub: HubReader) -> Iterator[Metric]:
                 family.add_metric([job], value)
         failures.add_metric([job], report.failures)
     yield from (step, blocked, written, failures)
-    yield from _memory_families(job, None if report is None else report.memory)
+    yield from _memory_families(job, None if report is None else report.memory, over=over)
 
 
-def _memory_families(job: str, report: MemoryCheckpointProgress | None) -> Iterator[Metric]:
-    """Yield the families of checkpoints in memory; none of them has values for a job without these."""
+def _memory_families(job: str, report: MemoryCheckpointProgress | None, *, over: bool) -> Iterator[Metric]:
+    """Yield the families of checkpoints in memory; none of them has values for a job without these.
+
+    `over`: the training is complete, so that saves which a failure has ended are no reason for an alert any more.
+    """
     values = MemoryCheckpointProgress() if report is None else report
-    ended = None if report is None else float(report.last_failure is not None)
+    ended = None if report is None or over else float(report.last_failure is not None)
     for name, text, value in (
         ("step", "Newest step that is saved in memory, with its copies.", values.iteration),
         ("resumed_step", "Step in memory that the attempt was resumed from.", values.resumed_iteration),
