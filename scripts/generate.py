@@ -100,7 +100,7 @@ def render_sites() -> bytes:
 
 
 def counted_readme() -> bytes:
-    """The README with the number of alerts that the chart has; recording rules are none."""
+    """The README with the number of alerts that the chart has, without recorded series."""
     documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / RULES).glob("*.yaml")]
     groups = (group for document in documents for group in document["groups"])
     alerts = sum("alert" in rule for group in groups for rule in group["rules"])

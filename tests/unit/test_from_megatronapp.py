@@ -173,6 +173,32 @@ def test_a_script_is_given_by_its_commands(tmp_path: pathlib.Path, capsys: pytes
     assert f'megatronapp translate "$(cat {script})"' in capsys.readouterr().err
 
 
+def test_a_script_under_a_known_name_is_answered_with_how_to_translate_its_content(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "pretrain_gpt.sh"
+    script.write_text(f"torchrun pretrain_gpt.py {FLAGS}\n")
+    assert main(["translate", f"bash {script}"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.endswith(f'megatronapp translate "$(cat {script})"')
+    assert rest[-1].startswith("megatronapp run ")
+
+
+@pytest.mark.parametrize(
+    "array", ["(--log-params-norm --micro-batch-size 2)", "(\n--micro-batch-size 2\n--log-params-norm\n)"]
+)
+def test_flags_in_an_array_of_a_script_are_answered(array: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", f"ARGS={array}\ntorchrun pretrain_gpt.py ${{ARGS[@]}}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"--log-params-norm: {unavailable('--log-params-norm')}" in lines
+    assert "--micro-batch-size: the same; in a manifest spec.training.microBatchSize" in lines
+
+
+def test_a_flag_without_an_entry_is_answered_with_where_it_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", "--log-throughput"]) == 1
+    assert "in a manifest in spec.args" in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "bash something_else.sh"]) == 1
     assert "docs/from-megatronapp.md" in capsys.readouterr().err

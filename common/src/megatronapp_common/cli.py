@@ -173,17 +173,19 @@ def _add_completion(parser: RootParser) -> None:
 
 def _add_translate(parser: RootParser) -> None:
     text = """Print what to run instead of a command, script, flag or variable of MegatronApp or Megatron-LM; nothing
-is run. Write a command as one argument in quotes, or without quotes after --.
-Exit code: 0 all was known, 1 something was not."""
+is run. Write a command as one argument in quotes, or without quotes after --; a script of yours as "$(cat FILE)".
+Flags that the answer does not mention stay as they are; the trainer refuses those that it does not know.
+Exit code: 0 with an answer, 1 without."""
     command: CommandParser = parser.commands.add_parser(
         "translate", help="print what to run instead of an old command", description=text
     )
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="as it would be typed there")
 
     def show(values: argparse.Namespace) -> int:
+        from megatronapp_common.job.arguments import field_of
         from megatronapp_common.migration.answer import report
 
-        told, known = report([word for word in values.words if word != "--"])
+        told, known = report([word for word in values.words if word != "--"], field_of)
         print(told, file=sys.stdout if known else sys.stderr)
         return 0 if known else FAILURE_EXIT_CODE
 

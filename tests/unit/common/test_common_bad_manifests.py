@@ -69,6 +69,23 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"spec.training.precision": "fp8"}, "spec.training.precision: 'fp8' is not possible; write fp32 or bf16 or fp16"),
     ({"spec.training.rampupBatchSize": [8, 8]}, "spec.training.rampupBatchSize: a list has 2 items; write 3"),
     ({"spec.data.path": "corpus"}, "spec.data.path: 'corpus' is not a list of texts; write [corpus]"),
+    (
+        {"spec.data.path": "0.3 a 0.7 b"},
+        "spec.data.path: '0.3 a 0.7 b' is not a list of texts; write ['0.3', a, '0.7', b]",
+    ),
+    (
+        {"spec.args": "--lr-decay-samples 9 --sft"},
+        "spec.args: '--lr-decay-samples 9 --sft' is not a list of texts; write [--lr-decay-samples, '9', --sft]",
+    ),
+    (
+        {"spec.training.rampupBatchSize": "8 8 64"},
+        "spec.training.rampupBatchSize: '8 8 64' is not a list of whole numbers; write [8, 8, 64]",
+    ),
+    (
+        {"spec.training.recompute": "selective"},
+        "spec.training.recompute: 'selective' is not a block of fields; write a block of fields: granularity, method, "
+        "numLayers",
+    ),
     ({"spec.data.path": [0.3, "a"]}, 'spec.data.path[0]: 0.3 is not text; write it in quotes: "0.3"'),
     (
         {"spec.data.split": "a,b"},

@@ -69,6 +69,14 @@ class Recording:
         return ends
 
 
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return (
+            "there is no such file; give a Parquet file of recorded operations (docs/whatif.md), not the name of a job"
+        )
+    return str(error)
+
+
 def read_parquet(path: pathlib.Path) -> Recording:
     """Read a recording. Raises WhatIfError for a file that cannot be read, or without a complete step."""
     import pyarrow
@@ -82,7 +90,7 @@ def read_parquet(path: pathlib.Path) -> Recording:
                 raise WhatIfError(f"{path} has no column {described}; its columns must be {', '.join(COLUMNS)}")
             table = file.read(columns=list(COLUMNS), use_threads=False)
     except OSError as error:
-        raise WhatIfError(f"{path} cannot be read: {error}") from error
+        raise WhatIfError(f"{path} cannot be read: {_reason(error)}") from error
     except (pyarrow.ArrowException, UnicodeDecodeError, MemoryError) as error:
         advice = f"write one with the columns {', '.join(COLUMNS)}"
         raise WhatIfError(f"{path} is no Parquet file that can be read: {error}; {advice}") from error

@@ -182,6 +182,16 @@ def obeys_orders(job: MegatronJob) -> bool:
     return "--training-control" in megatron_arguments(job) or gives(job, "--training-ws-port")
 
 
+def field_of(flag: str) -> str | None:
+    """Return the field of a training's manifest for a flag, as in spec.model.numLayers; None if it has no field."""
+    field = next((entry.field for entry in FLAGS if entry.flag == flag), OTHER_FLAGS.get(flag))
+    return None if field is None else _path_in_yaml(field)
+
+
+def _path_in_yaml(field: str) -> str:
+    return ".".join(["spec", *map(to_camel, field.split("."))])
+
+
 def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:
     """Return the place of this flag in a manifest: spec.args, which win, otherwise the flag's field, even if absent.
 
@@ -196,7 +206,7 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
     field = next(iter([*written, *fields]), OTHER_FLAGS.get(flag))
     if field is None:
         return None
-    place = ".".join(["spec", *map(to_camel, field.split("."))])
+    place = _path_in_yaml(field)
     items = None if value is None else _value(job.spec, field)
     return f"{place}[{items.index(value)}]" if isinstance(items, tuple) and value in items else place
 

@@ -38,6 +38,8 @@ HINTS = {
     "env of the container trainer"
 }
 """Fields of Kubernetes that belong elsewhere, with what to write."""
+LISTED_FIELDS = 8
+"""Most fields of a block that are listed where another value is in its place."""
 LISTED_CHOICES = 3
 """Longest list of choices that a message shows; among more only the nearest one is named."""
 
@@ -113,12 +115,28 @@ def _instead(value: object, expected: Any) -> str:  # noqa: ANN401
     if plain is str and isinstance(value, int | float):
         return f'write it in quotes: "{value}"'
     if typing.get_origin(plain) is tuple and not isinstance(value, list | dict) and value is not None:
-        return f"write [{value}]"
+        return f"write [{', '.join(_items(value, describe_type(typing.get_args(plain)[0])))}]"
     if plain in {int, float} and isinstance(value, str) and _as_number(value) is not None:
         return f"write it without quotes: {value.strip()}"
     if plain is int and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    return "write one, or leave the field out" if value is None else f"write {describe_type(expected)}"
+    return "write one, or leave the field out" if value is None else f"write {_with_fields(expected)}"
+
+
+def _items(value: object, type_of_item: str) -> list[str]:
+    """Return the items of a list in YAML for a single value, which holds several if spaces are between them."""
+    if not isinstance(value, str) or type_of_item not in {"text", "a whole number", "a number"}:
+        return [str(value)]
+    quoted = type_of_item == "text"
+    return [repr(item) if quoted and _as_number(item) is not None else item for item in value.split()]
+
+
+def _with_fields(expected: Any) -> str:  # noqa: ANN401
+    """Describe a type, a block of few fields with their names."""
+    block = None if typing.get_origin(without_none(expected)) is tuple else model_of(expected)
+    known = [] if block is None else list(fields_by_alias(block))
+    names = f": {', '.join(known)}" if 0 < len(known) <= LISTED_FIELDS else ""
+    return f"{describe_type(expected)}{names}"
 
 
 def _as_number(text: str) -> float | None:

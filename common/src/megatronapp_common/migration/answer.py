@@ -5,11 +5,11 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatronapp_common.migration.commands import COMMANDS, LegacyCommand
-from megatronapp_common.migration.megatron_flags import without_unavailable
-from megatronapp_common.migration.names import FLAGS, NAMES, VARIABLES
+from megatronapp_common.migration.megatron_flags import unavailable, without_unavailable
+from megatronapp_common.migration.names import FLAGS, NAMES, SAME, VARIABLES
 
 _CONTINUED = re.compile(r"\\[ \t]*(?:#[^\n]*)?\n")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*")
@@ -19,6 +19,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _LAUNCHERS = {"bash", "sh", "source", ".", "python", "python3", "nohup", "sudo", "exec", "time", "env", "export"}
 _HARMLESS = {"cd", "mkdir", "set", "ls", "rm", "echo", "cp", "mv"}
 """Commands of a shell, which work unchanged."""
+_UNKNOWN_FLAG = (
+    "no manifest field and no known difference from Megatron-LM; if python -m megatronapp_trainer.pretrain --help "
+    "lists it, it is the same, in a manifest in spec.args"
+)
 _PLACE = re.compile(r"\{(args|train|launch|same|[\w-]+=[^}]*)\}")
 _PLAIN = re.compile(r"[\w@%+=:,./${}()-]+")
 
@@ -35,28 +39,43 @@ class Translation:
     """Original flags, with their values, that the new commands do not have, and why."""
 
 
-def find_translations(text: str) -> list[Translation]:
-    """Return translations of everything that is known in a text; empty if nothing is."""
+def _no_field(_flag: str) -> str | None:
+    return None
+
+
+def find_translations(text: str, field_of: Callable[[str], str | None] = _no_field) -> list[Translation]:
+    """Return translations of everything that is known in a text; empty if nothing is.
+
+    `field_of` returns the field of a manifest for a flag, or None if it has no field.
+    """
     found: dict[str, Translation] = {}
     whole = text.strip()
     if whole in NAMES:
         return [Translation(whole, (), NAMES[whole])]
     for line in _lines(text):
-        for answer in _of_line(line):
+        for answer in _of_line(line, field_of):
             found.setdefault(answer.theirs, answer)
     return list(found.values())
 
 
-def report(arguments: Sequence[str]) -> tuple[str, bool]:
-    """Describe the arguments of a command line; return the text, and true if all of them were known."""
+def report(arguments: Sequence[str], field_of: Callable[[str], str | None] = _no_field) -> tuple[str, bool]:
+    """Describe the arguments of a command line; return the text, and true if there is an answer.
+
+    `field_of` is as for `find_translations`.
+    """
     text = arguments[0] if len(arguments) == 1 else _join(arguments)
-    found = find_translations(text)
-    if not found:
-        script = text.split()[-1] if text.split() else ""
-        if os.path.isfile(script):
-            return f'{text}: no known script; give the commands in it: megatronapp translate "$(cat {script})"', False
-        return f"{text}: no command of MegatronApp's pages; docs/from-megatronapp.md lists them", False
-    return "\n".join(line for answer in found for line in _describe(answer)), True
+    found = find_translations(text, field_of)
+    script = text.split()[-1] if text.split() else ""
+    own = f'megatronapp translate "$(cat {script})"' if os.path.isfile(script) else None
+    if found:
+        lines = [line for answer in found for line in _describe(answer)]
+        note = [] if own is None else [f"# what the commands and flags in this file become: {own}"]
+        return "\n".join([*note, *lines]), True
+    if own is not None:
+        return f"{text}: no known script; give the commands in it: {own}", False
+    if text.startswith("-"):
+        return f"{text}: {_UNKNOWN_FLAG}", False
+    return f"{text}: no command of MegatronApp's pages; docs/from-megatronapp.md lists them", False
 
 
 def _describe(answer: Translation) -> Iterator[str]:
@@ -91,7 +110,7 @@ def _lines(text: str) -> Iterator[str]:
             yield line.strip()
 
 
-def _of_line(line: str) -> Iterator[Translation]:
+def _of_line(line: str, field_of: Callable[[str], str | None]) -> Iterator[Translation]:
     try:
         arguments = shlex.split(line)
     except ValueError:  # an open quote
@@ -99,19 +118,22 @@ def _of_line(line: str) -> Iterator[Translation]:
     while arguments and (match := _ASSIGNMENT.fullmatch(arguments[0])) is not None:
         if match[1] in VARIABLES:
             yield Translation(match[1], (), VARIABLES[match[1]])
-        yield from _of_flags(match[2].split())
+        yield from _of_flags(match[2].split(), field_of)
         arguments.pop(0)
     if arguments and arguments[0].startswith("--"):
-        yield from _of_flags(arguments)
+        yield from _of_flags(arguments, field_of)
         return
     yield from _of_command(line, arguments)
 
 
-def _of_flags(arguments: Sequence[str]) -> Iterator[Translation]:
+def _of_flags(arguments: Sequence[str], field_of: Callable[[str], str | None]) -> Iterator[Translation]:
     for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag in FLAGS:
-            yield Translation(flag, (), FLAGS[flag])
+        flag = argument.partition("=")[0].strip("()")  # of an array in a shell script
+        answer = FLAGS.get(flag) or unavailable(flag)
+        if answer is None and (field := field_of(flag)) is not None:
+            answer = f"{SAME}; in a manifest {field}"
+        if answer is not None:
+            yield Translation(flag, (), answer)
 
 
 def _of_command(line: str, arguments: list[str]) -> Iterator[Translation]:

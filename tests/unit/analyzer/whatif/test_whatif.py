@@ -228,4 +228,4 @@ def test_the_command_prints_text_or_json(tmp_path: pathlib.Path, capsys: pytest.
     assert document["idealise"] == "work"
     assert {"S", "M_W", "M_S", "launch_ratio", "by_dp_rank", "by_stage", "by_type", "by_step"} <= document.keys()
     assert main(["whatif", str(tmp_path / "absent.parquet")]) == 1
-    assert "absent.parquet cannot be read" in capsys.readouterr().err
+    assert "absent.parquet cannot be read: there is no such file; give a Parquet file" in capsys.readouterr().err
