@@ -1,5 +1,6 @@
 """Alerts each have a runbook and a separate test, in which they fire and stay quiet; promtool runs them."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -45,6 +46,20 @@ def test_each_alert_has_a_runbook_and_a_test_and_none_is_left_over() -> None:
         assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Look", "Do"]
         links = re.findall(r"\]\((.*?)\)", text)
         assert all((RUNBOOKS / link.partition("#")[0]).exists() for link in links), links
+
+
+def test_the_panels_that_runbooks_name_are_on_their_dashboards() -> None:
+    panels = {}
+    for path in (ROOT / "charts" / "megatronapp" / "dashboards").glob("*.json"):
+        dashboard = json.loads(path.read_text(encoding="utf-8"))
+        panels[dashboard["title"]] = {panel["title"] for panel in dashboard["panels"]}
+    texts = [path.read_text(encoding="utf-8") for path in RUNBOOKS.glob("*.md")]
+    lines = [line for text in texts for line in text.splitlines() if "board " in line]
+    assert lines
+    for line in lines:
+        title, *titles = re.findall(r'"([^"]+)"', line)
+        assert titles, line
+        assert set(titles) <= panels[title], line
 
 
 @pytest.mark.parametrize("name", sorted(ALERTS))
