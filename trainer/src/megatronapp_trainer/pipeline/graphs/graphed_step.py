@@ -80,8 +80,7 @@ class MicrobatchGraph:
 class GraphedStep:
     """Runs the steps of a chunk that is a whole model, in the order of megatron-core's schedule without a pipeline.
 
-    Loss, its scale and its division are part of the graphs, which have been measured on a GPU; `ReplayedPasses` has the
-    layouts that have not.
+    Loss, its scale and its division are part of the graphs; `ReplayedPasses` has the other layouts.
 
     A step whose modules have hooks, as those of captures, perturbations and windows of detailed spans, runs without
     graphs, and so does the one after it: the memory of the graphs is free until they are captured again.
