@@ -132,6 +132,14 @@ async def order_near_window(client: httpx.AsyncClient, first: int) -> None:
     assert (await client.delete(f"/api/v1/trace/windows/{answer.json()['id']}")).status_code == 204
 
 
+async def order_too_late_windows(hub: Any, client: httpx.AsyncClient, first: int) -> None:
+    """Order windows after the job's end, and ones of which not all ranks can know before; `first`: that step."""
+    for total, window in ((40, {"fromStep": 40}), (first, {}), (first, {"fromStep": first - 1})):
+        hub.hub.ranks.progress = Progress(total_iterations=total)
+        answer = await client.post("/api/v1/trace/windows", json={"steps": 9} | window)
+        assert (answer.status_code, answer.json()["code"]) == (409, "step-never-reached"), answer.text
+
+
 async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
     mine = worker(hub.url)
     mine.open_rings()
@@ -169,9 +177,7 @@ async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worke
             assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {(409, "step-too-far")}
             answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 2**31})
             assert answer.status_code == 422
-            hub.hub.ranks.progress = Progress(total_iterations=40)
-            answer = await client.post("/api/v1/trace/windows", json={"steps": 1, "fromStep": 40})
-            assert (answer.status_code, answer.json()["code"]) == (409, "step-never-reached")
+            await order_too_late_windows(hub, client, first)
 
             async def on_page() -> bool:
                 found = page.read() or {}

@@ -32,6 +32,7 @@ async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     newest = hub.ingest.newest_step()
     earliest = first_step(newest, hub.ingest.usual_step_s())
     _check(hub, request, newest)
+    _check_in_time(hub, earliest)
     from_step = earliest
     if request.from_step is not None and request.from_step > earliest:
         from_step = request.from_step
@@ -111,4 +112,17 @@ def _check_reached(hub: Hub, from_step: int, steps: int, newest: int | None) -> 
             "step-too-far",
             f"the window would begin with step {from_step}, more than {MAX_LEAD} steps after step {known}",
             f"Let it begin at step {known + MAX_LEAD} or earlier.",
+        )
+
+
+def _check_in_time(hub: Hub, earliest: int) -> None:
+    """Raises HttpError if the job ends before all ranks can know of a window."""
+    progress = hub.ranks.progress
+    total = None if progress is None else progress.total_iterations
+    if total is not None and earliest >= total:
+        raise HttpError(
+            409,
+            "step-never-reached",
+            f"all ranks can know of a window from step {earliest} on, and the last step of this job is {total - 1}",
+            "Order windows some steps or seconds before a job ends.",
         )
