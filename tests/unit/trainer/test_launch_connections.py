@@ -1,4 +1,4 @@
-"""Hardware queues of a device that the launcher gives the ranks."""
+"""Hardware queues of a device that the launcher gives the ranks, and NCCL's registration of buffers in graphs."""
 
 import pytest
 
@@ -45,3 +45,19 @@ def test_copies_of_a_forward_rank_hold_up_none_of_its_passes() -> None:
     flags = ["--forward-backward-disaggregating", "--tensor-model-parallel-size", "2"]
     assert device_connections(flags, RankRole.FORWARD) == "8"
     assert device_connections(flags, RankRole.BACKWARD) == "1", "with tensor parallelism kernels start in order"
+
+
+@pytest.mark.parametrize(
+    ("given", "registration"),
+    [
+        ({}, None),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "0"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "0"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, "1"),
+    ],
+)
+def test_nccl_registers_no_expandable_memory_of_graphs(given: dict[str, str], registration: str | None) -> None:
+    join = JoinRequest(uid="u", attempt=1, index=0, address="10.0.0.1", node="n", num_ranks=1, port=1)
+    made = rank_environment(given, build_table([join]), worker=0, local_rank=0, place=PLACE)
+    assert made.get("NCCL_GRAPH_REGISTER") == registration

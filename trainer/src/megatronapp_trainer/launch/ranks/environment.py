@@ -12,6 +12,8 @@ DEFAULTS = {
     "PYTHONUNBUFFERED": "1",  # the last lines before a crash are the evidence
 }
 """Variables that a rank gets unless its job sets them."""
+ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the options of torch's allocator; the second is the older name."""
 NODE_IPS = "MEGATRON_NODE_IPS"
 NODE_IPS_BYTES = 64 << 10
 """Limit of the list of addresses; Linux starts no program with a variable above 128 KiB (MAX_ARG_STRLEN, execve(2))."""
@@ -37,6 +39,7 @@ def rank_environment(
         **DEFAULTS,
         CONNECTIONS: device_connections(arguments, role),
         **_interface(place),
+        **_graph_registration(base),
         **{name: value for name, value in base.items() if name != NODE_IPS},
         **_node_ips(table),
         Env.ADDRESS: place.address,
@@ -68,3 +71,13 @@ def _interface(place: WorkerAddress) -> dict[str, str]:
     if place.interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}
+
+
+def _graph_registration(base: Mapping[str, str]) -> dict[str, str]:
+    """Let NCCL register no buffers of CUDA graphs whose memory is in torch's expandable segments.
+
+    NCCL takes each buffer for a part of a single allocation. Without this, collectives of tensor groups in graphs, of
+    training or generation, may hang or access other memory; megatron-core's own graphs require it, too.
+    """
+    options = [option.replace(" ", "") for name in ALLOCATOR_OPTIONS for option in base.get(name, "").split(",")]
+    return {"NCCL_GRAPH_REGISTER": "0"} if "expandable_segments:True" in options else {}
