@@ -67,6 +67,24 @@ def test_a_snapshot_leaves_a_margin(free: int, former: int, expected: bool) -> N
     assert fits(60, free=free, former=former, total=100) is expected
 
 
+def test_memory_that_torch_has_given_back_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatronapp_trainer.checkpoint.saving.device_snapshot import SnapshotMemory
+
+    reports = [
+        *((100, 100), (40, 100)),  # new memory
+        *((40, 100), (40, 100)),  # that of the snapshot before
+        *((60, 100), (0, 100)),  # which torch has given back, while something else took some
+        (60, 100),
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: reports.pop(0))
+    memory = SnapshotMemory()
+    taken = [memory.take(60, torch.device("cpu")) is not None for _ in range(4)]
+    assert taken == [True, True, False, False]
+    assert not reports
+
+
 def test_several_ranks_of_a_gpu_take_no_snapshot() -> None:
     from megatronapp_trainer.checkpoint.saving.device_snapshot import snapshot_memory
     from megatronapp_trainer.config import parse

@@ -72,10 +72,15 @@ class SnapshotMemory:
             try:
                 memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:  # what torch had for it has got another use, or another process took memory
-                self._former_bytes = 0
-            else:
+                memory = None
+            left, _ = torch.cuda.mem_get_info(device)
+            if memory is not None and fits(0, free=left, former=0, total=total):
                 self._former_bytes = size_bytes
                 return memory
+            # Torch has given the memory of the one before back, as it does when CUDA graphs are captured.
+            self._former_bytes = 0
+            del memory
+            torch.cuda.empty_cache()
         self._log(size_bytes, free)
         return None
 
