@@ -158,7 +158,7 @@ def fail_to_copy(saves: Any, trainer: Any, *, fails: bool) -> str:
     train_until(trainer, lambda: trainer._state.iteration > trainer._saved_iteration)
     failures = saves.report.failures
     error = RuntimeError("no more streams")
-    with mock.patch.object(host_copy, "begin_copy", side_effect=error) if fails else contextlib.nullcontext():
+    with mock.patch.object(host_copy, "_begun_copy", side_effect=error) if fails else contextlib.nullcontext():
         trainer._save()
     train_until(trainer, lambda: saves.report.failures > failures and trainer._state.iteration > saves.pending)
     trainer._save()

@@ -2,6 +2,7 @@
 `tests/gpu/test_checkpoint_copies.py` has the rest.
 """
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -83,6 +84,23 @@ def test_memory_that_torch_has_given_back_is_not_counted_twice(monkeypatch: pyte
     taken = [memory.take(60, torch.device("cpu")) is not None for _ in range(4)]
     assert taken == [True, True, False, False]
     assert not reports
+
+
+def test_a_copy_that_does_not_begin_fails_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it begins: other ranks have begun theirs, and agree on errors once the copies are done."""
+    import torch
+
+    from megatronapp_trainer.checkpoint.saving import host_copy
+
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    copy = host_copy.begin_copy([(torch.ones(2), torch.zeros(2))], None)
+    copy.before_change()
+    for end in (copy.done, copy.wait):
+        with pytest.raises(RuntimeError, match="new thread"):
+            end()
 
 
 def test_several_ranks_of_a_gpu_take_no_snapshot() -> None:

@@ -74,14 +74,11 @@ class HostCopies:
             pin(self._memory)
 
     def begin(self, tensors: Sequence[torch.Tensor], places: Sequence[CopyPlace]) -> None:
-        """Begin to copy; the former copies must be done with. `done` and `wait` raise what fails here, too."""
+        """Begin to copy; the former copies must be done with. Errors are as of `begin_copy`."""
         pairs = []
         if self._memory is not None:
             pairs = [(tensor, tensor_at(self._memory, place)) for tensor, place in zip(tensors, places, strict=True)]
-        try:
-            self._copy = begin_copy(pairs, self._snapshots)
-        except RuntimeError as error:
-            self._copy = _FailedCopy(error)
+        self._copy = begin_copy(pairs, self._snapshots)
 
     def done(self) -> bool:
         """Return True once everything is copied. Raises any error of the copy."""
@@ -116,7 +113,17 @@ class TensorCopy(Protocol):
 
 
 def begin_copy(pairs: Pairs, snapshots: SnapshotMemory | None) -> TensorCopy:
-    """Begin to copy tensors to their places; `snapshots`: memory of the device that may be used on the way."""
+    """Begin to copy tensors to their places; `snapshots`: memory of the device that may be used on the way.
+
+    `done` and `wait` raise what fails here, too: other ranks have begun to copy.
+    """
+    try:
+        return _begun_copy(pairs, snapshots)
+    except RuntimeError as error:
+        return _FailedCopy(error)
+
+
+def _begun_copy(pairs: Pairs, snapshots: SnapshotMemory | None) -> TensorCopy:
     device = next((tensor.device for tensor, _ in pairs if tensor.is_cuda), None)
     if device is None:
         return _ThreadCopy(pairs)
