@@ -1,7 +1,9 @@
 """Passes replayed in slots train as passes without recordings, to the last bit, in every layout that has them."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import replayed_training
@@ -228,3 +230,26 @@ def other_shape() -> str:
 def test_a_microbatch_of_another_shape_is_refused(run_ranks: RunRanks) -> None:
     (message,) = run_ranks(1, other_shape)
     assert message == "labels of a microbatch has the shape [1, 15], and its passes were recorded for [1, 16]"
+
+
+def without_memory() -> str:
+    """Return what a training prints whose second step finds no memory for recordings."""
+    import torch
+
+    from megatronapp_trainer.pipeline.graphs import recorders
+
+    shortage = mock.patch.object(
+        recorders._RepeatingRecorder, "record", side_effect=torch.OutOfMemoryError("CUDA out of memory")
+    )
+    try:
+        with shortage:
+            replayed_training.train(f"{MODEL} --fp16 {replayed_training.LOCAL}")
+    except torch.OutOfMemoryError as error:
+        return "".join(traceback.format_exception_only(error))
+    return ""
+
+
+def test_a_shortage_of_memory_names_the_flag_that_takes_less(run_ranks: RunRanks) -> None:
+    (printed,) = run_ranks(1, without_memory)
+    assert "CUDA out of memory" in printed
+    assert "--cuda-graph-impl none" in printed

@@ -13,7 +13,7 @@ from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_strea
 from megatronapp_trainer.models.kernels.fp8_weights import Fp8Weights
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.graphs.pass_slot import copied_tensors, count_hooks
-from megatronapp_trainer.pipeline.graphs.recorders import GraphRecorders
+from megatronapp_trainer.pipeline.graphs.recorders import GraphRecorders, advice_on_shortage
 from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
@@ -146,7 +146,8 @@ class GraphedStep:
     def _replay(self, batch: Any, microbatch: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401 - the family's microbatch
         if self._fp8_weights is not None:
             self._fp8_weights.prepare(0)
-        graph = self._graph_for(batch, num_microbatches)
+        with advice_on_shortage():
+            graph = self._graph_for(batch, num_microbatches)
         if self._timers is None:
             result = graph.forward(batch)
             graph.backward()

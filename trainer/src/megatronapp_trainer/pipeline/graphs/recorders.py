@@ -13,7 +13,7 @@ records the span of the collective around its part, by the observer's own means.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -128,6 +128,16 @@ class _GraphRecording:
     def replay(self) -> Tensors:
         self._launch()
         return self._results
+
+
+@contextlib.contextmanager
+def advice_on_shortage() -> Iterator[None]:
+    """Add to torch's error of too little memory, of recordings inside, what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note("CUDA graphs were being recorded; --cuda-graph-impl none takes less memory, and is slower.")
+        raise
 
 
 class RepeatingRecorders:

@@ -18,7 +18,7 @@ from megatronapp_trainer.pipeline.graphs.pass_slot import (
     copied_tensors,
     count_hooks,
 )
-from megatronapp_trainer.pipeline.graphs.recorders import PassRecorders
+from megatronapp_trainer.pipeline.graphs.recorders import PassRecorders, advice_on_shortage
 from megatronapp_trainer.pipeline.graphs.slots import SlotLimits, SlotPool
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
@@ -162,7 +162,8 @@ class ReplayedPasses:
             if num_microbatches not in self._limits:
                 self._limits[num_microbatches] = limits()
             self._pool.begin_step(self._limits[num_microbatches])
-            self._record(self._limits[num_microbatches])
+            with advice_on_shortage():
+                self._record(self._limits[num_microbatches])
         elif any(self._slots) and not is_plain:
             self._recorders.drop(self._slots)
 
