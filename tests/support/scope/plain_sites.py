@@ -46,7 +46,8 @@ class SeenGpt(PlainGpt):
         repeats = shape.heads // shape.key_heads
         qkv = self._linear(x, prefix + "linear_qkv").view(rows, shape.key_heads, repeats + 2, shape.channels)
         query = qkv[:, :, :repeats].reshape(rows, shape.heads, shape.channels)
-        key, value = qkv[:, :, repeats], qkv[:, :, repeats + 1]
+        query, key = self._head_norms(query, qkv[:, :, repeats], prefix)
+        value = qkv[:, :, repeats + 1]
         before = {"q before": query, "k before": key}
         if shape.rotary_base is not None:
             query, key = self._rotate(query), self._rotate(key)

@@ -35,8 +35,10 @@ VARIANTS = {
     "rotary-tied-window": f"{ROTARY} --group-query-attention --num-query-groups 2 --window-size 9,0 --add-qkv-bias",
 }
 MORE_VARIANTS = {
-    "rotary-one-key-head": f"{ROTARY} --group-query-attention --num-query-groups 1 --kv-channels 32",
-    "half-rotary-local": "--position-embedding-type rope --rotary-percent 0.5 --transformer-impl local",
+    "rotary-one-key-head": (f"{ROTARY} --group-query-attention --num-query-groups 1 --kv-channels 32 --qk-layernorm"),
+    "half-rotary-local": (
+        "--position-embedding-type rope --rotary-percent 0.5 --transformer-impl local --qk-layernorm"
+    ),
 }
 LAYOUTS = {
     "alone": (1, ""),
@@ -125,6 +127,7 @@ def plain_of(model: Any, config: TrainerConfig) -> PlainGpt:
             window=shape.attention_window,
             swiglu=shape.swiglu,
             rms=shape.normalization == "RMSNorm",
+            head_norms=shape.qk_layernorm,
         ),
     )
 

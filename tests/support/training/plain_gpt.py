@@ -25,6 +25,8 @@ class PlainGptShape:
     window: int | None
     swiglu: bool
     rms: bool
+    head_norms: bool
+    """Queries and keys of each head are normalised."""
 
 
 class PlainGpt:
@@ -64,7 +66,8 @@ class PlainGpt:
         repeats = shape.heads // shape.key_heads
         qkv = self._linear(x, prefix + "linear_qkv").view(length, shape.key_heads, repeats + 2, shape.channels)
         query = qkv[:, :, :repeats].reshape(length, shape.heads, shape.channels)
-        key, value = (qkv[:, :, repeats + n].repeat_interleave(repeats, dim=1) for n in (0, 1))
+        query, key = self._head_norms(query, qkv[:, :, repeats], prefix)
+        key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, qkv[:, :, repeats + 1]))
         if shape.rotary_base is not None:
             query, key = self._rotate(query), self._rotate(key)
         scores = torch.einsum("qhd,khd->hqk", query, key) / shape.channels**0.5
@@ -73,6 +76,12 @@ class PlainGpt:
         probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         context = torch.einsum("hqk,khd->qhd", probabilities, value).reshape(length, -1)
         return self._linear(context, prefix + "linear_proj")
+
+    def _head_norms(self, query: torch.Tensor, key: torch.Tensor, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise the channels of each head, in models that do."""
+        if not self._shape.head_norms:
+            return query, key
+        return self._norm(query, f"{prefix}q_layernorm"), self._norm(key, f"{prefix}k_layernorm")
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Each channel of the first half turns with its fellow of the second half, as one complex number."""

@@ -69,6 +69,13 @@ def test_other_masks_and_other_lengths_of_bert_give_notes() -> None:
     assert arguments.conflict(stored, both, optimizer=True) is None
 
 
+def test_a_checkpoint_of_an_earlier_release_has_no_norms_of_queries_and_keys() -> None:
+    old = {flag: value for flag, value in STORED.items() if flag != "--qk-layernorm"}
+    assert arguments.conflict(old, CONFIG, optimizer=True) is None
+    normed = replace(CONFIG, model=replace(CONFIG.model, qk_layernorm=True))
+    assert "--qk-layernorm (off there, on here)" in str(arguments.conflict(old, normed, optimizer=True))
+
+
 def test_a_checkpoint_without_a_model_type_holds_gpt() -> None:
     old = {flag: value for flag, value in STORED.items() if flag != "--model-type"}
     assert arguments.conflict(old, CONFIG, optimizer=True) is None

@@ -85,6 +85,7 @@ def plainly_trained(flags: str) -> list[float]:
         name.removeprefix("module."): parameter.detach().clone().requires_grad_()
         for name, parameter in chunk.named_parameters()
     }
+    assert any("q_layernorm" in name for name in weights) == ("--qk-layernorm" in flags)
     decayed = [weight for weight in weights.values() if weight.ndim > 1]
     others = [weight for weight in weights.values() if weight.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], betas=(0.9, 0.95), eps=1e-6)
@@ -132,10 +133,19 @@ def _losses(weights: dict[str, Any], batch: Any) -> Any:
         def norm(name: str, values: Any, own: dict[str, Any] = own) -> Any:
             return functional.layer_norm(values, (HIDDEN,), own[f"{name}.weight"], own[f"{name}.bias"])
 
+        def head_norm(name: str, values: Any, own: dict[str, Any] = own) -> Any:
+            if f"{name}.weight" not in own:
+                return values
+            return functional.layer_norm(values, (HIDDEN // HEADS,), own[f"{name}.weight"], own[f"{name}.bias"])
+
         mixed = linear("self_attention.linear_qkv", norm("input_layernorm", stream))
         grouped = mixed.unflatten(-1, (GROUPS, HEADS // GROUPS + 2, HIDDEN // HEADS))
         query = grouped[..., :-2, :].flatten(2, 3)
-        key, value = (grouped[..., at, :].repeat_interleave(HEADS // GROUPS, dim=2) for at in (-2, -1))
+        query, key = (
+            head_norm(f"self_attention.{part}_layernorm", heads)
+            for part, heads in (("q", query), ("k", grouped[..., -2, :]))
+        )
+        key, value = (heads.repeat_interleave(HEADS // GROUPS, dim=2) for heads in (key, grouped[..., -1, :]))
         scores = torch.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(HIDDEN // HEADS)
         probabilities = scores.masked_fill(batch["attention_mask"], -math.inf).softmax(-1)
         attended = torch.einsum("bhij,bjhd->bihd", probabilities, value).flatten(2)
@@ -149,7 +159,8 @@ def _losses(weights: dict[str, Any], batch: Any) -> Any:
 
 @pytest.mark.full("two models and weightings", but=("tied",))
 @pytest.mark.parametrize(
-    "flags", [pytest.param("", id="tied"), pytest.param(f"{UNTIED} {PER_TOKEN}", id="untied-per-token")]
+    "flags",
+    [pytest.param("--qk-layernorm", id="tied"), pytest.param(f"{UNTIED} {PER_TOKEN}", id="untied-per-token")],
 )
 def test_training_equals_plain_torch(run_ranks: RunRanks, flags: str) -> None:
     (plain,) = run_ranks(1, plainly_trained, flags)

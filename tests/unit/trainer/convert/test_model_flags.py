@@ -100,6 +100,9 @@ def test_a_window_hides_what_lies_further_back(run_ranks: RunRanks) -> None:
         ("--use-rope-scaling", "needs --position-embedding-type rope"),
         ("--position-embedding-type rope --rope-scaling-factor 0", "--rope-scaling-factor must be above 0"),
         ("--rotary-base -1", "--rotary-base must be above 0"),
+        ("--qk-layernorm --transformer-impl transformer_engine", "write torch or local"),
+        ("--qk-layernorm --model-type bert", "--qk-layernorm is not supported with --model-type bert"),
+        ("--qk-layernorm --forward-backward-disaggregating", "cannot be combined yet; leave one of them out"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: str, message: str) -> None:
@@ -122,7 +125,7 @@ def test_a_window_is_written_as_megatron_writes_it(spelling: str) -> None:
         ROPE,
         f"{TANH} --max-position-embeddings 64",
         "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
-        "--add-qkv-bias --kv-channels 32 --untie-embeddings-and-output-weights --norm-epsilon 1e-6",
+        "--add-qkv-bias --kv-channels 32 --untie-embeddings-and-output-weights --norm-epsilon 1e-6 --qk-layernorm",
     ],
 )
 def test_a_manifest_gives_back_its_model(tmp_path: pathlib.Path, flags: str) -> None:

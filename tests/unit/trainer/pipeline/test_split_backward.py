@@ -45,10 +45,10 @@ CASES = {
             "",
             f"{GROUPED} --bf16",
             f"{UNTIED} {FULL_RECOMPUTE}",
-            f"{GROUPED} {SELECTIVE_RECOMPUTE} --add-qkv-bias",
+            f"{GROUPED} {SELECTIVE_RECOMPUTE} --add-qkv-bias --qk-layernorm",
         ],
     ),
-    "TP2": (2, [f"{TENSOR} {UNTIED}", f"{SEQUENCE} {GROUPED}"]),
+    "TP2": (2, [f"{TENSOR} {UNTIED} --qk-layernorm", f"{SEQUENCE} {GROUPED}"]),
     "DP2": (2, [f"{GROUPED} --use-distributed-optimizer --overlap-param-gather {OVERLAP}"]),
     "PP2": (2, [PIPELINE]),
     "alone-more": (

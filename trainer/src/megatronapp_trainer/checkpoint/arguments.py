@@ -62,6 +62,7 @@ _MODEL: dict[str, Getter] = {
     "--window-size": lambda c: None if c.model.attention_window is None else f"{c.model.attention_window},0",
     "--normalization": lambda c: c.model.normalization,
     "--norm-epsilon": lambda c: c.model.norm_epsilon,
+    "--qk-layernorm": lambda c: c.model.qk_layernorm,
     "--swiglu": lambda c: c.model.swiglu,
     "--openai-gelu": lambda c: c.model.openai_gelu,
     "--disable-bias-linear": lambda c: not c.model.add_bias_linear,
@@ -111,7 +112,13 @@ _MASKING: dict[str, Getter] = {
 }
 """Arguments that the contents of samples depend on, but not their order."""
 
-_OF_EARLIER_RELEASES = {"--model-type": "gpt", "--fp16": False, "--num-experts": None, "--sft": False}
+_OF_EARLIER_RELEASES = {
+    "--model-type": "gpt",
+    "--fp16": False,
+    "--num-experts": None,
+    "--sft": False,
+    "--qk-layernorm": False,
+}
 """Values of arguments that manifests lack from before there was a choice."""
 
 TOKENIZER_FILE = "--tokenizer-file"

@@ -210,6 +210,10 @@ def _shape(config: TrainerConfig) -> Iterator[str]:
         not (model.openai_gelu and model.swiglu), "--openai-gelu and --swiglu are both activations of the MLP; give one"
     )
     yield from require(
+        not model.qk_layernorm or model.transformer_impl != "transformer_engine",
+        "--qk-layernorm is not supported with --transformer-impl transformer_engine yet; write torch or local",
+    )
+    yield from require(
         not model.use_rope_scaling or model.position_embedding_type == "rope",
         "--use-rope-scaling needs --position-embedding-type rope",
     )

@@ -171,6 +171,7 @@ class ModelConfig(ExpertsConfig):
     )
     normalization: str = option("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", bounds="[0, inf)")
+    qk_layernorm: bool = option(False, "norms of each head's queries and keys, of the same kind, before they rotate")
     swiglu: bool = option(False, "gated SiLU in the MLP instead of GELU")
     openai_gelu: bool = option(False, "GELU by its tanh approximation, as GPT-2 has it")
     add_bias_linear: bool = turned_off_by("--disable-bias-linear", "linear layers without bias")

@@ -39,6 +39,7 @@ def _shape(config: TrainerConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.mlp_width,
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
+        "qk_layernorm": model.qk_layernorm,
         "gated_linear_unit": model.swiglu,
         "activation_func": _activation(model),
         "window_size": None if model.attention_window is None else (model.attention_window, 0),

@@ -33,7 +33,7 @@ def resolve_implementation(model: ModelConfig, *, engine_by_name: bool = False) 
             "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
             "install it or take --transformer-impl torch"
         )
-    takes_engine = has_engine and not engine_by_name and model.num_experts is None
+    takes_engine = has_engine and not engine_by_name and model.num_experts is None and not model.qk_layernorm
     return model.transformer_impl or ("transformer_engine" if takes_engine else "torch")
 
 
@@ -118,7 +118,13 @@ def _torch_layer(implementation: str, transformer_config: Any, parts: FusedParts
         from megatronapp_trainer.models.kernels.modules import fused_bias_dropout_add
 
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = fused_bias_dropout_add
-    layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation, transformer_config)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = _core_attention(implementation, transformer_config)
+    if transformer_config.qk_layernorm:
+        from megatronapp_trainer.models.norm import TorchNorm
+
+        # Our kernel is made for rows as wide as the hidden size; a head's channels are few.
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
     return layer
 
 

@@ -84,6 +84,7 @@ _SHAPE = (
     ("--use-rope-scaling", None),
     ("--normalization", "NORM"),
     ("--norm-epsilon", "VALUE"),
+    ("--qk-layernorm", None),
     ("--swiglu", None),
     ("--disable-bias-linear", None),
     ("--add-qkv-bias", None),

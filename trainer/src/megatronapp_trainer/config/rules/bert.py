@@ -32,6 +32,7 @@ def bert_problems(config: TrainerConfig) -> Iterator[str]:
             model.position_embedding_type != "learned_absolute"
         ),
         "--window-size": model.attention_window is not None,
+        "--qk-layernorm": model.qk_layernorm,
         "--calculate-per-token-loss": config.training.calculate_per_token_loss,
     }
     for flag, on in unsupported.items():

@@ -31,6 +31,7 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
     for flag, on in (
         ("--transport native", dpp.replaces_transfers),
         ("--overlap-param-gather", config.parallel.overlap_param_gather),
+        ("--qk-layernorm", config.model.qk_layernorm),
     ):
         yield from require(not on, f"{flag} and {_SWITCH} cannot be combined yet; leave one of them out")
     modules = config.precision.recompute_modules
