@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 0,
         },
     ),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 32, "hidden_size": 48, "num_attention_heads": 8}),
 }
 _EXPERTS = _LLAMA | {"num_experts_per_tok": 2}
 _QWEN_EXPERTS = _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "rotary_base": 500000,
         "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
     },
 }
 
@@ -95,14 +96,16 @@ def _model(name: str, layout: Any, chunk: int) -> Any:
         gated_linear_unit=arguments.get("swiglu", False),
         activation_func=torch.nn.functional.silu if arguments.get("swiglu") else torch.nn.functional.gelu,
         add_bias_linear=arguments["add_bias_linear"],
+        qk_layernorm=arguments.get("qk_layernorm", False),
         init_method_std=0.2,
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    return GPTModel(
+    spec = get_gpt_layer_local_spec(normalization=arguments["normalization"], qk_layernorm=config.qk_layernorm)
+    model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=arguments["normalization"]),
+        spec,
         vocab_size=ROWS,
         max_sequence_length=16,
         pre_process=layout.is_first_stage and chunk == 0,
@@ -112,6 +115,11 @@ def _model(name: str, layout: Any, chunk: int) -> Any:
         rotary_base=arguments.get("rotary_base", 10000),
         vp_stage=chunk if layout.virtual_size > 1 else None,
     )
+    for number, (key, parameter) in enumerate(model.named_parameters()):
+        if "q_layernorm" in key or "k_layernorm" in key:  # they begin with ones, alike in both
+            generator = torch.Generator().manual_seed(number)
+            torch.nn.init.normal_(parameter, 1.0, 0.3, generator=generator)
+    return model
 
 
 def _logits(config: Any, layout: Any, model: Any) -> Any:

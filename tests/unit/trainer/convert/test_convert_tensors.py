@@ -100,6 +100,13 @@ def test_both_spellings_of_rotary_positions() -> None:
     assert read("llama", rope_scaling=None) == read("llama") == read("llama", rope_parameters={"rope_type": "default"})
 
 
+def test_heads_of_qwen3_have_a_width_of_their_own() -> None:
+    assert read("qwen3").head_width == 128
+    assert read("qwen3", head_dim=32).head_width == 32
+    assert read("qwen3", hidden_size=66).qk_layernorm
+    assert not read("qwen2").qk_layernorm
+
+
 def test_windows_count_the_token_itself_in_theirs_only() -> None:
     assert read("mistral").attention_window == 4095
     assert read("mistral", sliding_window=None).attention_window is None
@@ -131,6 +138,7 @@ def test_windows_count_the_token_itself_in_theirs_only() -> None:
         ("llama", {"rope_scaling": "llama3"}, 'rope_scaling is "llama3"; an object is needed'),
         ("mistral", {"layer_types": ["full_attention"]}, "layer_types"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers is 1; supported: one kind"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is true; supported: false"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function is "relu"; supported: "gelu_new"'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
         ("gpt2", {"n_embd": 65}, "n_embd is 65; a multiple of n_head"),
@@ -148,7 +156,7 @@ def test_what_is_not_supported_is_refused_under_its_key(name: str, values: dict[
 def test_a_config_that_is_written_reads_as_the_same_model(name: str, shape: ModelShape, data: st.DataObject) -> None:
     family = FAMILIES[name]
     model = family.read(ConfigKeys(family.write(shape) if name != "gpt2" else {}, "")).model
-    slides = name in ("mistral", "qwen2")
+    slides = name in ("mistral", "qwen2", "qwen3")
     windows = st.none() | st.integers(0, 99).map(lambda left: f"{left},0") if slides else st.none()
     scaled = name != "gpt2" and data.draw(st.booleans())
     model = dataclasses.replace(

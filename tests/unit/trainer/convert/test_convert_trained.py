@@ -24,6 +24,7 @@ MODELS = {
     "llama": f"{ROPE} --rotary-base 5e5 --use-rope-scaling --untie-embeddings-and-output-weights",
     "mistral": f"{ROPE} --window-size 7,0 --kv-channels 32",
     "qwen2": f"{ROPE} --add-qkv-bias --group-query-attention --num-query-groups 1 --seq-length 64 --norm-epsilon 1e-6",
+    "qwen3": f"{ROPE} --qk-layernorm --kv-channels 32 --norm-epsilon 1e-6",
 }
 TOLERANCE = 1e-4
 

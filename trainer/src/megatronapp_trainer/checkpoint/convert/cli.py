@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatronapp_trainer.checkpoint.convert.options import ConversionOptions, ConversionSummary
 
 _DESCRIPTION = """\
-Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen2-MoE;
+Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen2-MoE, Qwen3;
 config.json and *.safetensors) and checkpoints of this trainer, in the direction that --load-dir says; or from
 checkpoints of Megatron-LM (torch_dist, or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits do not
 change, and the tokenizer's files are copied
@@ -88,7 +88,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--to", choices=("hf", "megatronapp"), help="default: the other one")
     add(
         "--family",
-        choices=("gpt2", "llama", "mistral", "qwen2", "mixtral", "qwen2_moe"),
+        choices=("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe"),
         help="default: by config.json or the checkpoint",
     )
     add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: unchanged")

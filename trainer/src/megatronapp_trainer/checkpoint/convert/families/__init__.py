@@ -4,11 +4,11 @@ from megatronapp_trainer.checkpoint.convert.families.config_keys import ConfigKe
 from megatronapp_trainer.checkpoint.convert.families.experts import MIXTRAL, QWEN2_MOE
 from megatronapp_trainer.checkpoint.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.checkpoint.convert.families.gpt2 import GPT2
-from megatronapp_trainer.checkpoint.convert.families.llama import LLAMA, MISTRAL, QWEN2
+from megatronapp_trainer.checkpoint.convert.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
 __all__ = ["FAMILIES", "HEAD", "HuggingFaceFamily", "family_of"]
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE)}
 
 
 def family_of(keys: ConfigKeys) -> HuggingFaceFamily:

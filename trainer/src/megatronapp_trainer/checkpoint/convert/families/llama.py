@@ -1,5 +1,9 @@
-"""Llama, Mistral and Qwen2: rotary positions, RMSNorm, gated SiLU; they differ in a window and a bias of QKV."""
+"""Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMSNorm, gated SiLU.
 
+They differ in a window, a bias of QKV, and norms of queries and keys.
+"""
+
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +21,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"kv": None, "mlp": 11008, "positions": 2048, "vocab": 32000},
     "mistral": {"kv": 8, "mlp": 14336, "positions": 131072, "vocab": 32000},
     "qwen2": {"kv": 32, "mlp": 22016, "positions": 32768, "vocab": 151936},
+    "qwen3": {"kv": 32, "mlp": 22016, "positions": 32768, "vocab": 151936, "width": 128},
     "mixtral": {"kv": 8, "mlp": 14336, "positions": 131072, "vocab": 32000, "eps": 1e-5},
     "qwen2_moe": {
         "kv": 16,
@@ -40,7 +45,8 @@ def read_llama_like(model_type: str, keys: ConfigKeys, **own: Any) -> ModelShape
     groups = heads if absent else keys.whole("num_key_value_heads", defaults["kv"] or heads)
     if heads % groups:
         raise keys.refusal("num_attention_heads", heads, f"a multiple of num_key_value_heads ({groups}) is needed")
-    if hidden % heads and keys.get("head_dim") is None:
+    width = keys.get("head_dim", defaults.get("width"))
+    if hidden % heads and width is None:
         raise keys.refusal("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) is needed, or head_dim")
     positions = keys.whole("max_position_embeddings", defaults["positions"])
     model = ModelConfig(
@@ -49,7 +55,7 @@ def read_llama_like(model_type: str, keys: ConfigKeys, **own: Any) -> ModelShape
         num_attention_heads=heads,
         group_query_attention=groups != heads,
         num_query_groups=groups if groups != heads else 1,
-        kv_channels=keys.whole("head_dim", hidden // heads),
+        kv_channels=keys.whole("head_dim", width or hidden // heads),
         ffn_hidden_size=keys.whole("intermediate_size", defaults["mlp"]),
         seq_length=positions,
         max_position_embeddings=positions,
@@ -85,6 +91,11 @@ def _read_mistral(keys: ConfigKeys) -> ModelShape:
 
 def _read_qwen2(keys: ConfigKeys) -> ModelShape:
     return read_llama_like("qwen2", keys, window_size=qwen_window(keys), add_qkv_bias=True)
+
+
+def _read_qwen3(keys: ConfigKeys) -> ModelShape:
+    keys.require("attention_bias", False, False)
+    return read_llama_like("qwen3", keys, window_size=qwen_window(keys), qk_layernorm=True)
 
 
 def qwen_window(keys: ConfigKeys) -> str | None:
@@ -139,6 +150,10 @@ def _write_qwen2(shape: ModelShape) -> dict[str, Any]:
     return write_llama_like(shape) | write_qwen_window(shape)
 
 
+def _write_qwen3(shape: ModelShape) -> dict[str, Any]:
+    return _write_qwen2(shape) | {"attention_bias": False}
+
+
 def write_qwen_window(shape: ModelShape) -> dict[str, Any]:
     """Build the keys of the window, which all layers have or none."""
     tokens = window_tokens(shape)
@@ -165,6 +180,14 @@ def layer_rule(ours: str, theirs: str, size: Callable[[ModelShape], tuple[int, .
     return TensorRule(f"decoder.layers.{ours}", (SourceTensor(f"{_LAYER}{theirs}.weight", size),))
 
 
+def _head_norm(part: str) -> TensorRule:
+    """Return the rule of the norm of the queries (q) or keys (k) of each head."""
+    rule = layer_rule(
+        f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm", lambda s: (s.model.head_width,)
+    )
+    return dataclasses.replace(rule, needed=lambda s: s.model.qk_layernorm)
+
+
 ATTENTION_RULES = (
     TensorRule(
         "embedding.word_embeddings.weight",
@@ -186,6 +209,8 @@ ATTENTION_RULES = (
         tensors.split_interleaved,
         needed=lambda s: s.model.add_qkv_bias,
     ),
+    _head_norm("q"),
+    _head_norm("k"),
     layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj", lambda s: (s.hidden, s.queries)),
     layer_rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", lambda s: (s.hidden,)),
     TensorRule("decoder.final_layernorm.weight", (SourceTensor("{prefix}norm.weight", lambda s: (s.hidden,)),)),
@@ -236,3 +261,4 @@ def llama_like(
 LLAMA = llama_like("llama", "LlamaForCausalLM", _read_llama, _write_llama)
 MISTRAL = llama_like("mistral", "MistralForCausalLM", _read_mistral, _write_mistral)
 QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen2)
+QWEN3 = llama_like("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3)

@@ -10,8 +10,7 @@ from megatronapp_trainer.errors import CheckpointError
 _UNSUPPORTED = {
     "num_experts": "mixtures of experts",
     "multi_latent_attention": "multi-latent attention",
-    "qk_layernorm": "norms of queries and keys",
-    "qk_l2_norm": "norms of queries and keys",
+    "qk_l2_norm": "norms of queries and keys without weights",
     "apply_layernorm_1p": "norms whose weights are stored around zero",
     "squared_relu": "the squared ReLU",
     "quick_geglu": "the gated quick GELU",
@@ -66,6 +65,7 @@ def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
         window_size=_window(arguments),
         normalization=_choice(arguments, "normalization", "LayerNorm", ("LayerNorm", "RMSNorm")),
         norm_epsilon=arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5,
+        qk_layernorm=bool(arguments.get("qk_layernorm")),
         swiglu=bool(arguments.get("swiglu")),
         openai_gelu=_is_tanh(arguments),
         add_bias_linear=arguments.get("add_bias_linear", True),

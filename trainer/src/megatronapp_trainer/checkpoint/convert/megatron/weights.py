@@ -65,7 +65,7 @@ def expected(model: ModelConfig, rows: int) -> Iterator[ExpectedTensor]:
     for layer in range(model.num_layers):
         for name, size in _layer(model).items():
             yield ExpectedTensor((f"{LAYERS}{name}", layer), size)
-    for name, size in _norm("decoder.final_layernorm.", model).items():
+    for name, size in _norm("decoder.final_layernorm.", model, hidden).items():
         yield ExpectedTensor((name, None), size)
     if model.untie_embeddings_and_output_weights:
         yield ExpectedTensor((HEAD, None), (rows, hidden))
@@ -76,12 +76,13 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     queries, keys = model.num_attention_heads * model.head_width, model.heads_of_keys * model.head_width
     inner = model.mlp_width * (2 if model.swiglu else 1)
     tensors = {
-        **_norm("self_attention.linear_qkv.layer_norm_", model),
+        **_norm("self_attention.linear_qkv.layer_norm_", model, hidden),
+        **(_head_norms(model) if model.qk_layernorm else {}),
         "self_attention.linear_qkv.weight": (queries + 2 * keys, hidden),
         "self_attention.linear_qkv.bias": (queries + 2 * keys,) if bias or model.add_qkv_bias else None,
         "self_attention.linear_proj.weight": (hidden, queries),
         "self_attention.linear_proj.bias": (hidden,) if bias else None,
-        **_norm("mlp.linear_fc1.layer_norm_", model),
+        **_norm("mlp.linear_fc1.layer_norm_", model, hidden),
         "mlp.linear_fc1.weight": (inner, hidden),
         "mlp.linear_fc1.bias": (inner,) if bias else None,
         "mlp.linear_fc2.weight": (hidden, model.mlp_width),
@@ -90,9 +91,14 @@ def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: size for name, size in tensors.items() if size is not None}
 
 
-def _norm(prefix: str, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _head_norms(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    queries, keys = (_norm(f"self_attention.{part}_layernorm.", model, model.head_width) for part in ("q", "k"))
+    return queries | keys
+
+
+def _norm(prefix: str, model: ModelConfig, width: int) -> dict[str, tuple[int, ...]]:
     names = ("weight",) if model.normalization == "RMSNorm" else ("weight", "bias")
-    return {f"{prefix}{name}": (model.hidden_size,) for name in names}
+    return {f"{prefix}{name}": (width,) for name in names}
 
 
 def name_of(place: Place) -> str:
