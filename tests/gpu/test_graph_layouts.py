@@ -27,9 +27,11 @@ VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
 TP2 = "--tensor-model-parallel-size 2"
 LAYOUTS = {
     "TP2": f"{HALF} {TP2}",
-    "TP2-fp32": TP2,
+    "TP2-fp32": f"{TP2} --qk-layernorm",
     "TP2-SP": f"{HALF} {TP2} --sequence-parallel",
-    "TP2-SP-llama": f"{HALF} {TP2} --sequence-parallel --swiglu --normalization RMSNorm --disable-bias-linear",
+    "TP2-SP-qwen": (
+        f"{HALF} {TP2} --sequence-parallel --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm"
+    ),
     "PP2": f"{HALF} {PP2}",
     "PP2-fp16": f"--fp16 --initial-loss-scale 4096 --use-distributed-optimizer {PP2}",
     "PP2-untied": f"{HALF} {PP2} --untie-embeddings-and-output-weights",

@@ -22,7 +22,9 @@ def fused(flags: str) -> dict[str, Any]:
     return train(flags)
 
 
-@pytest.mark.parametrize("flags", ["", "--swiglu --normalization RMSNorm", "--openai-gelu --disable-bias-linear"])
+@pytest.mark.parametrize(
+    "flags", ["", "--swiglu --normalization RMSNorm --qk-layernorm", "--openai-gelu --disable-bias-linear"]
+)
 def test_kernels_train_like_plain_torch(run_ranks: RunRanks, flags: str) -> None:
     plain = losses_of(run_ranks(1, fused, f"{OFF} {flags}"))
     assert losses_of(run_ranks(1, fused, flags)) == pytest.approx(plain, rel=TOLERANCE)

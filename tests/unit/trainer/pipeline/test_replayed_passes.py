@@ -30,7 +30,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 LAYOUTS = {
     "TP2": (2, TP2, ""),
     "TP2-SP-bf16": (2, f"{TP2} {SP} --bf16", ""),
-    "TP2-local-layers": (2, f"{TP2} --transformer-impl torch --swiglu --normalization RMSNorm", ""),
+    "TP2-local-layers": (2, f"{TP2} --transformer-impl torch --swiglu --normalization RMSNorm --qk-layernorm", ""),
     "TP2xDP2-overlap": (4, f"{TP2} {OVERLAP}", ""),
     "fp16": (1, "--fp16 --initial-loss-scale 4096", ""),
     "PP2": (2, PP2, ""),
