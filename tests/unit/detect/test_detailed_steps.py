@@ -1,4 +1,4 @@
-"""Steps whose layers are recorded cost their ranks time: no finding, and no silence of the detector for long."""
+"""Steps in detail, which cost their ranks time: no finding, and no silence of the detector for long."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 from megatronapp_analyzer.detect import engine
 from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
 from megatronapp_analyzer.model import JobLayout, StepRecords
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import RecordKind, pass_ordinal
 
 LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
@@ -22,6 +22,21 @@ def in_detail(view: StepRecords) -> StepRecords:
     layers["kind"] = RecordKind.LAYER_FORWARD
     records = np.concatenate([view.records, layers])
     return dataclasses.replace(view, records=records[np.lexsort((records["start_ns"], records["rank"]))])
+
+
+def with_all_collectives(view: StepRecords) -> StepRecords:
+    """Return the step with two collectives over the tensor group in each forward pass of rank 1."""
+    forwards = view.records[(view.records["kind"] == RecordKind.FORWARD) & (view.records["rank"] == 1)]
+    records = [view.records]
+    for number in range(2):
+        collectives = forwards.copy()
+        collectives["kind"] = RecordKind.TP_REDUCE
+        for place, forward in enumerate(forwards):
+            where = int(forward["chunk"]), int(forward["microbatch"])
+            collectives["ordinal"][place] = pass_ordinal(RecordKind.FORWARD, *where, number)
+        records.append(collectives)
+    joined = np.concatenate(records)
+    return dataclasses.replace(view, records=joined[np.lexsort((joined["start_ns"], joined["rank"]))])
 
 
 @pytest.fixture
@@ -35,9 +50,14 @@ def steps(sim: ModuleType) -> Callable[[float], list[StepRecords]]:
     return run
 
 
-def test_a_window_in_detail_is_no_finding(steps: Callable[..., list[StepRecords]], judge: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("detailed", [in_detail, with_all_collectives])
+def test_a_window_in_detail_is_no_finding(
+    steps: Callable[..., list[StepRecords]],
+    judge: Callable[..., Any],
+    detailed: Callable[[StepRecords], StepRecords],
+) -> None:
     plain, slower = steps(1.0), steps(1.2)
-    views = [in_detail(slower[step]) if 25 <= step < 45 else plain[step] for step in range(60)]
+    views = [detailed(slower[step]) if 25 <= step < 45 else plain[step] for step in range(60)]
     assert judge(LAYOUT, views).verdicts == []
 
 

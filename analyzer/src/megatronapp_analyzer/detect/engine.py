@@ -40,14 +40,18 @@ from megatronapp_analyzer.model import (
     SubjectType,
     Verdict,
 )
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import FIRST_COLLECTIVE_MASK, RecordKind
 
 UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
 """Spans of steps that are no measure: hooks make ranks slow in them, some more than others."""
 
 
-DETAILED_KINDS = (RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD)
+DETAILED_KINDS = [RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD]
 """Spans of windows in detail. Recording them costs ranks time, so such steps are not compared with plain ones."""
+TENSOR_KINDS = [RecordKind.TP_REDUCE, RecordKind.TP_GATHER]
+"""Collectives of passes, of which plain steps have the first one of each pass. Ranks that record all run these passes
+without CUDA graphs, and are slower.
+"""
 MOST_UNLIKE = 100
 """Steps in a row with details, or without, that are not judged after those of the other sort; a longer window is
 judged by references from it alone."""
@@ -89,7 +93,7 @@ class Detector:
             return ended
         if self._steps_seen > self._settings.warmup_steps:
             self._layers.read(view, self._channels.healthy_ranks)
-        if not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any())):
+        if not self._is_alike(bool(kinds[DETAILED_KINDS].any()) or _has_all_collectives(view, kinds)):
             return ended
         features = extract_matched(aligned.step, self._layout, self._work)
         features = _without_doubtful_links(features, aligned.clocks)
@@ -326,6 +330,15 @@ def _pairs(candidate: SuspectCandidate, evidence: StepEvidence) -> tuple[tuple[i
 
 def _when(view: StepRecords) -> JobMoment:
     return JobMoment(attempt=view.attempt, step=view.step, time=view.real_time_s)
+
+
+def _has_all_collectives(view: StepRecords, kinds: Ints) -> bool:
+    """Return whether a rank has recorded more than the first collective of a pass; `kinds`: records by kind."""
+    if not kinds[TENSOR_KINDS].any():
+        return False
+    found = view.records["kind"]
+    is_collective = np.logical_or.reduce([found == kind for kind in TENSOR_KINDS])
+    return bool((view.records["ordinal"][is_collective] & FIRST_COLLECTIVE_MASK).any())
 
 
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
