@@ -16,6 +16,7 @@ from megatronapp_common.text.terminal import replace_control_characters, to_sing
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
 from megatronapp_operator.cli.text.tables import format_table, slow_subjects
+from megatronapp_operator.cli.training import orders
 from megatronapp_operator.errors import OperatorError
 
 EVIL = "a\x1b]0;owned\x07b\x9b2Jc\rd\x08e\u202ef\ud800"
@@ -160,3 +161,9 @@ def test_errors_are_printed_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     errors = capsys.readouterr().err
     assert errors == "".join(f"error: {replace_control_characters(line)}\n" for line in EVIL.splitlines())
     assert not MOVES.search(errors)
+
+
+def test_a_training_that_has_not_begun_has_no_step() -> None:
+    empty = dict.fromkeys(("step", "stepsLeft", "pausedSince", "captureEvery", "lease"))
+    text = orders.describe({"state": "starting", "totalSteps": 400, "perturbed": [], **empty})
+    assert text.splitlines()[:2] == ["State:    starting", "Step:     <none>"]

@@ -16,6 +16,7 @@ from `megatronapp_common.migration` by `make generate`; a test types each of the
 megatronapp translate "bash scripts/run_single_gpt.sh"
 megatronapp translate 'python tools/checkpoint/convert.py --loader legacy --load-dir gpt2-legacy --save-dir gpt2'
 megatronapp translate -- --trace-interval 5
+megatronapp translate "$(cat pretrain_gpt.sh)"   # a script of your own: its commands, flags and variables
 ```
 
 "Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, and T5. Flags of a

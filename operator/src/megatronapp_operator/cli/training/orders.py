@@ -16,6 +16,7 @@ from megatronapp_common.scope.perturbation.recipe import RecipeError, parse_reci
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.cli.text.numbers import parse_count
+from megatronapp_operator.cli.text.tables import NONE
 from megatronapp_operator.errors import HubError, OperatorError
 
 POLL_S = 0.3
@@ -131,7 +132,8 @@ def outcome(order: Mapping[str, Any]) -> str:
 def describe(state: Mapping[str, Any]) -> str:
     """Describe the state of a training for a terminal."""
     total = "" if state["totalSteps"] is None else f" of {state['totalSteps']}"
-    lines = [f"State:    {state['state']}", f"Step:     {state['step']}{total}"]
+    step = NONE if state["step"] is None else f"{state['step']}{total}"
+    lines = [f"State:    {state['state']}", f"Step:     {step}"]
     if state["stepsLeft"]:
         lines.append(f"Left:     {state['stepsLeft']} steps until the next pause")
     if state["pausedSince"] is not None:
