@@ -393,3 +393,9 @@ def test_bert_gives_its_type_and_tokenizer(build: Any) -> None:
     arguments = megatron_arguments(load_job(build(bert)))
     for flag, value in (("--model-type", "bert"), ("--tokenizer-type", "BertWordPieceLowerCase")):
         assert arguments[arguments.index(flag) + 1] == value
+
+
+def test_the_place_of_a_flag_in_another_spelling_is_its_item(build: Any) -> None:
+    job = load_job(build({"spec.args": ["--tokenizer-model", "data/tokenizer.json"]}))
+    assert place_of(job, "--tokenizer-file") == "spec.args[0]"
+    assert place_of(load_job(build({})), "--tokenizer-file") == "spec.data.tokenizer"

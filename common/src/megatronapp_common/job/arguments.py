@@ -168,6 +168,8 @@ OTHER_FLAGS = {
 """Flags that follow from a field without holding its value."""
 
 
+OTHER_SPELLINGS = {"--tokenizer-model": "--tokenizer-file"}
+"""Flags of `spec.args` that the trainer reads as others, under whose names it reports problems."""
 REPLACED = {"training.train_iters": "--train-samples"}
 """Required fields, and the flag of `spec.args` that excludes the field's flag and replaces it."""
 
@@ -197,7 +199,8 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
 
     `value` selects an item where the field is a list. None for a flag without a field.
     """
-    given = [index for index, argument in enumerate(job.spec.args) if argument.partition("=")[0] == flag]
+    names = [argument.partition("=")[0] for argument in job.spec.args]
+    given = [index for index, name in enumerate(names) if OTHER_SPELLINGS.get(name, name) == flag]
     if given:
         return f"spec.args[{given[-1]}]"
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)

@@ -165,8 +165,9 @@ def _open_wandb(config: TrainerConfig, project: str) -> EventWriter:
             ),
         )
     except Exception as error:  # the package's errors have no class in common
+        reason = str(error).rstrip(".")
         raise UsageError(
-            f"--wandb-project {project}: no run can be started: {error}; set WANDB_API_KEY, or WANDB_MODE=offline to "
+            f"--wandb-project {project}: no run can be started: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline to "
             f"write it to {folder} alone, for `wandb sync`"
         ) from error
     return WandbWriter(run)
