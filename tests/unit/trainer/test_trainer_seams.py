@@ -274,6 +274,8 @@ def train_with(schedule: str, family: str) -> tuple[list[tuple[str, str, int]], 
 class PassObserver:
     """Observer that keeps the passes, and the reported work."""
 
+    collectives = None
+
     def __init__(self) -> None:
         self.passes: list[tuple[str, str, int]] = []
         self.tokens: list[tuple[int, int]] = []

@@ -126,6 +126,7 @@ def train_on_fused_products(flags: str) -> Record | None:
 
     for module in (split_backward, task_passes):
         module.fused_gradients = lambda _context: weight_gradients.sum_rows  # type: ignore[attr-defined]
+    task_passes.uses_small_kernels = lambda _config: False  # type: ignore[assignment, attr-defined] # they need a GPU
     split_backward.DirectGradients = refuse_direct_gradients  # type: ignore[assignment, attr-defined]
     return train(flags)
 

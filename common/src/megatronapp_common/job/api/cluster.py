@@ -88,8 +88,8 @@ class SharedMemory(ManifestModel):
     """The memory volume at /dev/shm of trainer and agent."""
 
     size_limit: Quantity | None = None
-    """Size of the volume, charged to the trainer's memory limit. Defaults to 16Gi, or half of that limit if smaller
-    (or if checkpoint.memorySaveInterval is given); with dpp.enabled to its messages and 1Gi, if that is more."""
+    """Size of the volume, charged to the trainer's memory limit. Defaults to 16Gi, or half of that limit if smaller,
+    or with checkpoint.memorySaveInterval; with dpp.enabled to its messages and 1Gi, if that is more."""
 
 
 class Volume(ManifestModel):

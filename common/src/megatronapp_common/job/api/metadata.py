@@ -33,9 +33,9 @@ class Metadata(ManifestModel):
     resource_version: str | None = None
     """Version of the object for optimistic locking."""
     creation_timestamp: str | None = None
-    """Time at which the object was created, RFC 3339."""
+    """Time at which the object was created."""
     deletion_timestamp: str | None = None
-    """Time at which deletion was requested, RFC 3339."""
+    """Time at which deletion was requested."""
     deletion_grace_period_seconds: int | None = None
     """Seconds that deletion may take."""
     finalizers: tuple[str, ...] = ()

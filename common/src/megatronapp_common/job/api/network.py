@@ -17,8 +17,8 @@ class Rdma(ManifestModel):
     """InfiniBand or RoCE devices of the workers."""
 
     enabled: bool = False
-    """Request devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails instead of
-    falling back to TCP; for vpc.amazonaws.com/efa AWS Libfabric, which needs an image with libfabric and aws-ofi-nccl.
+    """Request devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL never falls
+    back to TCP; for vpc.amazonaws.com/efa AWS Libfabric, whose image needs libfabric and aws-ofi-nccl.
     Another value under nccl or env wins."""
     resource_name: QualifiedName | None = None
     """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""

@@ -108,9 +108,9 @@ class RunPolicy(ManifestModel):
     reset_after_seconds: Seconds = 3600
     """Seconds of a healthy run after which the count of restarts is reset."""
     active_deadline_seconds: Seconds | None = None
-    """Longest life of the job from its first pods on, over all attempts; defaults to no limit. Where a queue or gang
-    scheduler places the gang, time without nodes is not counted. At the deadline workers have their grace period to
-    write a checkpoint, then the job fails."""
+    """Longest life of the job from its first pods on, over all attempts; no limit by default. Where a queue or gang
+    scheduler places the gang, time without nodes is not counted. Workers have their grace period to write a checkpoint,
+    then the job fails."""
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then they are released and retried later. It also
     applies until all run (then the job fails, or restarts if it has run before), and until they have gathered (a

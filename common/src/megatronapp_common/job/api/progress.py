@@ -144,7 +144,7 @@ class Progress(StatusType):
     checkpoint_iteration: int | None = None
     """Step of the newest checkpoint of this attempt."""
     checkpoint_time: WholeTime | None = None
-    """When its state was taken, RFC 3339."""
+    """When its state was taken."""
     updated_at: WholeTime | None = None
     """Real time of the report, RFC 3339."""
     plans: Annotated[tuple[PipelinePlan, ...], Field(exclude_if=is_falsy)] = ()
@@ -189,7 +189,7 @@ class TimeSpent(StatusType):
     """Seconds by use, and what is needed to continue counting them."""
 
     since: Time
-    """Time up to which everything is counted, RFC 3339."""
+    """Time up to which everything is counted."""
     use: Annotated[TimeUse | None, TEXT] = None
     """Use of the time since then; absent: the job has ended."""
     attempt: int = -1
@@ -211,7 +211,7 @@ class TimeSpent(StatusType):
     spares: Count = 0
     """Spares that hold a node since `sparesSince`."""
     spares_since: Time | None = None
-    """Time up to which spares are counted, RFC 3339."""
+    """Time up to which spares are counted."""
     spare_seconds: float = 0.0
     """Sum over spares of the time for which each held a node without training."""
     spare_gpu_seconds: float = 0.0
@@ -219,7 +219,7 @@ class TimeSpent(StatusType):
     absent: Count = 0
     """Workers that the gang has trained without since `absentSince` (runPolicy.elastic)."""
     absent_since: Time | None = None
-    """Time up to which they are counted, RFC 3339."""
+    """Time up to which they are counted."""
     absent_seconds: float = 0.0
     """Sum over them of the time for which the gang ran without each."""
     absent_gpu_seconds: float = 0.0

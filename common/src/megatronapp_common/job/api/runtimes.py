@@ -68,4 +68,4 @@ class Fbd(ManifestModel):
     the input of each layer; auto: what is fastest. Defaults to what training.recompute leaves, otherwise saved."""
     forward: ForwardWorkers | None = None
     """Run forward ranks on separate workers; nodes, procPerNode and gpusPerNode of the spec are then those of the
-    backward ranks alone. By default all workers are alike."""
+    backward ranks. By default all workers are alike."""

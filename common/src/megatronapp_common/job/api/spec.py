@@ -117,7 +117,7 @@ class Spec(ManifestModel):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = ()
-    """Environment of every rank; variables from Secrets are written in podTemplate."""
+    """Environment of every rank; from Secrets by podTemplate."""
     trace: Trace = Trace()
     """Recording of spans on every rank."""
     analyzer: Analyzer = Analyzer()

@@ -121,7 +121,7 @@ class Condition(StatusType):
     message: Annotated[str, Field(max_length=32768)] = ""
     """Sentence for users."""
     since: Annotated[WholeTime, Field(alias="lastTransitionTime")] = 0.0
-    """When the status changed last, RFC 3339."""
+    """When the status changed last."""
     generation: Annotated[int, Field(alias="observedGeneration")] = 0
     """Generation of the spec that it was derived from."""
 
@@ -287,7 +287,7 @@ class Failure(StatusType):
     __pydantic_config__ = CONFIG | requires("time", "attempt")
 
     time: Time
-    """Time of the failure, RFC 3339."""
+    """Time of the failure."""
     attempt: Count = 0
     """Attempt that ended."""
     worker: int | None = None
@@ -317,7 +317,7 @@ class ExcludedNode(StatusType):
     reason: str = ""
     """CamelCase reason for programs."""
     until: Time
-    """Time from which it may be used again, RFC 3339."""
+    """Time from which it may be used again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,11 +341,11 @@ class EndedWorker(StatusType):
     disrupted: OptionalText = None
     """Reason for which the cluster removed it."""
     started_at: Time | None = None
-    """Time at which it started, RFC 3339."""
+    """Time at which it started."""
     finished_at: Time | None = None
-    """Time at which it ended, RFC 3339."""
+    """Time at which it ended."""
     deleted_at: Time | None = None
-    """Time at which its deletion was requested, RFC 3339."""
+    """Time at which its deletion was requested."""
     grace_seconds: float | None = None
     """Seconds between the request and its deletion."""
 
@@ -362,7 +362,7 @@ class Takeover(StatusType):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status(StatusType):
-    """Observed state of the job."""
+    """Observed state of the job, times by RFC 3339."""
 
     phase: Phase = Phase.PENDING
     """Summary for users, derived from the conditions."""
@@ -376,7 +376,7 @@ class Status(StatusType):
     attempt: Count = 0
     """Number of the gang's life, from 0."""
     restarts: Count = 0
-    """Restarts of the gang so far; changes of its size are none."""
+    """Restarts of the gang so far, at an equal size."""
     restarts_towards_max: Count = 0
     """Restarts that are counted against runPolicy.maxRestarts."""
     world_size: int | None = dataclasses.field(default=None, compare=False)
@@ -430,23 +430,23 @@ class Status(StatusType):
     ended: Annotated[tuple[EndedWorker, ...], Field(alias="endedWorkers")] = ()
     """First workers of the current attempt that have failed, most likely culprit first."""
     start_time: Time | None = None
-    """Time at which the first attempt was created, RFC 3339."""
+    """Time at which the first attempt was created."""
     attempt_time: Time | None = None
-    """Time at which the current attempt was created, RFC 3339."""
+    """Time at which the current attempt was created."""
     holding_time: Time | None = None
-    """Time at which the first worker of the current attempt had a node, RFC 3339."""
+    """Time at which the first worker of the current attempt had a node."""
     unplaced_time: Time | None = None
-    """Time since which a scheduler finds no node for a worker of the current attempt, RFC 3339."""
+    """Time since which a scheduler finds no node for a worker of the current attempt."""
     scheduled_time: Time | None = None
-    """Time at which all workers of the current attempt had nodes, RFC 3339."""
+    """Time at which all workers of the current attempt had nodes."""
     progress_time: Time | None = None
-    """Time of the last observed progress of the training, RFC 3339."""
+    """Time of the last observed progress of the training."""
     released_time: Time | None = None
-    """Time of the last release of a gang that did not start completely, RFC 3339."""
+    """Time of the last release of a gang that did not start completely."""
     denied_time: Time | None = None
-    """Time since which the pods of a job that has never run are denied, RFC 3339."""
+    """Time since which the pods of a job that has never run are denied."""
     init_failed_time: Time | None = None
-    """Time of the last failure of the initializers, RFC 3339."""
+    """Time of the last failure of the initializers."""
     groups: Annotated[tuple[int, ...] | None, Field(alias="podGroups")] = None
     """Attempts whose pod groups may still exist."""
     active_s: Annotated[
@@ -456,11 +456,11 @@ class Status(StatusType):
     ] = 0.0
     """Seconds in which earlier gangs held nodes, since the job was last resumed."""
     running_time: Time | None = None
-    """Time at which all workers of the current attempt first ran, RFC 3339."""
+    """Time at which all workers of the current attempt first ran."""
     last_restart_time: Time | None = None
-    """Time of the last restart of the gang, RFC 3339."""
+    """Time of the last restart of the gang."""
     completion_time: Time | None = None
-    """Time at which the job ended, RFC 3339."""
+    """Time at which the job ended."""
     time_spent: Annotated[TimeSpent | None, WithJsonSchema({"type": "object", "additionalProperties": True})] = None
     """Seconds by use."""
     pinned: PinnedSettings | None = dataclasses.field(default=None, compare=False)
