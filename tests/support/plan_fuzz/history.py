@@ -92,16 +92,16 @@ def step(world: World, operator: Operator) -> None:
         operator.reconcile(stop_after=stop_after, stale=draw.random() < 0.3)
     due = operator.wake_at
     if due is None or due <= world.now or draw.random() < 0.6:
-        world.now += draw.choice([0.001, 0.3, 1, 5, 5, 20])
+        world.advance(draw.choice([0.001, 0.3, 1, 5, 5, 20]))
     else:
-        world.now += min(due - world.now, 4000.0)
+        world.advance(min(due - world.now, 4000.0))
 
 
 def make_world(draw: random.Random, seed: int) -> World:
     """A job and its cluster; of the nodes there may be none to spare."""
     workers = draw.choice([1, 1, 2, 2, 3, 4])
     queue = draw.choice(["none", "none", "gated", "whole"])
-    now = BEGIN + draw.random()
+    now = round(BEGIN + draw.random(), 6)
     world = World(
         random=draw,
         job=JobState(spec=make_spec(draw, seed, workers, queue)),

@@ -183,7 +183,7 @@ def keep_fewer_nodes(world: World, operator: Operator) -> bool:
         operator.reconcile()
         if world.trains() and world.spec.workers == elastic.full.workers:
             return False
-        world.now += world.random.choice([5, 15, 30])
+        world.advance(world.random.choice([5, 15, 30]))
         if world.now > until:
             broken("a gang stays smaller though all nodes work", world.spec.workers)
     return False
@@ -197,7 +197,8 @@ def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
         operator.reconcile()
         if world.trains():
             return True
-        world.now += world.random.choice([5, 15, 30])  # a kubelet has several ticks within the shortest start deadline
+        # A kubelet has several ticks within the shortest start deadline.
+        world.advance(world.random.choice([5, 15, 30]))
     return False
 
 
@@ -376,7 +377,7 @@ def _leap(world: World, operator: Operator) -> float:
     """Skip to the next reconciliation that the plan requested, or by minutes; return the seconds."""
     due = world.now + 300.0 if operator.wake_at is None else operator.wake_at
     seconds = min(max(due - world.now, 5.0), 300.0)
-    world.now += seconds
+    world.advance(seconds)
     return seconds
 
 
@@ -387,4 +388,4 @@ def pass_time(world: World, operator: Operator) -> None:
         seconds = float(world.random.choice([1, 2, 5, 30]))
     else:
         seconds = due - world.now
-    world.now += seconds
+    world.advance(seconds)

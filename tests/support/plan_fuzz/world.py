@@ -117,6 +117,10 @@ class World:
         """Spec of the job, decoded, with the workers of the current attempt."""
         return self.job.spec.at(self.job.status)
 
+    def advance(self, seconds: float) -> None:
+        """Let time pass. The clock has whole microseconds, as the times that a plan writes and reads."""
+        self.now = round(self.now + seconds, 6)
+
     def note(self, *details: object) -> None:
         """Keep what happened for the report of a broken promise."""
         self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, details))}")
