@@ -23,7 +23,7 @@ from plan_fuzz.faults import edit, slow_node
 from plan_fuzz.pods import Node
 from plan_fuzz.promises import broken
 from plan_fuzz.simulated_operator import Operator
-from plan_fuzz.world import World
+from plan_fuzz.world import World, advance
 
 PLANS = 600
 TRAINED_PLANS = 5
@@ -183,7 +183,7 @@ def keep_fewer_nodes(world: World, operator: Operator) -> bool:
         operator.reconcile()
         if world.trains() and world.spec.workers == elastic.full.workers:
             return False
-        world.advance(world.random.choice([5, 15, 30]))
+        advance(world, world.random.choice([5, 15, 30]))
         if world.now > until:
             broken("a gang stays smaller though all nodes work", world.spec.workers)
     return False
@@ -198,7 +198,7 @@ def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
         if world.trains():
             return True
         # A kubelet has several ticks within the shortest start deadline.
-        world.advance(world.random.choice([5, 15, 30]))
+        advance(world, world.random.choice([5, 15, 30]))
     return False
 
 
@@ -377,7 +377,7 @@ def _leap(world: World, operator: Operator) -> float:
     """Skip to the next reconciliation that the plan requested, or by minutes; return the seconds."""
     due = world.now + 300.0 if operator.wake_at is None else operator.wake_at
     seconds = min(max(due - world.now, 5.0), 300.0)
-    world.advance(seconds)
+    advance(world, seconds)
     return seconds
 
 
@@ -388,4 +388,4 @@ def pass_time(world: World, operator: Operator) -> None:
         seconds = float(world.random.choice([1, 2, 5, 30]))
     else:
         seconds = due - world.now
-    world.advance(seconds)
+    advance(world, seconds)

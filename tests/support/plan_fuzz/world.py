@@ -117,10 +117,6 @@ class World:
         """Spec of the job, decoded, with the workers of the current attempt."""
         return self.job.spec.at(self.job.status)
 
-    def advance(self, seconds: float) -> None:
-        """Let time pass. The clock has whole microseconds, as the times that a plan writes and reads."""
-        self.now = round(self.now + seconds, 6)
-
     def note(self, *details: object) -> None:
         """Keep what happened for the report of a broken promise."""
         self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, details))}")
@@ -371,3 +367,8 @@ def take_place(world: World, action: RestartWorker) -> None:
     if any(other.index == action.index and not other.spare for other in world.pods.values()):
         raise AssertionError(f"two workers at place {action.index}")
     pod.index, pod.attempt, pod.ordered, pod.spare = action.index, action.attempt, world.now, False
+
+
+def advance(world: World, seconds: float) -> None:
+    """Let time pass. The clock has whole microseconds, as the times that a plan writes and reads."""
+    world.now = round(world.now + seconds, 6)
