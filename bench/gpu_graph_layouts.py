@@ -3,7 +3,7 @@
     python bench/gpu_graph_layouts.py TP2 TP2-SP --out tensor.json
     python bench/gpu_graph_layouts.py PP2 PP2x2 --out pipeline.json
     python bench/gpu_graph_layouts.py MegaDPP --out megadpp.json
-    python bench/gpu_graph_layouts.py DP2 DP2-overlap --out data.json
+    python bench/gpu_graph_layouts.py DP2 DP2-serial --out data.json
 
 Each layout runs in new processes, first of all one GPU. Arms of a layout take turns in blocks of steps on the same
 data: all parts of the trainer's speed off, all but the graphs, and all with `--cuda-graph-impl local`. (MegaDPP's arms
@@ -37,7 +37,7 @@ from megatronapp_trainer.device import Device, prepare_device
 from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
-from megatronapp_trainer.training.build import build_run, build_schedule, layout_of
+from megatronapp_trainer.training.build import build_run, build_schedule, layout_of, with_overlap
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.metrics import flops_per_token, flops_per_token_full_attention
 from megatronapp_trainer.training.signals import StopRequest
@@ -73,7 +73,7 @@ CASES = {
     "PP2x2": GraphCase(layout=Layout(pipeline=2, chunks=2)),
     "MegaDPP": GraphCase(layout=Layout(pipeline=2), flags=("--use-dpp",), alternates=False),
     "DP2": GraphCase(),
-    "DP2-overlap": GraphCase(flags=("--overlap-grad-reduce", "--overlap-param-gather")),
+    "DP2-serial": GraphCase(flags=("--no-overlap-data-parallel",)),
 }
 
 
@@ -83,6 +83,7 @@ class LayoutArm:
     def __init__(self, name: str, shape: Shape, case: GraphCase, device: Device, samples: Samples) -> None:
         config = parse([*arguments(shape, case.layout, "torch", 10_000), *case.flags, *ARMS[name]])
         layout = layout_of(config)
+        config = with_overlap(config, layout, device)
         before = torch.cuda.memory_reserved()
         run = build_run(config, layout, device, vocab_size=shape.vocabulary)
         self.name = name

@@ -6,8 +6,9 @@
 Two GPUs, CUDA_DEVICE_MAX_CONNECTIONS=1, one layout after the other: tensor parallelism with sequence parallelism, a
 pipeline, and data parallelism with overlapped reduction. A GPT with random weights (1.2 billion parameters in bf16)
 trains on random tokens. Between blocks of ten steps the trainer is built again: without a tracer (A), or with its ring,
-its recorder and that recorder's thread, its timers and its transport (B). One step after that is not timed. All ranks
-meet before and after a block, which is timed by rank 0.
+its recorder and that recorder's thread, its timers and its transport (B). Three steps after that are not timed: in the
+first ones CUDA graphs are captured. All ranks meet before and after a block, which is timed by rank 0, and its standard
+error has the time of each block with and without its preparation.
 
 Blocks are compared within groups of four, ABBA, so that a steady drift cancels out. The mean and its bounds follow from
 10,000 bootstrap samples of whole groups. The control compares A with A in the same pattern, two groups at a time. Where
@@ -42,6 +43,7 @@ from megatronapp_trainer import scan
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import prepare_device
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run, build_schedule, layout_of
@@ -56,6 +58,8 @@ RESOLVED = 0.001
 LEAST_CONTROLS = 4
 """Comparisons of A with A below which an interval says nothing."""
 PREFIX = "trace-cost"
+WARM = 3
+"""Steps of a new trainer that are not timed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,29 +109,39 @@ class AlternatingTraining:
 
     def seconds(self, is_traced: bool) -> float:
         """Run a block of steps with a new trainer; returns its length."""
+        prepared_s = time.perf_counter()
         observer = self._observer() if is_traced else None
-        trainer = self._trainer(observer)
+        schedule = self._schedule(observer)
+        trainer = self._trainer(schedule, observer)
         gc.collect()
-        trainer.step()
+        for _ in range(WARM):
+            trainer.step()
         self._meet()
         began_s = time.perf_counter()
         for _ in range(self.block):
             trainer.step()
         self._meet()
         length_s = time.perf_counter() - began_s
+        if self.run.layout.global_rank == 0:
+            arm = "traced" if is_traced else "not traced"
+            print(f"{arm}: {length_s:.3f} s, prepared in {began_s - prepared_s:.1f} s", file=sys.stderr, flush=True)
+        schedule.close()
         if observer is not None:
             observer.close()
             self._read_ring()
         return length_s
 
-    def _trainer(self, observer: ScanObserver | None) -> Trainer:
+    def _schedule(self, observer: ScanObserver | None) -> PipelineSchedule:
         optimizer = self.run.state.optimizer
         optimizer.get_grad_norm = self._gradient_norm
         self.run.core_config.timers = optimizer.config.timers = None
+        return build_schedule(self.run, observer)
+
+    def _trainer(self, schedule: PipelineSchedule, observer: ScanObserver | None) -> Trainer:
         return Trainer(
             self.run,
             self._iterators,
-            build_schedule(self.run, observer),
+            schedule,
             stop_request=StopRequest(),
             observer=observer,
         )
@@ -147,7 +161,7 @@ class AlternatingTraining:
         path = pathlib.Path(os.environ[Env.SHM_DIR]) / f"{PREFIX}.rank{self.run.layout.rank}.ring"
         reader = native.RingReader(str(path))
         info = reader.info()
-        self.records = info.head / (self.block + 1)
+        self.records = info.head / (self.block + WARM)
         self.span_cost_ns = float(json.loads(info.metadata)["recordCostNs"] or 0.0)
         reader.close()
         path.unlink()

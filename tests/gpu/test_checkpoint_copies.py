@@ -1,9 +1,10 @@
 """Copies of a checkpoint by way of the device: of the step at which they began, also without room for a snapshot."""
 
-import json
+import io
 import os
 import pathlib
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,28 @@ def save_both_ways(folder: str, memory_folder: str, flags: str) -> list[str]:
     return kinds
 
 
+def differences(first: str, second: str) -> list[str]:
+    """Return the names of tensors and objects that are not the same, to the last bit, in two checkpoints."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    warnings.simplefilter("ignore")
+    found: list[dict[str, Any]] = [{}, {}]
+    for contents, folder in zip(found, (first, second), strict=True):
+        planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call] # torch's own gap
+        _load_state_dict(contents, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    pickled: list[dict[str, bytes]] = [{}, {}]
+    for into, contents in zip(pickled, found, strict=True):
+        for name, value in contents.items():
+            stream = io.BytesIO()
+            torch.save(value.clone() if isinstance(value, torch.Tensor) else value, stream)
+            into[name] = stream.getvalue()
+    assert len(pickled[0]) > 40, "weights and the state of the optimizer"
+    return sorted(name for name in pickled[0] | pickled[1] if pickled[0].get(name) != pickled[1].get(name))
+
+
 @pytest.mark.parametrize(
     ("memory_folder", "flags"),
     [
@@ -108,9 +131,4 @@ def test_checkpoints_are_those_of_a_save_at_once(
 ) -> None:
     with tempfile.TemporaryDirectory(dir=memory_folder) as memory:
         assert run_ranks(1, save_both_ways, str(tmp_path), memory, flags) == [["SnapshotCopy", "SnapshotCopy"]]
-    here, there = (
-        json.loads((tmp_path / kind / "iter_0000003" / "megatronapp.json").read_text()) for kind in ("async", "sync")
-    )
-    data = [name for name in here["files"] if name.endswith(".distcp")]
-    assert data
-    assert [here["checksums"][name] for name in data] == [there["checksums"][name] for name in data]
+    assert run_ranks(1, differences, *(str(tmp_path / kind / "iter_0000003") for kind in ("async", "sync"))) == [[]]

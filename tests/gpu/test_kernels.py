@@ -36,7 +36,15 @@ def test_kernels_in_bf16_follow_plain_torch(run_ranks: RunRanks, flags: str) -> 
     assert losses_of(run_ranks(1, fused, f"{HALF} {flags}")) == pytest.approx(plain, abs=HALF_TOLERANCE)
 
 
-@pytest.mark.parametrize("flags", [HALF, "", f"{HALF} --overlap-grad-reduce --overlap-param-gather"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        HALF,
+        "",
+        f"{HALF} --overlap-grad-reduce --overlap-param-gather --untie-embeddings-and-output-weights "
+        "--ddp-bucket-size 20000",
+    ],
+)
 def test_graphs_are_equal_to_the_bit(run_ranks: RunRanks, flags: str) -> None:
     flags = f"{flags} --deterministic-mode"
     expected = run_ranks(1, train_on_all_kernels, f"{flags} --cuda-graph-impl none")[0]

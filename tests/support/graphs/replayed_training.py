@@ -63,11 +63,13 @@ class ReplayCounts:
 @contextlib.contextmanager
 def counting(run: Any, before_step: Callable[[Any, int], None] | None) -> Iterator[ReplayCounts]:
     """Count what is replayed in this process within the context."""
+    from megatronapp_trainer.pipeline.graphs.graphed_step import GraphedStep, MicrobatchGraph
     from megatronapp_trainer.pipeline.graphs.pass_slot import PassSlot
     from megatronapp_trainer.pipeline.graphs.replayed_passes import ReplayedPasses
 
     counted = ReplayCounts()
     forward, weights, begin = PassSlot.forward, PassSlot.weights, ReplayedPasses._begin
+    whole_forward, whole_train = MicrobatchGraph.forward, GraphedStep.train
 
     def counting_forward(slot: Any, *arguments: Any) -> Any:
         counted.forwards[-1] += 1
@@ -84,7 +86,19 @@ def counting(run: Any, before_step: Callable[[Any, int], None] | None) -> Iterat
         begin(passes, *arguments)
         counted.slots = tuple(map(len, passes._slots))
 
+    def counting_whole_forward(graph: Any, batch: Any) -> Any:
+        counted.forwards[-1] += 1
+        return whole_forward(graph, batch)
+
+    def counting_train(step: Any, *arguments: Any) -> Any:
+        counted.forwards.append(0)
+        reports = whole_train(step, *arguments)
+        counted.slots = (len(step._graphs),)
+        return reports
+
     with (
+        mock.patch.object(MicrobatchGraph, "forward", counting_whole_forward),
+        mock.patch.object(GraphedStep, "train", counting_train),
         mock.patch.object(PassSlot, "forward", counting_forward),
         mock.patch.object(PassSlot, "weights", counting_weights),
         mock.patch.object(ReplayedPasses, "_begin", counting_begin),

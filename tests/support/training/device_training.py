@@ -29,7 +29,14 @@ def train(flags: str, model: str = MODEL) -> dict[str, Any]:
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
+    from megatronapp_trainer.training.build import (
+        build_iterators,
+        build_run,
+        build_schedule,
+        layout_of,
+        vocab_size_of,
+        with_overlap,
+    )
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -37,6 +44,7 @@ def train(flags: str, model: str = MODEL) -> dict[str, Any]:
     layout = layout_of(config)
     os.environ[CONNECTIONS] = device_connections(flags.split(), layout.role)
     device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
+    config = with_overlap(config, layout, device)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     manager = CheckpointManager(config, layout) if config.checkpoint.save or config.checkpoint.load else None

@@ -89,10 +89,11 @@ def pretrain(config: TrainerConfig) -> ExitCode:
 
 
 def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
-    from megatronapp_trainer.training.build import build_run, vocab_size_of
+    from megatronapp_trainer.training.build import build_run, vocab_size_of, with_overlap
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.progress import make_reporter
 
+    config = with_overlap(config, layout, device)
     reporter = make_reporter(config, layout)
     if reporter is not None:
         reporter.state("starting")

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from megatronapp_trainer.config import TrainerConfig, parse
-from megatronapp_trainer.config.rules.graphs import reasons_against_graphs, uses_slots
+from megatronapp_trainer.config.rules.graphs import overlaps_by_default, reasons_against_graphs, uses_slots
 from megatronapp_trainer.errors import UsageErrors
 
 SMALL = (
@@ -37,6 +37,7 @@ def config_of(flags: str) -> TrainerConfig:
         (f"{NO_DROPOUT} --trace --trace-nccl --pipeline-model-parallel-size 2", ()),
         (f"{NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl auto", ()),
         (f"{NO_DROPOUT} --overlap-grad-reduce --tensor-model-parallel-size 2", ("--overlap-grad-reduce",)),
+        (f"{NO_DROPOUT} --overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather", ()),
         *(
             (f"{NO_DROPOUT} {layout} --cuda-graph-impl local", ())
             for layout in (
@@ -97,6 +98,26 @@ def test_graphs_that_cannot_be_are_refused(obstacle: str) -> None:
 )
 def test_only_a_stage_without_collectives_has_no_slots(layout: str, in_slots: bool) -> None:
     assert uses_slots(config_of(f"{NO_DROPOUT} {layout}")) == in_slots
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "overlaps"),
+    [
+        ("", 2, True),
+        ("--use-distributed-optimizer --fp8-format e4m3 --bf16", 8, True),
+        ("", 1, False),
+        ("--no-overlap-data-parallel", 2, False),
+        ("--overlap-grad-reduce", 2, False),  # by its own flag
+        ("--cuda-graph-impl none", 2, False),
+        ("--distributed-backend gloo", 2, False),
+        ("--tensor-model-parallel-size 2", 2, False),
+        ("--fp16", 2, False),
+    ],
+)
+def test_transfers_overlap_by_default_where_whole_microbatches_are_replayed(
+    flags: str, replicas: int, overlaps: bool
+) -> None:
+    assert overlaps_by_default(config_of(f"{NO_DROPOUT} {flags}"), data_size=replicas) == overlaps
 
 
 def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,12 @@ class StaticSchedule:
             self._replayed = ReplayedPasses(context, self._forward_step, recorders, fp8_weights=self._fp8_weights)
         elif recorders is not None:
             self._graphed = GraphedStep(
-                context, self._forward_step, self._plain_forward_step, self._timers, self._fp8_weights
+                context,
+                self._forward_step,
+                self._plain_forward_step,
+                recorders,
+                timers=self._timers,
+                fp8_weights=self._fp8_weights,
             )
         self._transport = _transport_options(context.transport, context.core_config)
         self._shared_transport = context.evaluation_transport

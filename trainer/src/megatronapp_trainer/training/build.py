@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.batch_size import BatchSchedule, batch_schedule
 from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.config.rules.graphs import overlaps_by_default
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
@@ -27,6 +29,8 @@ from megatronapp_trainer.pipeline.registry import create_schedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
 from megatronapp_trainer.training.learning_rate import build_scheduler
 from megatronapp_trainer.training.optimizer import build_optimizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,29 @@ def layout_of(config: TrainerConfig) -> Layout:
     check_world(config, layout.trained_data_size)
     check_node_flags(config.dpp, layout, os.environ)
     return layout
+
+
+def with_overlap(config: TrainerConfig, layout: Layout, device: Device) -> TrainerConfig:
+    """Return the configuration with the flags of overlapped transfers, where a run has them by default.
+
+    Weights in 8 bits are rounded from whole ones, before the first graph: their gathers are not overlapped by default.
+    Among a power of two of replicas the collective takes the mean of gradients itself, which is then exact.
+    """
+    if not device.is_cuda or not overlaps_by_default(config, data_size=layout.data_size):
+        return config
+    gathers = config.parallel.use_distributed_optimizer and config.precision.fp8_format is None
+    log.info(
+        "data parallelism: gradients are reduced%s during passes (--no-overlap-data-parallel: between steps)",
+        " and parameters gathered" if gathers else "",
+    )
+    averages = layout.data_size.bit_count() == 1 and not config.training.calculate_per_token_loss
+    parallel = dataclasses.replace(
+        config.parallel,
+        overlap_grad_reduce=True,
+        overlap_param_gather=gathers,
+        ddp_average_in_collective=averages or config.parallel.ddp_average_in_collective,
+    )
+    return dataclasses.replace(config, parallel=parallel)
 
 
 def build_run(

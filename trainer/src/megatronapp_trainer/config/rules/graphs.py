@@ -47,10 +47,27 @@ def reasons_against_graphs(config: TrainerConfig) -> tuple[str, ...]:
     found = {
         "--trace-nccl with --tensor-model-parallel-size above 1 (--cuda-graph-impl local replays, without NCCL's "
         "times of these collectives)": config.logging.trace_nccl and parallel.tensor_model_parallel_size > 1,
-        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
-        "--overlap-param-gather": parallel.overlap_param_gather,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce and uses_slots(config),
+        "--overlap-param-gather": parallel.overlap_param_gather and uses_slots(config),
     }
     return obstacles + tuple(name for name, holds in found.items() if holds)
+
+
+def overlaps_by_default(config: TrainerConfig, *, data_size: int) -> bool:
+    """Return whether a run on GPUs overlaps transfers of its replicas with passes although no flag asks for it.
+
+    It does where passes are replayed as whole microbatches: graphs are cut where a transfer begins. Graphs in slots are
+    not, so that passes with transfers would run without one, which costs more than the transfers.
+    """
+    parallel = config.parallel
+    return (
+        parallel.overlap_data_parallel
+        and not parallel.overlap_grad_reduce
+        and data_size > 1
+        and not uses_slots(config)
+        and not reasons_against_graphs(config)
+        and parallel.distributed_backend != "gloo"
+    )
 
 
 def uses_slots(config: TrainerConfig) -> bool:

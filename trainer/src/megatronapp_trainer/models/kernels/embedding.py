@@ -4,6 +4,7 @@ torch makes a gradient of the whole table first, most of it zeros, and then adds
 are touched. Equal tokens are added up in the order of their places, so that the result is the same in each run.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -44,26 +45,37 @@ def add_rows(total: torch.Tensor, tokens: torch.Tensor, gradient: torch.Tensor) 
     _embedding_rows[grid](total, keys, places, gradient, count, width, WIDE=_WIDE)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """A table and what to call when its gradient is added.
+
+    Autograd does not see the parameter in here. As an argument of a function of autograd it would be an input without
+    a gradient, for which autograd runs the hooks of its parameter all the same.
+    """
+
+    weight: torch.nn.Parameter
+    announce: Callable[[torch.nn.Parameter], None]
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's
         tokens: torch.Tensor,
         leaf: torch.Tensor,
-        weight: torch.nn.Parameter,
-        announce: Callable[[torch.nn.Parameter], None],
+        table: _Table,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.announce = weight, announce
+        ctx.table = table
         return torch.nn.functional.embedding(tokens, leaf)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # noqa: ANN401
         (tokens,) = ctx.saved_tensors
         rows = gradient.contiguous().view(-1, gradient.size(-1))
-        add_rows(ctx.weight.main_grad, tokens.reshape(-1), rows)
-        ctx.announce(ctx.weight)
-        return None, None, None, None
+        add_rows(ctx.table.weight.main_grad, tokens.reshape(-1), rows)
+        ctx.table.announce(ctx.table.weight)
+        return None, None, None
 
 
 def embed(
@@ -73,5 +85,5 @@ def embed(
 
     Autograd computes no gradient of the parameter; `announce` is called with it when the gradient is added.
     """
-    output: torch.Tensor = _Embedding.apply(tokens, weight.detach().requires_grad_(), weight, announce)
+    output: torch.Tensor = _Embedding.apply(tokens, weight.detach().requires_grad_(), _Table(weight, announce))
     return output

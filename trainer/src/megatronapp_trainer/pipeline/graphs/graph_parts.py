@@ -1,9 +1,10 @@
-"""A computation as several CUDA graphs, one of which is replayed within a span."""
+"""A computation as several CUDA graphs, with work of the host before, between and around them."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,11 +12,6 @@ from megatronapp_trainer.hooks.step_observer import CollectiveSpan
 
 _EMPTY = "The CUDA Graph is empty"
 """Begin of torch's warning at the end of a capture in which nothing was launched."""
-
-
-class _GraphPart(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    span: CollectiveSpan | None
 
 
 class GraphParts:
@@ -33,7 +29,8 @@ class GraphParts:
         """Take the stream of the captures, and the memory that they share with others of the slot."""
         self._stream = stream
         self._pool = pool
-        self._parts: list[_GraphPart] = []
+        self._parts: list[Callable[[], None]] = []
+        """Functions that a replay calls, in order."""
         self._empty: list[torch.cuda.CUDAGraph] = []
         """Graphs without a launch, which hold the pool: torch frees it with the last graph that was captured in it."""
         self._open: torch.cuda.CUDAGraph | None = None
@@ -62,13 +59,19 @@ class GraphParts:
         self._begin()
         return result
 
+    def insert(self, call: Callable[[], None]) -> None:
+        """Call a function in each replay at this point of the computation; now it is not called.
+
+        No other stream may take part in the capture at this point.
+        """
+        self._end(None)
+        self._parts.append(call)
+        self._begin()
+
     def replay(self) -> None:
         """Launch the parts on the current stream, in order."""
-        for graph, span in self._parts:
-            if span is None:
-                graph.replay()
-            else:
-                span(graph.replay)
+        for part in self._parts:
+            part()
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -87,4 +90,4 @@ class GraphParts:
         if any(message.startswith(_EMPTY) for message in messages):
             self._empty.append(graph)
         else:
-            self._parts.append(_GraphPart(graph, span))
+            self._parts.append(graph.replay if span is None else functools.partial(span, graph.replay))

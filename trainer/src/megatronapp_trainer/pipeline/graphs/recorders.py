@@ -9,7 +9,8 @@ buffer of one slot could lie where another has activations that are still to be 
 
 Where collectives over the tensor group are observed, the recording of a pass is cut at the first one: what is before
 it, the collective, and what is after it are parts, and a replay runs them in that order on one stream. Each replay
-records the span of the collective around its part, by the observer's own means.
+records the span of the collective around its part, by the observer's own means. Where transfers of data parallelism
+overlap a pass, its recording is cut at each place where one begins or is waited for, and the host does that there.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import torch
 from megatronapp_trainer.device.cuda_graphs import own_workspace
 from megatronapp_trainer.device.graph_stream import graph_stream, on_graph_stream
 from megatronapp_trainer.hooks.step_observer import CollectiveSpan, PassCollectives
+from megatronapp_trainer.pipeline.graphs.bucket_transfers import BucketTransfers
 from megatronapp_trainer.pipeline.graphs.graph_parts import GraphParts
 
 Tensors = tuple[torch.Tensor, ...]
@@ -37,11 +39,12 @@ class Recording(Protocol):
 class SlotRecorder(Protocol):
     """Records the passes of one slot."""
 
-    def record(self, compute: Compute) -> Recording:
+    def record(self, compute: Compute, transfers: BucketTransfers | None = None) -> Recording:
         """Record a computation, which reads its inputs from the same memory in every replay.
 
         All that `compute` launches must have run before, so that libraries are initialised, kernels are compiled and
-        communicators are connected. Whether it computes something while it is recorded is not said.
+        communicators are connected. Whether it computes something while it is recorded is not said. Each replay begins
+        and awaits the given transfers where the computation does.
         """
 
     def spoil(self, tensors: Tensors) -> None:
@@ -57,8 +60,8 @@ class PassRecorders(Protocol):
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Run the passes of a step inside, recorded ones and others."""
 
-    def drop(self, slots: Sequence[list[Any]]) -> None:
-        """Empty these lists, which alone refer to recordings, and free what they hold."""
+    def drop(self, slots: Sequence[list[Any] | dict[Any, Any]]) -> None:
+        """Empty these collections, which alone refer to recordings, and free what they hold."""
 
     def reserved_bytes(self) -> int:
         """Return the memory that the process holds; the difference after some recordings is theirs."""
@@ -85,8 +88,8 @@ class GraphRecorders:
         """Run the passes of a step on the stream of captures."""
         return on_graph_stream(self._device)
 
-    def drop(self, slots: Sequence[list[Any]]) -> None:
-        """Empty these lists of slots once no graph runs, and return the memory to the device."""
+    def drop(self, slots: Sequence[list[Any] | dict[Any, Any]]) -> None:
+        """Empty these collections of slots once no graph runs, and return the memory to the device."""
         torch.cuda.synchronize(self._device)
         _clear(slots)
         torch.cuda.empty_cache()
@@ -104,17 +107,24 @@ class _GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._collectives = collectives
 
-    def record(self, compute: Compute) -> Recording:
-        if self._collectives is not None:
-            parts = GraphParts(self._stream, self._pool)
-            with own_workspace(), parts.capturing(), self._collectives.recording(parts.isolate):
-                results = compute()
-            return _GraphRecording(parts.replay, results)
+    def record(self, compute: Compute, transfers: BucketTransfers | None = None) -> Recording:
+        if self._collectives is not None or transfers is not None:
+            return self._record_parts(compute, transfers)
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with own_workspace(), capture:
             results = compute()
         return _GraphRecording(graph.replay, results)
+
+    def _record_parts(self, compute: Compute, transfers: BucketTransfers | None) -> Recording:
+        parts = GraphParts(self._stream, self._pool)
+        with own_workspace(), parts.capturing(), contextlib.ExitStack() as stack:
+            if self._collectives is not None:
+                stack.enter_context(self._collectives.recording(parts.isolate))
+            if transfers is not None:
+                stack.enter_context(transfers.postponed(parts.insert))
+            results = compute()
+        return _GraphRecording(parts.replay, results)
 
     def spoil(self, tensors: Tensors) -> None:
         return None  # the next replay overwrites them
@@ -160,8 +170,8 @@ class RepeatingRecorders:
         """Leave the stream as it is."""
         return contextlib.nullcontext()
 
-    def drop(self, slots: Sequence[list[Any]]) -> None:
-        """Empty these lists of slots."""
+    def drop(self, slots: Sequence[list[Any] | dict[Any, Any]]) -> None:
+        """Empty these collections of slots."""
         _clear(slots)
 
     def reserved_bytes(self) -> int:
@@ -169,7 +179,7 @@ class RepeatingRecorders:
         return 0
 
 
-def _clear(slots: Sequence[list[Any]]) -> None:
+def _clear(slots: Sequence[list[Any] | dict[Any, Any]]) -> None:
     for each in slots:
         each.clear()
 
@@ -178,8 +188,8 @@ class _RepeatingRecorder:
     def __init__(self, collectives: PassCollectives | None) -> None:
         self._collectives = collectives
 
-    def record(self, compute: Compute) -> "_RepeatingRecording":
-        return _RepeatingRecording(compute, self._collectives)
+    def record(self, compute: Compute, transfers: BucketTransfers | None = None) -> "_RepeatingRecording":
+        return _RepeatingRecording(compute, self._collectives, transfers)
 
     @torch.no_grad()
     def spoil(self, tensors: Tensors) -> None:
@@ -189,17 +199,23 @@ class _RepeatingRecorder:
 
 
 class _RepeatingRecording:
-    def __init__(self, compute: Compute, collectives: PassCollectives | None) -> None:
+    def __init__(
+        self, compute: Compute, collectives: PassCollectives | None, transfers: BucketTransfers | None
+    ) -> None:
         self._compute = compute
         self._collectives = collectives
+        self._transfers = transfers
         self._span: CollectiveSpan | None = None
         """The span of the first replay, in the place of the one that a capture would have got."""
         self._results: Tensors | None = None
 
     @torch.no_grad()
     def replay(self) -> Tensors:
-        observed = contextlib.nullcontext() if self._collectives is None else self._collectives.recording(self._isolate)
-        with observed:
+        with contextlib.ExitStack() as stack:
+            if self._collectives is not None:
+                stack.enter_context(self._collectives.recording(self._isolate))
+            if self._transfers is not None:
+                stack.enter_context(self._transfers.postponed(lambda call: call()))
             found = self._compute()
         if self._results is None:
             self._results = tuple(result.clone() for result in found)
