@@ -83,6 +83,12 @@ class PacedPasses:
     def release_ns(self, copy: Any) -> int:  # noqa: ANN401 - ObservedCopy
         return int(copy.end_ns + 1e9 * (late_seconds(self._draw) if self.late else 0.0))
 
+    def announcement(self) -> tuple[float, ...]:
+        return ()
+
+    def agreed(self, _sums: object) -> None:
+        return None
+
     def wrap_transport(self, transport: Any) -> Any:  # noqa: ANN401 - Transport
         return transport
 

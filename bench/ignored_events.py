@@ -38,6 +38,15 @@ class IgnoredEvents:
         self.transfers: Any = IgnoredTransfers()
         self.collectives = None
 
+    def observes_parts(self, *, anywhere: bool) -> bool:
+        return False
+
+    def announcement(self) -> tuple[float, ...]:
+        return ()
+
+    def agreed(self, _sums: object) -> None:
+        return None
+
     def wrap_transport(self, transport: Any) -> Any:  # noqa: ANN401 - Transport
         return transport
 

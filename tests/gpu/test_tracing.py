@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import late_pages
 import numpy as np
 import pytest
 from device_training import STEPS, train, train_on_all_kernels
+from late_pages import window
 
 from megatronapp_common.trace import RECORD, Flag, RecordKind
 
@@ -172,6 +174,42 @@ def test_replayed_tensor_ranks_of_stages_record_the_collectives_of_others(
     run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
 ) -> None:
     assert_replays_record_collectives(run_ranks, tmp_path, 4, LARGER[layout])
+
+
+def train_with_late_pages(flags: str, pages: late_pages.Pages) -> dict[str, Any]:
+    """Train on all of our own kernels; `launches`: of CUDA graphs, by step."""
+    import torch
+
+    launches = late_pages.install(pages)
+    whole = torch.cuda.CUDAGraph.replay
+
+    def counting(graph: Any) -> None:
+        launches[-1] += 1
+        whole(graph)
+
+    replaced: Any = torch.cuda.CUDAGraph
+    replaced.replay = counting
+    return train_on_all_kernels(flags) | {"launches": launches}
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("layout", ["TP2", "TP2-SP"])
+def test_a_tensor_group_replays_a_step_on_all_ranks_or_on_none(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
+) -> None:
+    """One rank has the windows at the start, and the other within the second of them."""
+    windows = [window(0, "base"), window(4, "full")]
+    environment = {"MEGATRONAPP_SHM_DIR": str(tmp_path), "MEGATRONAPP_SHM_PREFIX": "test"}
+    flags = f"--deterministic-mode {TENSOR_LAYOUTS[layout]}"
+    pages = [{0: windows}, {5: windows}]
+    found = run_ranks(2, train_with_late_pages, f"--trace {flags}", pages, environment=environment)
+    expected = run_ranks(2, train_counting, flags)
+    for plain, result in zip(expected, found, strict=True):
+        assert result["losses"] == plain["losses"]
+        replayed = [launches > 0 for launches in result["launches"][:STEPS]]
+        assert replayed == [False, False, False, True, False, False, False, True]
+    first, second = (sorted(keys_of(collectives(result))) for result in found)
+    assert first == second
 
 
 @pytest.mark.gpus(2)

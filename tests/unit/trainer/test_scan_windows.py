@@ -16,6 +16,7 @@ from megatronapp_analyzer.offline.megatronapp_files import read_rank_files
 from megatronapp_common.trace import NO_LAYER, PASS_KINDS, LayerSite, RecordKind, pass_ordinal
 from megatronapp_trainer.config import TraceWindows
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.scan.windows.agreement import PackedLevels
 from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.open_pass import OpenPass
 from megatronapp_trainer.scan.windows.plan import CommandedWindow, TraceLevel, WindowPlan, commanded_windows
@@ -30,7 +31,7 @@ BATCH = f"--global-batch-size {2 * MICROBATCHES}"
 
 def test_flags_choose_the_steps_of_megatronapp() -> None:
     plan = WindowPlan([0], TraceWindows(interval=5, count=2, granularity="full"))
-    assert [step for step in range(13) if plan.level(step) is TraceLevel.LAYER] == [1, 2, 6, 7, 11, 12]
+    assert [step for step in range(13) if plan.periodic_level(step) is TraceLevel.LAYER] == [1, 2, 6, 7, 11, 12]
 
 
 def test_a_commanded_window_covers_the_tensor_groups_of_its_ranks() -> None:
@@ -39,7 +40,7 @@ def test_a_commanded_window_covers_the_tensor_groups_of_its_ranks() -> None:
     for members in ([2, 3], [0, 1]):
         plan = WindowPlan(members, None)
         plan.command(commanded_windows(page))
-        levels[tuple(members)] = [plan.level(step) for step in (3, 4, 5, 6)]
+        levels[tuple(members)] = [plan.commanded_level(step) for step in (3, 4, 5, 6)]
     phase, base = TraceLevel.PHASE, TraceLevel.COLLECTIVE
     assert levels == {(2, 3): [phase, base, base, phase], (0, 1): [phase] * 4}
 
@@ -49,7 +50,7 @@ def test_windows_of_flags_wait_while_they_cost_too_much(caplog: pytest.LogCaptur
     plan = WindowPlan([0], TraceWindows(interval=1, count=1, granularity="full"))
     covered = []
     for step in range(1, 60):
-        level = plan.level(step, budget)
+        level = plan.periodic_level(step, budget)
         covered.append(level is TraceLevel.LAYER)
         budget.step_done(1_000_000, 100 if level is TraceLevel.LAYER else 0)  # 10 % of each step in a window
     assert 5 <= sum(covered) <= 7
@@ -57,7 +58,25 @@ def test_windows_of_flags_wait_while_they_cost_too_much(caplog: pytest.LogCaptur
     assert "windows have cost" in caplog.text
     plan.command([CommandedWindow(from_step=60, steps=1, level=TraceLevel.COLLECTIVE)])
     budget.step_done(1_000_000, 1_000)
-    assert plan.level(60, budget) is TraceLevel.COLLECTIVE, "a window that was ordered is recorded all the same"
+    assert plan.commanded_level(60) is TraceLevel.COLLECTIVE, "a window that was ordered is recorded all the same"
+
+
+@given(st.integers(1, 64), st.integers(1, 200), st.data())
+def test_a_group_has_the_most_detailed_level_that_a_rank_of_it_announces(
+    members: int, groups: int, data: st.DataObject
+) -> None:
+    packed = PackedLevels(groups, members)
+    level = st.sampled_from(TraceLevel)
+    announced = data.draw(st.dictionaries(st.integers(0, groups - 1), st.lists(level, min_size=1, max_size=members)))
+    ranks = [packed.announcement(group, each) for group, levels in announced.items() for each in levels]
+    sums = np.sum([[0.0] * packed.length, *ranks], axis=0).tolist()  # in fp64, as ranks add them
+    found = [packed.level(sums, group) for group in range(groups)]
+    assert found == [max(announced.get(group, [TraceLevel.PHASE])) for group in range(groups)]
+
+
+def test_levels_of_ten_thousand_ranks_are_few_numbers() -> None:
+    lengths = {members: PackedLevels(10_000 // members, members).length for members in (1, 2, 4, 8)}
+    assert lengths == {1: 385, 2: 313, 4: 228, 8: 157}
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import small_training
+from recording_observer import RecordingObserver
 from recording_reporter import BackgroundServices, RecordingServices
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.trace import RecordKind
 
 pytestmark = pytest.mark.torch
 
@@ -23,34 +23,6 @@ MODEL = (
 )
 PP2 = "--pipeline-model-parallel-size 2"
 VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-
-
-class Observer:
-    """Observer that stores spans; its transport is the one that it is given."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str, int, int]] = []
-        self.losses: list[float] = []
-        self.collectives = None
-
-    def wrap_transport(self, transport: Any) -> Any:
-        return transport
-
-    def step_begin(self, step: int) -> None:
-        self.events.append(("step_begin", "STEP", step, -1))
-
-    def step_end(self, metrics: Any) -> None:
-        self.losses.append(metrics.loss)
-        self.events.append(("step_end", "STEP", -1, -1))
-
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
-        self.events.append(("begin", kind.name, chunk, microbatch))
-
-    def end(self, kind: RecordKind) -> None:
-        self.events.append(("end", kind.name, -1, -1))
-
-    def validation(self, loss: float) -> None:
-        self.events.append(("validation", "", -1, -1))
 
 
 def prepared(flags: str) -> tuple[Any, Any]:
@@ -296,7 +268,7 @@ def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], 
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
-    observer = Observer()
+    observer = RecordingObserver()
     Trainer(run, iterators, build_schedule(run, observer), stop_request=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
     return observer.events, observer.losses, list(backward_order(run.layout, 4))
 
@@ -313,7 +285,7 @@ def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[
             read.append(int(batch["tokens"][0, 0]))
             yield batch
 
-    observer: Any = Observer()
+    observer: Any = RecordingObserver()
     source = BatchSource(run.config, run.layout, run.device)
     source.reading_chunks = frozenset({0, 1})
     feed = StepFeed(source, noted(), microbatches, observer=observer)

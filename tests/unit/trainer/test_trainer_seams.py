@@ -292,6 +292,12 @@ class PassObserver:
         if kind in {RecordKind.FORWARD, RecordKind.BACKWARD}:
             self.passes.append(("end", kind.name, -1))
 
+    def announcement(self) -> tuple[float, ...]:
+        return 0.0, 3.0
+
+    def agreed(self, sums: Any) -> None:
+        assert tuple(sums) == (0.0, 3.0), "of one rank"
+
     def step_begin(self, _step: int) -> None: ...
 
     def step_end(self, _metrics: Any) -> None: ...

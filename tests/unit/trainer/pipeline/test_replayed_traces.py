@@ -4,9 +4,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import late_pages
 import numpy as np
 import pytest
 import traced_training
+from late_pages import window
 from traced_training import MICROBATCHES, STEPS, records, traced
 
 from megatronapp_common.trace import PASS_KINDS, RecordKind
@@ -77,6 +79,78 @@ def traced_twice(
     environment = {"MEGATRONAPP_SHM_DIR": str(folder), "MEGATRONAPP_SHM_PREFIX": "test"}
     found = run_ranks(world, train_replayed, flags.split(), environment=environment, timeout_s=PATIENCE_S)
     return expected, found
+
+
+def train_with_late_pages(flags: list[str], pages: late_pages.Pages) -> dict[str, Any]:
+    """Train with replayed passes.
+
+    `replayed`: forward passes that were replayed, by step; `logged`: messages about windows.
+    """
+    import logging
+
+    from megatronapp_trainer.pipeline.graphs import choice, recorders
+    from megatronapp_trainer.pipeline.graphs.pass_slot import PassSlot
+
+    choice.recorders_of = lambda device, collectives: recorders.RepeatingRecorders(collectives)
+    replayed = late_pages.install(pages)
+    forward = PassSlot.forward
+    logged: list[str] = []
+
+    def counting_forward(slot: Any, *arguments: Any) -> Any:
+        replayed[-1] += 1
+        return forward(slot, *arguments)
+
+    class Messages(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    replaced: Any = PassSlot
+    replaced.forward = counting_forward
+    log = logging.getLogger("megatronapp_trainer.scan.windows")
+    log.setLevel(logging.INFO)
+    log.addHandler(Messages())
+    return traced_training.train(flags) | {"replayed": replayed, "logged": logged}
+
+
+def trained_with_late_pages(
+    run_ranks: RunRanks, folder: pathlib.Path, flags: str, pages: late_pages.Pages
+) -> list[dict[str, Any]]:
+    """Train two ranks with these pages, eight steps."""
+    environment = {"MEGATRONAPP_SHM_DIR": str(folder), "MEGATRONAPP_SHM_PREFIX": "test"}
+    everything = f"{COMMON} {flags} --train-iters 8".split()
+    return run_ranks(2, train_with_late_pages, everything, pages, environment=environment, timeout_s=PATIENCE_S)
+
+
+def test_a_tensor_group_replays_a_step_on_all_ranks_or_on_none(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """One rank has the windows at the start, as after a restart, and the other within the second of them."""
+    windows = [window(0, "base"), window(4, "full")]
+    ranks = trained_with_late_pages(run_ranks, tmp_path, TP2, [{0: windows}, {5: windows}])
+    some = MICROBATCHES
+    for result in ranks:
+        assert result["replayed"] == [0, 0, 0, some, 0, 0, 0, some], "1, 4 and 5 are in windows"
+        layers = records(result)
+        layers = layers[layers["kind"] == RecordKind.LAYER_FORWARD]
+        assert set(layers["step"].tolist()) == {4, 5}
+    assert [each[:2] for each in collectives(ranks[0])] == [each[:2] for each in collectives(ranks[1])]
+    assert [text.split(":")[0] for text in ranks[0]["logged"]] == ["step 0"]
+    assert "too late for the tensor group" in ranks[0]["logged"][0]
+    assert [text.split(":")[0] for text in ranks[1]["logged"]] == ["step 1", "step 4"]
+    assert all("only other ranks of the tensor group know" in text for text in ranks[1]["logged"])
+
+
+@pytest.mark.full("a rare combination: windows of some replicas while weights are gathered in parallel with passes")
+def test_replicas_record_in_the_same_step_where_that_gathers_weights(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    """Recordings gather all weights in advance; a replica that gathers them pass by pass would take another order."""
+    flags = "--fp16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000 --cuda-graph-impl local"
+    flags = f"{flags} --global-batch-size {8 * MICROBATCHES}"
+    page = {0: [window(3, "full", [0])]}
+    first, second = trained_with_late_pages(run_ranks, tmp_path, flags, [page, {}])
+    assert first["replayed"] == second["replayed"]
+    assert first["replayed"][3:6] == [0, 0, 0]
+    assert all(first["replayed"][6:])
+    assert first["losses"] == second["losses"]
 
 
 def collectives(result: dict[str, Any]) -> list[CollectiveKey]:

@@ -8,7 +8,7 @@ and exists only where there is an observer.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
@@ -66,10 +66,6 @@ class CollectiveIsolator(Protocol):
 class PassCollectives(Protocol):
     """Observer of the collectives over the tensor group within passes."""
 
-    @property
-    def observes_all(self) -> bool:
-        """Return True in a step whose passes must not be replayed, as more than the first collective is observed."""
-
     def recording(self, isolate: CollectiveIsolator) -> contextlib.AbstractContextManager[None]:
         """Within the context a pass is recorded: `isolate` gets its first collective, and none is observed.
 
@@ -98,6 +94,21 @@ class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
     @property
     def collectives(self) -> PassCollectives | None:
         """Return the observer of collectives within passes; None on a rank without tensor parallelism."""
+
+    def observes_parts(self, *, anywhere: bool) -> bool:
+        """Return True in a step in which parts of passes are observed, which replays do not show.
+
+        That is the same on all ranks of a tensor group. With `anywhere` it is True on all ranks of the job if it is
+        True on some of them.
+        """
+
+    def announcement(self) -> Sequence[float]:
+        """Return figures that are added up over all ranks with the losses of the step: as many on each rank, most of
+        the time 0. Called once its passes have been launched.
+        """
+
+    def agreed(self, sums: Sequence[float]) -> None:
+        """Take the sums of these figures over all ranks, before the step ends."""
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Return the transport of training steps, which delegates to this one; called once where there are stages."""

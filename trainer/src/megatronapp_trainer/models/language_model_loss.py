@@ -18,10 +18,6 @@ _ADVICE = (
 )
 
 
-REQUESTS = 4
-"""Figures after the losses: how many ranks ask to stop, have no time left, still save, and ask for a checkpoint."""
-
-
 def token_loss(
     losses: torch.Tensor, loss_mask: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,6 +56,8 @@ class StepLoss:
     """True if any rank was asked for a checkpoint."""
     is_saving: bool = False
     """True if any rank still works on the checkpoint in the background."""
+    announced: tuple[float, ...] = ()
+    """Sums over all ranks of the figures that they announced."""
     further: tuple[float, ...] = ()
     """Sums over all ranks of the further figures that were given to the reduction."""
 
@@ -74,9 +72,10 @@ class PendingLossReduction:
         names: Sequence[str],
         further: int = 0,
         *,
+        announced: int = 0,
         minimised: int | None = None,
     ) -> None:
-        """Take the copy, in which `further` more figures follow the losses and requests.
+        """Take the copy, in which `announced` and then `further` more figures follow the losses and requests.
 
         `minimised`: number of the losses, the first ones, that are; None: all.
         """
@@ -84,13 +83,15 @@ class PendingLossReduction:
         self._copy = copy
         self._reports = reports
         self._names = names
+        self._announced = announced
         self._further = further
 
     def read(self) -> StepLoss:
         """Wait for the result, which is equal on all ranks."""
         values = self._copy.read().tolist()
         end = len(values) - self._further
-        *sums, stops, time_outs, saving, saves = values[:end]
+        requests_end = end - self._announced
+        *sums, stops, time_outs, saving, saves = values[:requests_end]
         totals, counts = sums[::2], sums[1::2]
         means = [total / max(count, 1.0) for total, count in zip(totals, counts, strict=True)]
         counted = zip(self._names, means, counts, strict=True)
@@ -102,6 +103,7 @@ class PendingLossReduction:
             time_is_up=time_outs > 0,
             is_saving=saving > 0,
             save=saves > 0,
+            announced=tuple(values[requests_end:end]),
             further=tuple(values[end:]),
         )
 
@@ -125,29 +127,34 @@ def reduce_loss(
     time_is_up: bool = False,
     is_saving: bool = False,
     save: bool = False,
+    announced: Sequence[float] = (),
     further: torch.Tensor | None = None,
     minimised: int | None = None,
 ) -> PendingLossReduction:
     """Sum losses, their counts and requests to stop over the world; starts the copy to the host and returns.
 
     `names`: those of the family's losses; a report has the sum and the count of each, and the first `minimised` are
-    minimised (None: all). `further`: more figures of this rank, fp64 of one axis, to sum with them.
+    minimised (None: all). `announced`: more figures of this rank to sum with them, copied to the device unless all are
+    0. `further`: figures that are there, fp64 of one axis.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
     them agree on stopping or saving at the same step boundary, whichever of them got the signal, and on the end of
     writes (`is_saving`).
     """
     stacked = torch.stack(reports) if reports else None
-    vector = torch.zeros(2 * len(names) + REQUESTS, dtype=torch.float64, device=device.torch_device)
+    requests = (stop, time_is_up, is_saving, save, *announced)
+    vector = torch.zeros(2 * len(names) + len(requests), dtype=torch.float64, device=device.torch_device)
     if stacked is not None and layout.tensor_rank == 0:
-        vector[:-REQUESTS] = stacked.double().sum(0)
-    if stop or time_is_up or is_saving or save:
-        vector[-REQUESTS:] = torch.tensor([stop, time_is_up, is_saving, save], dtype=torch.float64)
+        vector[: -len(requests)] = stacked.double().sum(0)
+    if any(requests):
+        vector[-len(requests) :] = torch.tensor(requests, dtype=torch.float64)
     if further is not None:
         vector = torch.cat((vector, further))
     dist.all_reduce(vector)
     count = 0 if further is None else further.numel()
-    return PendingLossReduction(device.to_host(vector), stacked, names, count, minimised=minimised)
+    return PendingLossReduction(
+        device.to_host(vector), stacked, names, count, announced=len(announced), minimised=minimised
+    )
 
 
 def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:

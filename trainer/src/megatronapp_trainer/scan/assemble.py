@@ -32,6 +32,7 @@ from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Recorder, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
+from megatronapp_trainer.scan.windows.agreement import LevelAgreement, PackedLevels
 from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.plan import WindowPlan
@@ -113,9 +114,16 @@ def _windows(
         WindowPlan(members, flags.trace_windows),
         collectives=collectives,
         layers=None if context.config.fbd.enabled else LayerSpans(recorder, context.chunks),
+        agreement=None if context.config.fbd.enabled else _agreement(context.layout),
         file=_rank_file(context, table),
         budget=WindowBudget(flags.trace_budget / 100, cost_ns) if flags.trace_dir is None else None,
     )
+
+
+def _agreement(layout: Layout) -> LevelAgreement:
+    """Return the agreement on windows of the control page; ranks of a tensor group have successive numbers."""
+    members = layout.tensor_size
+    return LevelAgreement(PackedLevels(layout.world_size // members, members), layout.rank // members)
 
 
 def _rank_file(context: RunContext, table: list[Communicator]) -> RankFile | None:

@@ -120,6 +120,18 @@ class ScanObserver:
         """Return what records collectives over the tensor group; None on a rank without tensor parallelism."""
         return self._windows.collectives
 
+    def observes_parts(self, *, anywhere: bool) -> bool:
+        """Return True if a window covers the step on this rank's tensor group, or with `anywhere` on some group."""
+        return self._windows.is_covered(anywhere=anywhere)
+
+    def announcement(self) -> Sequence[float]:
+        """Return what this rank knows of windows in the next step."""
+        return self._windows.announcement()
+
+    def agreed(self, sums: Sequence[float]) -> None:
+        """Take what all ranks know of windows in the next step."""
+        self._windows.agreed(sums)
+
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""
         return TracedTransport(transport, recorder=self._recorder, peers=self._peers, withhold=self._withhold)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
@@ -76,6 +76,15 @@ class TrainingMonitor:
         """Announce the next step."""
         if self.observer is not None:
             self.observer.step_begin(self._state.iteration)
+
+    def announcement(self) -> Sequence[float]:
+        """Return the observer's figures that are added up over all ranks in this step."""
+        return () if self.observer is None else self.observer.announcement()
+
+    def agreed(self, sums: Sequence[float]) -> None:
+        """Pass the sums of these figures on to the observer."""
+        if self.observer is not None:
+            self.observer.agreed(sums)
 
     def step_end(self, outcome: StepOutcome) -> None:
         """Report the figures of a step."""

@@ -69,6 +69,7 @@ class TrainingStep:
         grad_norm = None if norm is None else float(norm)
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
+        self._monitor.agreed(loss.announced)
         if not succeeded and self._config.training.check_for_nan:  # no scale mends a loss that is not finite
             refuse_not_finite(loss, pending, self._run.layout, step=self._state.iteration)
         self._advance(batch_size, succeeded=succeeded)
@@ -146,6 +147,7 @@ class TrainingStep:
                 save=self._context.stop_request.save,
                 time_is_up=self._time_is_up(),
                 is_saving=self._context.saves is not None and self._context.saves.busy(),
+                announced=self._monitor.announcement(),
                 further=None if self._experts is None else self._experts.take(self._run.device.torch_device),
             )
 

@@ -97,8 +97,7 @@ class WindowStore:
     def cancel(self, window_id: str, *, earliest: int) -> bool:
         """Let a window end before `earliest`, the first step of which all ranks can know that; False for an unknown id.
 
-        A window that has begun is not deleted at once: tensor ranks of which one records a step and another replays
-        its CUDA graphs would block each other.
+        A window that has begun is not deleted at once, so that all tensor groups end it at the same step.
         """
         found = next((window for window in self._windows if window.id == window_id), None)
         if found is None:

@@ -61,7 +61,8 @@ class ReplayedPasses:
     All slots of a step are recorded before its first pass, from the second step on: a capture waits for the device, on
     which within a step transfers wait for other ranks. A step whose modules have hooks (captures, perturbations,
     windows of detailed spans) runs without recordings, and so does the one after it; their memory is free meanwhile.
-    So does a step in which all collectives of a tensor group are observed.
+    So does a step in which parts of passes are observed, on all ranks of a tensor group or on none: NCCL requires that
+    all ranks of a communicator capture and replay a collective, or none of them.
     Passes that gather weights or reduce gradients run without recordings, too, so that these transfers overlap them.
     """
 
@@ -87,7 +88,7 @@ class ReplayedPasses:
             for index in range(len(context.chunks))
         ]
         self._chunks: list[Any] = context.chunks
-        self._collectives = None if context.observer is None else context.observer.collectives
+        self._observer = context.observer
         self._fp8_weights = fp8_weights
         parallel = context.config.parallel
         self._gathers, self._reduces = parallel.overlap_param_gather, parallel.overlap_grad_reduce
@@ -151,7 +152,8 @@ class ReplayedPasses:
             self._recorders.drop(self._slots)
 
     def _begin(self, feed: StepFeed, num_microbatches: int, limits: Callable[[], SlotLimits]) -> None:
-        is_observed = self._collectives is not None and self._collectives.observes_all
+        # Recordings wait for all gathers of weights before the first pass: data-parallel ranks record together.
+        is_observed = self._observer is not None and self._observer.observes_parts(anywhere=self._gathers)
         is_plain = not (feed.is_captured or is_observed) and self._count_hooks() == self._hooks
         # Where each microbatch of a step communicates, recordings would have no use.
         is_useful = num_microbatches > self._gathers + self._reduces

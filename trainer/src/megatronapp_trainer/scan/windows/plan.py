@@ -103,9 +103,16 @@ class WindowPlan:
         """Return True if a window of the flags covers a step, on all ranks alike."""
         return self._flags is not None and is_in_periodic_window(step, self._flags)
 
-    def level(self, step: int, budget: WindowBudget | None = None) -> TraceLevel:
-        """Return the most detailed level that a window asks for in `step`; a budget limits windows of the flags."""
-        levels = [window.level for window in self._commanded if window.covers(step, self._members)]
-        if self._flags is not None and self.is_periodic(step) and (budget is None or budget.allows(step)):
-            levels.append(LEVELS[self._flags.granularity])
+    def commanded_level(self, step: int) -> TraceLevel:
+        """Return the most detailed level that a window of the control page requests for `step`, as this rank knows it.
+
+        The ranks of a group may know different pages at a time; see `agreement`.
+        """
+        levels = (window.level for window in self._commanded if window.covers(step, self._members))
         return max(levels, default=TraceLevel.PHASE)
+
+    def periodic_level(self, step: int, budget: WindowBudget | None = None) -> TraceLevel:
+        """Return the level that the flags request for `step`; PHASE outside of their windows, or above a budget."""
+        if self._flags is None or not self.is_periodic(step) or not (budget is None or budget.allows(step)):
+            return TraceLevel.PHASE
+        return LEVELS[self._flags.granularity]

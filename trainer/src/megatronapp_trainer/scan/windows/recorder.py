@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.scan.windows.agreement import LevelAgreement
 from megatronapp_trainer.scan.windows.budget import WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.open_pass import OpenPass
@@ -24,6 +25,7 @@ class WindowRecorder:
         *,
         collectives: TensorCollectives | None,
         layers: LayerSpans | None,
+        agreement: LevelAgreement | None = None,
         file: RankFile | None = None,
         budget: WindowBudget | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
@@ -34,6 +36,8 @@ class WindowRecorder:
             plan: chooses the level of each step.
             collectives: None on a rank without tensor parallelism.
             layers: None where passes are not those of whole modules (MegaFBD).
+            agreement: gives the windows of the control page; None where no pass is replayed (MegaFBD): each rank then
+                records those that it knows.
             file: gets the steps in windows of the flags.
             budget: limits the windows of the flags.
             now_ns: clock of the budget.
@@ -42,21 +46,29 @@ class WindowRecorder:
         self.collectives = collectives
         """None on a rank without tensor parallelism."""
         self._layers = layers
+        self._agreement = agreement
         self._file = file
         self._budget = budget
         self._now_ns = now_ns
         self._began_ns: int | None = None
         self._recorded = 0
         self._level = TraceLevel.PHASE
+        self._step = 0
+        self._is_covered = self._is_covered_anywhere = False
+        self._follows_others = False
         if collectives is not None:
             collectives.install()
 
     def step_begin(self, step: int) -> None:
         """Install what the level of a step needs, and remove what it does not."""
         self._count_step()
-        level = self.plan.level(step, self._budget)
-        if self.collectives is not None:  # without the budget, which differs between the ranks of a group
-            self.collectives.observes_all = self.plan.level(step) >= TraceLevel.COLLECTIVE
+        self._step = step
+        commanded = self._commanded_level(step)
+        level = max(commanded, self._possible(self.plan.periodic_level(step, self._budget)))
+        periodic = self._possible(self.plan.periodic_level(step))
+        covers = max(commanded, periodic) > TraceLevel.PHASE  # without the budget, which differs between ranks
+        self._is_covered = covers if self.collectives is not None else level > TraceLevel.PHASE
+        self._is_covered_anywhere = covers or (self._agreement is not None and self._agreement.is_anywhere(step))
         if self._file is not None:
             self._file.step_begin(step, in_window=self.plan.is_periodic(step))
         if level == self._level:
@@ -64,6 +76,21 @@ class WindowRecorder:
         if level is TraceLevel.LAYER and self._layers is None:
             log.warning("step %d: spans of layers are not recorded with MegaFBD; collectives are", step)
         self._set_level(level)
+
+    def is_covered(self, *, anywhere: bool) -> bool:
+        """Return True if a window covers the step on this rank's tensor group, or with `anywhere` on some group."""
+        return self._is_covered_anywhere if anywhere else self._is_covered
+
+    def announcement(self) -> Sequence[float]:
+        """Return what this rank announces in this step about the next one, to add up over all ranks."""
+        if self._agreement is None:
+            return ()
+        return self._agreement.announcement(self._requested_level(self._step + 1))
+
+    def agreed(self, sums: Sequence[float]) -> None:
+        """Take the sums of what all ranks announced in this step."""
+        if self._agreement is not None:
+            self._agreement.take(self._step + 1, sums)
 
     def pass_begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """Record the parts of a pass from now on."""
@@ -87,6 +114,32 @@ class WindowRecorder:
             self.collectives.remove()
         if self._file is not None:
             self._file.close()
+
+    def _commanded_level(self, step: int) -> TraceLevel:
+        """Return the level of windows of the control page in a step, and log if it is not that of this rank's page."""
+        known = self._requested_level(step)
+        if self._agreement is None:
+            return known
+        agreed = self._agreement.level(step)
+        if agreed < known:
+            continues = self._requested_level(step + 1) > TraceLevel.PHASE
+            log.warning(
+                "step %d: its window was known too late for the tensor group to agree on it; %s",
+                step,
+                "the group records it from the next step on" if continues else "this step is not recorded in detail",
+            )
+        if agreed > known and not self._follows_others:
+            log.info("step %d: recorded in a window that only other ranks of the tensor group know", step)
+        self._follows_others = agreed > known
+        return agreed
+
+    def _requested_level(self, step: int) -> TraceLevel:
+        """Return the level that this rank's page requests for a step."""
+        return self._possible(self.plan.commanded_level(step))
+
+    def _possible(self, level: TraceLevel) -> TraceLevel:
+        """Return the level, but PHASE in place of COLLECTIVE on a rank that has no collectives in its passes."""
+        return TraceLevel.PHASE if level is TraceLevel.COLLECTIVE and self.collectives is None else level
 
     def _count_step(self) -> None:
         """Count the step that has ended in the budget."""

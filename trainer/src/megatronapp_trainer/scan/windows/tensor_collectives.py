@@ -98,8 +98,6 @@ class TensorCollectives:
         """Spans so far."""
         self.records_all = False
         """True if all collectives are recorded, and not only the first of each pass."""
-        self.observes_all = False
-        """True in a step that a window covers, also where its budget is spent: equal on the ranks of the group."""
 
     def install(self) -> None:
         """Find the functions that run the collectives."""
