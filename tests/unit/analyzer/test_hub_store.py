@@ -268,6 +268,29 @@ def test_clocks_that_are_estimated_elsewhere_change_stored_steps(step_rows: Any,
     assert second.view.step == 1
 
 
+class CountingRings(dict[int, Any]):
+    """Rings of an attempt, and how often all of them were read."""
+
+    reads = 0
+
+    def values(self) -> Any:
+        self.reads += 1
+        return super().values()
+
+
+def test_the_rings_are_searched_for_the_first_clock_once_for_all_ranks(ring_header: Any) -> None:
+    """A search for each of 10,000 ranks would take the hub some seconds."""
+    ingest = TraceIngest(StoreLimits(), aligns=False)
+    for rank, node in enumerate("ab"):
+        ingest.add_ring(0, ring_header(rank, boot_id=node))
+    state = ingest.attempts[0]
+    state.rings = rings = CountingRings(state.rings)
+    assert [state.clock_doubt_s(rank) for rank in range(2)] == [0.0, math.inf]
+    assert rings.reads == 1
+    ingest.add_ring(0, ring_header(0, boot_id="b"))
+    assert [state.clock_doubt_s(rank) for rank in range(2)] == [0.0, 0.0]
+
+
 def test_figures_of_a_step_are_not_stored_before_its_clocks_are_known(step_rows: Any, ring_header: Any) -> None:
     ingest = TraceIngest(StoreLimits(), aligns=False)
     _, send = two_nodes(ingest, step_rows, ring_header)

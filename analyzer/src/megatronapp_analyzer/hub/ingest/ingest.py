@@ -67,6 +67,8 @@ class AttemptState:
         self._clocks: AttemptClocks | None = None
         self._reading: ClockReading | None = None
         self._tables: tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]] | None = None
+        self._first_boot_id: str | None = None
+        """Clock of the first worker's node; None until it is needed after a report of a ring."""
         self.clock_uncertainty_s: dict[int, float] = {}
         """Newest uncertainty of each rank's clock against the first rank's; infinite where no message ties them."""
 
@@ -80,7 +82,7 @@ class AttemptState:
         if self.rings and ring.world != self.world:
             raise ProtocolError("bad-ring", f"rank {ring.rank} says a world of {ring.world}, others {self.world}")
         self.rings[ring.rank] = ring
-        self._tables = None
+        self._tables = self._first_boot_id = None
         if self.assembler is None:
             self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
             self._digester = StepDigester(ring.world, None)
@@ -155,8 +157,10 @@ class AttemptState:
         known = self.clock_uncertainty_s.get(rank)
         if known is not None:
             return known
-        first = min(self.rings.values(), key=lambda ring: (ring.worker, ring.rank))
-        return 0.0 if self.rings[rank].boot_id == first.boot_id else math.inf
+        if self._first_boot_id is None:  # found once: this method is called for each of many ranks
+            first = min(self.rings.values(), key=lambda ring: (ring.worker, ring.rank))
+            self._first_boot_id = first.boot_id
+        return 0.0 if self.rings[rank].boot_id == self._first_boot_id else math.inf
 
     def take_reading(self, reading: ClockReading) -> NDArray[np.int64] | None:
         """Take the clocks at a step; return its offsets, None if the reading is of another number of ranks."""
