@@ -46,11 +46,22 @@ export function historyRange(job: JobView): { readonly from: number } {
   return { from: Math.max(0, newest - Math.min(HISTORY_STEPS, Math.max(LEAST_STEPS, columns))) };
 }
 
-/** Everything that happened before the live frames begin. */
-export async function loadHistory(client: ApiClient, state: JobState, signal: AbortSignal): Promise<void> {
+/** The job and its verdicts. Live frames that arrive meanwhile are newer. */
+export async function loadJob(client: ApiClient, state: JobState, signal: AbortSignal): Promise<JobView> {
+  const [oldJob, oldVerdicts] = [state.job.value, state.verdicts.value];
   const [job, verdicts] = await Promise.all([client.job(signal), client.verdicts(signal)]);
-  state.job.value = job;
-  state.verdicts.value = verdicts;
+  if (state.job.value === oldJob) state.job.value = job;
+  if (state.verdicts.value === oldVerdicts) state.verdicts.value = verdicts;
+  return job;
+}
+
+/** Steps and curves before the live frames begin. */
+export async function loadSteps(
+  client: ApiClient,
+  state: JobState,
+  job: JobView,
+  signal: AbortSignal,
+): Promise<void> {
   const range = historyRange(job);
   const [views, parts, curves] = await Promise.all([
     client.steps(range, signal),

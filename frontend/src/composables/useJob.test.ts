@@ -114,6 +114,36 @@ describe("createJob", () => {
     expect(state.newestStep.value).toBe(3);
   });
 
+  it("asks for a job only once where the connection opens before its answer, and keeps newer frames", async () => {
+    const { state, asked, tell, send } = setUp();
+    state.start();
+    tell({ kind: "live" });
+    send(FrameType.SNAPSHOT, { ...job, name: "newer" });
+    send(FrameType.VERDICTS, { verdicts: [] satisfies Verdict[] });
+    await flushPromises();
+    expect(asked.filter((path) => path === "api/v1/job")).toHaveLength(1);
+    expect(state.load.value.kind).toBe("ready");
+    expect(state.job.value?.name).toBe("newer");
+    expect(state.suspects.value.size).toBe(0);
+    expect(state.newestStep.value).toBe(3);
+    tell({ kind: "lost", since: 1, retryAt: 2 });
+    tell({ kind: "live" });
+    await flushPromises();
+    expect(asked.filter((path) => path === "api/v1/job")).toHaveLength(2);
+    expect(state.job.value?.name).toBe("demo");
+  });
+
+  it("asks for steps again where the connection opens after they were requested", async () => {
+    const { state, asked, tell } = setUp((path) => {
+      if (path === "/steps" && state.live.value.kind !== "live") tell({ kind: "live" });
+      return Response.json(ANSWERS[path]);
+    });
+    state.start();
+    await flushPromises();
+    expect(asked.filter((path) => path.startsWith("api/v1/steps"))).toHaveLength(2);
+    expect(state.load.value.kind).toBe("ready");
+  });
+
   it("shows a refusal even over older content, and stops knocking", async () => {
     let status = 200;
     const { state, socket } = setUp((path) =>

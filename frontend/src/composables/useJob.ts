@@ -3,7 +3,7 @@ import { computed, inject, onBeforeUnmount, provide, type InjectionKey } from "v
 import { asApiError, isAbort, type ApiClient } from "../api/client";
 import { activeVerdicts, suspectRanks } from "../store/verdicts";
 import { LiveConnection, liveUrl, type LiveEvents } from "../wire/live";
-import { createJobState, loadHistory, takeFrame, type JobState } from "./jobState";
+import { createJobState, loadJob, loadSteps, takeFrame, type JobState } from "./jobState";
 
 type Connect = (events: LiveEvents) => Pick<LiveConnection, "open" | "close">;
 
@@ -15,13 +15,22 @@ const connectTo =
 /** Loads the history; a failure shows only where there is nothing older to show, or where access is refused. */
 function createLoader(client: ApiClient, state: JobState, onRefused: () => void) {
   let pending: AbortController | undefined;
+  /** A load that has not requested any steps yet. */
+  let early: AbortController | undefined;
   async function refresh(): Promise<void> {
     pending?.abort();
-    const { signal } = (pending = new AbortController());
+    const request = (pending = early = new AbortController());
+    const { signal } = request;
+    const requestsSteps = (): void => {
+      if (early === request) early = undefined;
+    };
     try {
-      await loadHistory(client, state, signal);
+      const job = await loadJob(client, state, signal);
+      requestsSteps();
+      await loadSteps(client, state, job, signal);
       state.load.value = { kind: "ready" };
     } catch (error) {
+      requestsSteps();
       if (isAbort(error)) return;
       const problem = asApiError(error);
       const refused = problem.status === 401;
@@ -29,7 +38,11 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
       if (refused) onRefused();
     }
   }
-  return { refresh, cancel: () => pending?.abort() };
+  /** Load what has happened until the connection opened, unless it is all requested later: frames begin with the job. */
+  function connected(): void {
+    if (!early) void refresh();
+  }
+  return { refresh, connected, cancel: () => pending?.abort() };
 }
 
 /** State, derived values and actions of one job's page. */
@@ -41,7 +54,7 @@ export function createJob(client: ApiClient, connect: Connect = connectTo(client
     onState: (now) => {
       const opened = now.kind === "live" && state.live.value.kind !== "live";
       state.live.value = now;
-      if (opened) void loader.refresh();
+      if (opened) loader.connected();
     },
   });
   const loader = createLoader(client, state, () => connection.close());
