@@ -18,7 +18,8 @@ import websockets.sync.client
 from websockets.typing import Subprotocol
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support" / "training"))
+SUPPORT = ROOT / "tests" / "support"
+sys.path[:0] = [str(SUPPORT), str(SUPPORT / "training")]
 from served_job import Served, served  # noqa: E402 - tests are no package
 
 from megatronapp_common import frames  # noqa: E402
