@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.http import schemas
@@ -220,9 +219,9 @@ def heatmap(hub: HubReader, metric: schemas.HeatmapMetric, first: int | None, la
         attempts=[digest.attempt for digest in chosen],
         steps=[digest.step for digest in chosen],
         ranks=list(range(world)),
-        values=[_nullable(row, decimals=6) for row in table],
+        values=[_nullable(row) for row in np.round(table, 6).tolist()],  # at once: there may be 10,000 rows
     )
 
 
-def _nullable(values: NDArray[np.float64], *, decimals: int) -> list[JsonNumber]:
-    return [None if math.isnan(value) else value for value in np.round(values, decimals).tolist()]
+def _nullable(values: Iterable[float]) -> list[JsonNumber]:
+    return [None if math.isnan(value) else value for value in values]
