@@ -13,10 +13,12 @@ import argparse
 import dataclasses
 import importlib.metadata
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
+from megatronapp_common.errors import OutputError
 from megatronapp_common.text.terminal import replace_control_characters
 
 GROUP = "megatronapp.commands"
@@ -105,6 +107,17 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 def is_ours(error: Exception) -> bool:
     """Return true for exceptions of the project's packages, whose messages are for users; others are bugs."""
     return type(error).__module__.startswith("megatronapp_")
+
+
+def write_trace_file(path: pathlib.Path, content: bytes) -> None:
+    """Write the trace that a command exports, the whole file or nothing. Raises OutputError."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error
 
 
 def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint], *, prog: str = PROG) -> RootParser:

@@ -6,6 +6,7 @@ CommonError
 ├── FrameError          bytes that are not a frame
 ├── DocumentError       a document in shared memory that cannot be created, read or written
 ├── StateError          a state folder that cannot be read or written
+├── OutputError         a file of a command's output that cannot be written
 ├── FilterError         a vector filter that cannot be parsed or computed
 ├── OrderError          an order that a training cannot follow
 ├── ReductionPlanError  a state that cannot be divided into the requested pixels
@@ -39,6 +40,10 @@ class DocumentError(CommonError):
 
 class StateError(CommonError):
     """The folder with the state of this user's jobs cannot be read or written."""
+
+
+class OutputError(CommonError):
+    """A file of a command's output that cannot be written."""
 
 
 class FilterError(CommonError):

@@ -15,6 +15,7 @@ from megatronapp_analyzer.hub.ingest.ring_metadata import MAX_WORLD
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
+from megatronapp_common.errors import OutputError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.trace import Counter, Flag, PassFlag, RecordKind
 from megatronapp_common.web.tokens import new_secret
@@ -215,7 +216,7 @@ def test_traces_of_a_running_job_are_not_archived_twice(job: Path, monkeypatch: 
 
 def test_unwritable_output_is_reported(job: Path, tmp_path: Path) -> None:
     arguments = parse(["trace", "export", "demo", "-o", str(tmp_path / "none" / "trace.json")])
-    with pytest.raises(ExportError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         arguments.func(arguments)
 
 

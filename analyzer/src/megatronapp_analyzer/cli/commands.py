@@ -7,6 +7,7 @@ import argparse
 import pathlib
 
 from megatronapp_analyzer.cli import offline_commands
+from megatronapp_common.cli import write_trace_file
 from megatronapp_common.state import raise_state_errors
 
 
@@ -129,7 +130,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     )
     with raise_state_errors():
         content, source = fetch.trace(fetch.job_folder(arguments.job), request)
-    fetch.write_trace(arguments.output, content)
+    write_trace_file(arguments.output, content)
     described = summary(content, request.format_)
     print(f"{arguments.output}: {described}, {source}; open it at https://ui.perfetto.dev")
     return 0

@@ -151,14 +151,3 @@ def _nothing_stored(stored: StoredTraces, first: int | None, last: int | None) -
         return "no steps are stored; was it started with analyzer.enabled and trace.enabled?"
     asked = f"{first or 0} to {'the end' if last is None else last}"
     return f"no steps {asked} are stored; take --from and --to between {min(held)} and {max(held)}"
-
-
-def write_trace(path: pathlib.Path, content: bytes) -> None:
-    """Write the file atomically. Raises ExportError if it cannot be written."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ExportError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error

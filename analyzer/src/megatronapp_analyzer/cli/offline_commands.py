@@ -6,6 +6,8 @@ Heavy modules are imported when a command runs.
 import argparse
 import pathlib
 
+from megatronapp_common.cli import write_trace_file
+
 _READ = """Read are the files of MegatronApp's ranks (benchmark-data-D-pipeline-P-tensor-T.json), the file of its
 aggregator, traces of PyTorch's profiler (a file of each rank), and Chrome JSON of `megatronapp trace export`."""
 
@@ -126,7 +128,6 @@ def run_analyze(arguments: argparse.Namespace) -> int:
 
 def run_aggregate(arguments: argparse.Namespace) -> int:
     """Join the files of ranks in one trace, and judge them if asked."""
-    from megatronapp_analyzer.cli import fetch
     from megatronapp_analyzer.hub.export.formats import TraceFormat, summary, trace_file
     from megatronapp_analyzer.hub.export.tracks import source_of
     from megatronapp_analyzer.offline.analyze import analyze, open_traces, text_lines
@@ -134,7 +135,7 @@ def run_aggregate(arguments: argparse.Namespace) -> int:
     ingest, notes = open_traces(arguments.source, except_for=arguments.output)
     form = TraceFormat.of_file(arguments.output)
     content = trace_file(source_of(ingest, "imported", ingest.store.select(0, None, newest=0)), form)
-    fetch.write_trace(arguments.output, content)
+    write_trace_file(arguments.output, content)
     print(f"{arguments.output}: {summary(content, form)}; open it at https://ui.perfetto.dev")
     if arguments.detect:
         print("\n".join(text_lines(analyze(ingest, source=str(arguments.source), notes=notes))))

@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import pathlib
 from http import HTTPStatus
 from typing import Any
 
+from megatronapp_common.cli import write_trace_file
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not answer.is_success:
         raise HubError(replace_control_characters(problem_of(answer)) + _why(job, answer.status_code))
     described = summary(answer.content, form)
-    write(output, answer.content)
+    write_trace_file(output, answer.content)
     print(f"{output}: {described}, from the running hub; open it at https://ui.perfetto.dev")
     return 0
 
@@ -70,14 +70,3 @@ def events_of(content: bytes) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise HubError("the job's hub did not answer with a trace; read the log of its pod")
-
-
-def write(path: pathlib.Path, content: bytes) -> None:
-    """Write the whole file or nothing. Raises OperatorError if the file cannot be written."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OperatorError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error
