@@ -96,7 +96,7 @@ def install_direct_gradients(
 
 
 def _own_embeddings(chunk: Any) -> list[Any]:  # noqa: ANN401 - DDP
-    """Return the embeddings of tokens whose table is whole on this rank and has no other use in the chunk."""
+    """Return the embeddings of tokens whose table is whole on this rank and belongs to no other module of the chunk."""
     modules = list(chunk.modules())
     uses = collections.Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
     return [
