@@ -77,7 +77,7 @@ class Training(ManifestModel):
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the replicas."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients during the backward pass."""
+    """Reduce gradients during the backward pass; the default where CUDA graphs replay whole microbatches."""
     overlap_param_gather: bool = False
     """Gather parameters during the forward pass; needs useDistributedOptimizer and overlapGradReduce."""
     recompute: Recompute | None = None
