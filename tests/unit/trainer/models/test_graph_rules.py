@@ -120,6 +120,48 @@ def test_transfers_overlap_by_default_where_whole_microbatches_are_replayed(
     assert overlaps_by_default(config_of(f"{NO_DROPOUT} {flags}"), data_size=replicas) == overlaps
 
 
+@pytest.mark.parametrize(
+    ("flags", "replicas", "gathers", "averages"),
+    [
+        ("", 2, False, True),
+        ("", 3, False, False),  # a third is not exact
+        ("--calculate-per-token-loss", 2, False, False),
+        ("--use-distributed-optimizer", 4, True, True),
+        ("--use-distributed-optimizer --ddp-average-in-collective", 6, True, True),
+        ("--use-distributed-optimizer --fp8-format e4m3 --bf16", 2, False, True),
+    ],
+)
+def test_flags_of_transfers_that_overlap_by_default(flags: str, replicas: int, gathers: bool, averages: bool) -> None:
+    found = with_overlap_on("cuda", flags, replicas)
+    assert found.parallel.overlap_grad_reduce
+    assert found.parallel.overlap_param_gather == gathers
+    assert found.parallel.ddp_average_in_collective == averages
+
+
+def test_transfers_do_not_overlap_by_default_on_a_cpu() -> None:
+    assert with_overlap_on("cpu", "--use-distributed-optimizer", 2) == config_of(
+        f"{NO_DROPOUT} --use-distributed-optimizer"
+    )
+
+
+def test_overlap_is_not_both_on_and_off() -> None:
+    with pytest.raises(UsageErrors, match=r"--no-overlap-data-parallel and --overlap-grad-reduce exclude each other"):
+        config_of("--no-overlap-data-parallel --overlap-grad-reduce")
+
+
+def with_overlap_on(device_type: str, flags: str, replicas: int) -> TrainerConfig:
+    """Return the configuration of a rank that holds the whole model."""
+    import torch
+
+    from megatronapp_trainer.device import Device
+    from megatronapp_trainer.parallel.layout import Layout
+    from megatronapp_trainer.training.build import with_overlap
+
+    layout = Layout(rank=0, world_size=replicas, local_rank=0, tensor_size=1, pipeline_size=1, virtual_size=1)
+    device = Device(torch_device=torch.device(device_type), name=device_type)
+    return with_overlap(config_of(f"{NO_DROPOUT} {flags}"), layout, device)
+
+
 def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(

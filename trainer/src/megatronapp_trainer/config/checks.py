@@ -377,6 +377,10 @@ def _overlap(config: TrainerConfig) -> Iterator[str]:
         "--overlap-param-gather needs --overlap-grad-reduce",
     )
     yield from require(
+        parallel.overlap_data_parallel or not parallel.overlap_grad_reduce,
+        "--no-overlap-data-parallel and --overlap-grad-reduce exclude each other",
+    )
+    yield from require(
         not (parallel.ddp_average_in_collective and config.training.calculate_per_token_loss),
         "--ddp-average-in-collective and --calculate-per-token-loss exclude each other: gradients are then divided by "
         "tokens, after the collective",

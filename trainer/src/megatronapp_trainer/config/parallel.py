@@ -46,7 +46,7 @@ class ParallelConfig:
     overlap_param_gather: bool = option(False, "gather parameters during the forward pass")
     overlap_data_parallel: bool = turned_off_by(
         "--no-overlap-data-parallel",
-        "gradients are reduced and parameters gathered between steps, also on GPUs whose graphs would overlap both",
+        "reduce gradients and gather parameters between steps, also on GPUs whose graphs would overlap both",
     )
     ddp_bucket_size: int | None = option(
         None, "parameters per gradient bucket; default: megatron-core's", bounds="[1, inf)"
