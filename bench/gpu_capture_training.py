@@ -41,7 +41,14 @@ from megatronapp_trainer.hooks.scheduled_capture import ScheduledCapture
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.parallel.worlds import control_store
 from megatronapp_trainer.scope.statistics.setup import open_capture
-from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run, build_schedule, layout_of
+from megatronapp_trainer.training.build import (
+    TrainingRun,
+    build_iterators,
+    build_run,
+    build_schedule,
+    layout_of,
+    with_overlap,
+)
 from megatronapp_trainer.training.control.group import ControlGroup
 from megatronapp_trainer.training.control.order_page import OrderPage
 from megatronapp_trainer.training.control.setup import RankSurroundings
@@ -197,6 +204,7 @@ def main() -> int:
     config = config_of(options)
     layout = layout_of(config)
     device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
+    config = with_overlap(config, layout, device)
     initialize_groups(config, layout, device)
     result: dict[str, Any] = {"device": device.name, "ranks": layout.world_size, "arguments": " ".join(sys.argv[1:])}
     with tempfile.TemporaryDirectory() as name, reader(pathlib.Path(name) / SOCKET):

@@ -33,7 +33,7 @@ from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
 from megatronapp_trainer.data.mock_data import mock_sample
 from megatronapp_trainer.device import Device, prepare_device
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.training.build import build_run, build_schedule, layout_of
+from megatronapp_trainer.training.build import build_run, build_schedule, layout_of, with_overlap
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.metrics import flops_per_token, flops_per_token_full_attention
 from megatronapp_trainer.training.signals import StopRequest
@@ -164,6 +164,7 @@ def open_groups(shape: Shape, layout: Layout) -> Device:
 def ours(shape: Shape, layout: Layout, implementation: str, samples: Samples, device: Device) -> LayoutTraining:
     config = parse(arguments(shape, layout, implementation, 10_000))
     rank_layout = layout_of(config)
+    config = with_overlap(config, rank_layout, device)
     run = build_run(config, rank_layout, device, vocab_size=shape.vocabulary)
     losses, schedule = Losses(), build_schedule(run)
     iterators = DataIterators(
