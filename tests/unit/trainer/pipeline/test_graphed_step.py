@@ -21,9 +21,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 EIGHT = "--global-batch-size 8"
 CASES = {
     "one": (1, EIGHT, [8, 8, 8], 1),
-    "DP2": (2, f"{EIGHT} --use-distributed-optimizer", [4, 4, 4], 1),
     "DP2-reduce": (2, f"{EIGHT} --overlap-grad-reduce --ddp-bucket-size 2000", [4, 4, 4], 2),
-    "DP2-overlap": (2, f"{EIGHT} {OVERLAP}", [4, 4, 4], 3),
     "DP2-overlap-untied-bf16": (2, f"{EIGHT} {OVERLAP} --bf16 --untie-embeddings-and-output-weights", [4, 4, 4], 3),
     "DP2-overlap-one-microbatch": (2, f"--global-batch-size 2 {OVERLAP}", [1, 1, 1], 1),
     "DP2-overlap-growing-batch": (2, f"{EIGHT} {OVERLAP} --rampup-batch-size 2 2 8", [1, 2, 4], 3),

@@ -83,7 +83,8 @@ def with_overlap(config: TrainerConfig, layout: Layout, device: Device) -> Train
     """Return the configuration with the flags of overlapped transfers, where a run has them by default.
 
     Weights in 8 bits are rounded from whole ones, before the first graph: their gathers are not overlapped by default.
-    Among a power of two of replicas the collective takes the mean of gradients itself, which is then exact.
+    Of two replicas the collective takes the mean of gradients itself, which is then exact. Of more, NCCL may add them
+    up in the switch between GPUs, which takes no means.
     """
     if not device.is_cuda or not overlaps_by_default(config, data_size=layout.data_size):
         return config
@@ -92,7 +93,7 @@ def with_overlap(config: TrainerConfig, layout: Layout, device: Device) -> Train
         "data parallelism: gradients are reduced%s during passes (--no-overlap-data-parallel: between steps)",
         " and parameters gathered" if gathers else "",
     )
-    averages = layout.data_size.bit_count() == 1 and not config.training.calculate_per_token_loss
+    averages = layout.data_size == 2 and not config.training.calculate_per_token_loss
     parallel = dataclasses.replace(
         config.parallel,
         overlap_grad_reduce=True,
