@@ -3,13 +3,17 @@
     python bench/bench_detector_scale.py                      # 16,384 ranks of about 400 spans, 2,048 nodes, 4 GB
     python bench/bench_detector_scale.py --data 8 --steps 12  # 1,024 ranks
     python bench/bench_detector_scale.py --slow-from 0 --factor 2 --steps 9   # from the fifth step on with a finding
+    python bench/bench_detector_scale.py --process --threads 4 --steps 9      # as next to a hub, with four threads
 
-Steps are those of bench_ingest.py, every rank with noise in its passes from --seed, and one of them slow. Times are of
-the processor, of one thread. `judged` is all that the process does with a step: clocks, imposed waits and the detector.
-With --process a separate process judges, as next to a hub, and times are from the call until its answer, on the wall.
+Steps are those of bench_ingest.py, every rank with noise in its passes from --seed, and one of them slow. `judged` is
+all that the process does with a step: clocks, imposed waits and the detector. Each step is timed on the wall and by the
+processor time of all threads. With --process a separate process judges, as next to a hub, and times are on the wall,
+from the call until its answer.
 """
 
 import argparse
+import dataclasses
+import functools
 import statistics
 import sys
 import time
@@ -20,12 +24,13 @@ import bench_ingest
 import numpy as np
 
 from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.graph.part_threads import use_threads
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
 from megatronapp_analyzer.hub.judge.judging import StepJudging
 from megatronapp_analyzer.hub.judge.links import ProcessJudge
 from megatronapp_analyzer.model import JobLayout, Verdict
-from megatronapp_analyzer.process import reuse_freed_memory
+from megatronapp_analyzer.process import available_threads, reuse_freed_memory, thread_count
 from megatronapp_common.trace import COMPUTE_KINDS
 
 WARM_STEPS = 3
@@ -59,47 +64,81 @@ def steps_of(options: argparse.Namespace) -> Iterator[tuple[JobLayout, StoredSte
                 yield layout, stored
 
 
+@dataclasses.dataclass(slots=True)
+class Judged:
+    """Times of the steps, and their verdicts."""
+
+    wall_s: list[float] = dataclasses.field(default_factory=list)
+    processor_s: list[float] = dataclasses.field(default_factory=list)
+    with_finding_s: list[float] = dataclasses.field(default_factory=list)
+    """Times on the wall of steps with a verdict."""
+    verdicts: dict[str, Verdict] = dataclasses.field(default_factory=dict)
+    ranks: int = 0
+    records: int = 0
+
+
+def judge_steps(options: argparse.Namespace, judging: ProcessJudge | StepJudging) -> Judged:
+    """Judge all steps, and print the time of each."""
+    found = Judged()
+    for layout, step in steps_of(options):
+        begun_s, processor_begun_s = time.perf_counter(), time.process_time()
+        judgement = judging.judge(layout, step)
+        found.wall_s.append(time.perf_counter() - begun_s)
+        found.processor_s.append(time.process_time() - processor_begun_s)
+        assert not judgement.failures
+        found.verdicts |= {verdict.id: verdict for verdict in judgement.verdicts}
+        if judgement.verdicts:
+            found.with_finding_s.append(found.wall_s[-1])
+        found.ranks, found.records = layout.world, len(step.view.records)
+        used = "" if options.process else f", {found.processor_s[-1]:.2f} s of processors"
+        print(f"step {step.view.step}: {found.wall_s[-1]:.2f} s{used}", flush=True)
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--data", type=int, default=128, help="data-parallel size (default: %(default)s)")
+    made.add_argument("--microbatches", type=int, default=41, help="of a step (default: %(default)s)")
+    made.add_argument("--steps", type=int, default=16, help="steps to judge (default: %(default)s)")
+    made.add_argument("--slow-rank", type=int, default=77, help="(default: %(default)s)")
+    made.add_argument("--factor", type=float, default=1.5, help="slowdown of that rank (default: %(default)s)")
+    made.add_argument("--slow-from", type=int, help="first step of that slowdown (default: in the middle)")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--process", action="store_true", help="judge in a separate process")
+    made.add_argument(
+        "--threads",
+        type=thread_count,
+        default=available_threads(),
+        help="threads that judge (default: the processors of this process, at most 4; here %(default)s)",
+    )
+    return made
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=int, default=128, help="data-parallel size (default: %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=41, help="of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=16, help="steps to judge (default: %(default)s)")
-    parser.add_argument("--slow-rank", type=int, default=77, help="(default: %(default)s)")
-    parser.add_argument("--factor", type=float, default=1.5, help="slowdown of that rank (default: %(default)s)")
-    parser.add_argument("--slow-from", type=int, help="first step of that slowdown (default: in the middle)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--process", action="store_true", help="judge in a separate process")
-    options = parser.parse_args()
+    options = parser().parse_args()
     options.slow_from = options.steps // 2 if options.slow_from is None else options.slow_from
-    judging = ProcessJudge() if options.process else StepJudging(Detector)
-    now_s = time.perf_counter if options.process else time.process_time
-    if isinstance(judging, ProcessJudge):
-        judging.start()
-        judging.wait_until_ready()
+    if options.process:
+        judge = ProcessJudge(threads=options.threads)
+        judge.start()
+        judge.wait_until_ready()
+        found = judge_steps(options, judge)
+        judge.close()
     else:
         reuse_freed_memory()
-    judged_s: list[float] = []
-    with_finding_s: list[float] = []
-    verdicts: dict[str, Verdict] = {}
-    for layout, step in steps_of(options):
-        begun_s = now_s()
-        judgement = judging.judge(layout, step)
-        judged_s.append(now_s() - begun_s)
-        assert not judgement.failures
-        verdicts |= {verdict.id: verdict for verdict in judgement.verdicts}
-        if judgement.verdicts:
-            with_finding_s.append(judged_s[-1])
-        print(f"step {step.view.step}: {judged_s[-1]:.2f} s", flush=True)
-    if isinstance(judging, ProcessJudge):
-        judging.close()
-    usual = statistics.median(judged_s[WARM_STEPS:])
-    print(f"{layout.world} ranks, {len(step.view.records) / 1e6:.2f} million records a step")
-    clock = "on the wall" if options.process else "of a processor"
-    print(f"judged in {usual:.2f} s {clock}, median after {WARM_STEPS} steps; at most {max(judged_s):.2f} s")
-    if with_finding_s:
-        usual, most = statistics.median(with_finding_s), max(with_finding_s)
-        print(f"with a finding in {usual:.2f} s, median of {len(with_finding_s)} steps; at most {most:.2f} s")
-    for verdict in verdicts.values():
+        threads = use_threads(options.threads)
+        found = judge_steps(options, StepJudging(functools.partial(Detector, threads=threads), threads))
+    place = " in a separate process" if options.process else ""
+    print(f"{found.ranks} ranks, {found.records / 1e6:.2f} million records a step, {options.threads} threads{place}")
+    usual, most = statistics.median(found.wall_s[WARM_STEPS:]), max(found.wall_s)
+    print(f"judged in {usual:.2f} s on the wall, median after {WARM_STEPS} steps; at most {most:.2f} s")
+    if not options.process:
+        usual, most = statistics.median(found.processor_s[WARM_STEPS:]), max(found.processor_s)
+        print(f"processor time {usual:.2f} s; at most {most:.2f} s")
+    if found.with_finding_s:
+        usual, most = statistics.median(found.with_finding_s), max(found.with_finding_s)
+        print(f"with a finding in {usual:.2f} s, median of {len(found.with_finding_s)} steps; at most {most:.2f} s")
+    for verdict in found.verdicts.values():
         print(f"{verdict.state}: {verdict.subject.type} {list(verdict.subject.ranks)}, {verdict.cause}")
     return 0
 

@@ -12,6 +12,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "megatronapp/detect/column_test.hpp"
@@ -19,6 +20,7 @@
 #include "megatronapp/detect/medians.hpp"
 #include "megatronapp/detect/messages.hpp"
 #include "megatronapp/detect/span_columns.hpp"
+#include "megatronapp/parallel.hpp"
 #include "megatronapp/rank_records.hpp"
 
 namespace py = pybind11;
@@ -152,16 +154,24 @@ py::array_t<double> segment_medians(const Array<std::int64_t>& groups, const Arr
     return found;
 }
 
-py::array_t<double> row_medians(const Array<double>& table) {
+using WriteMedians = void (*)(std::span<const double>, std::span<double>);
+
+py::array_t<double> medians_along(const Array<double>& table, py::ssize_t axis, WriteMedians write) {
     if (table.ndim() != 2) {
-        throw std::invalid_argument("row_medians: a table has two axes, and this one " + std::to_string(table.ndim()));
+        throw std::invalid_argument("medians: a table has two axes, and this one " + std::to_string(table.ndim()));
     }
-    py::array_t<double> found(table.shape(0));
+    py::array_t<double> found(table.shape(axis));
     const auto source = span_of(table);
     const auto out = writable(found);
     const py::gil_scoped_release release;
-    detect::row_medians(source, out);
+    write(source, out);
     return found;
+}
+
+py::array_t<double> row_medians(const Array<double>& table) { return medians_along(table, 0, &detect::row_medians); }
+
+py::array_t<double> column_medians(const Array<double>& table) {
+    return medians_along(table, 1, &detect::column_medians);
 }
 
 py::tuple sort_by_level(const Array<std::int64_t>& source, const Array<std::int64_t>& target, std::size_t events) {
@@ -193,9 +203,13 @@ void longest_paths(const Array<std::int64_t>& source, const Array<std::int64_t>&
     detect::longest_paths(sources, targets, given, scenarios, found);
 }
 
+/// An array of the memory of a vector, which is not copied.
 template <typename Value>
-py::array_t<Value> array_of(const std::vector<Value>& values) {
-    return py::array_t<Value>(static_cast<py::ssize_t>(values.size()), values.data());
+py::array_t<Value> array_of(std::vector<Value> values) {
+    auto owner = std::make_unique<std::vector<Value>>(std::move(values));
+    const auto* memory = owner.get();
+    const py::capsule capsule(owner.release(), [](void* pointer) { delete static_cast<std::vector<Value>*>(pointer); });
+    return py::array_t<Value>(static_cast<py::ssize_t>(memory->size()), memory->data(), capsule);
 }
 
 py::tuple match_messages(const Array<std::uint8_t>& rows, const Array<std::int64_t>& numbers_of_comms,
@@ -212,9 +226,24 @@ py::tuple match_messages(const Array<std::uint8_t>& rows, const Array<std::int64
         const py::gil_scoped_release release;
         found = detect::match_messages(bytes, comms, kinds);
     }
-    return py::make_tuple(array_of(found.source), array_of(found.destination), array_of(found.ordinal),
-                          array_of(found.parts[0]), array_of(found.parts[1]), array_of(found.parts[2]),
-                          array_of(found.parts[3]));
+    auto& parts = found.parts;
+    return py::make_tuple(array_of(std::move(found.source)), array_of(std::move(found.destination)),
+                          array_of(std::move(found.ordinal)), array_of(std::move(parts[0])),
+                          array_of(std::move(parts[1])), array_of(std::move(parts[2])), array_of(std::move(parts[3])));
+}
+
+py::tuple shortest_transfers(const Array<std::uint8_t>& rows, const Array<std::int64_t>& send,
+                             const Array<std::int64_t>& receive, const Array<std::int64_t>& clock_of) {
+    const auto bytes = std::as_bytes(span_of(rows));
+    const auto sends = span_of(send);
+    const auto receives = span_of(receive);
+    const auto clocks = span_of(clock_of);
+    detect::Transfers found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::shortest_transfers(bytes, sends, receives, clocks);
+    }
+    return py::make_tuple(array_of(std::move(found.way)), array_of(std::move(found.shortest_ns)));
 }
 
 std::array<std::uint8_t, 256> of_kinds(const Array<bool>& kinds) {
@@ -235,6 +264,21 @@ detect::SpanFormat format_of(const Array<bool>& left_out, std::uint8_t step_kind
             .run_queue_flag = run_queue_flag};
 }
 
+py::tuple summarize_rows(const Array<std::uint8_t>& rows) {
+    const auto bytes = std::as_bytes(span_of(rows));
+    const auto count = static_cast<py::ssize_t>(bytes.size() / kRankRecordBytes);
+    py::array_t<std::uint8_t> kind(count);
+    py::array_t<std::int32_t> rank(count);
+    const detect::RowColumns columns{.kind = writable(kind), .rank = writable(rank)};
+    detect::RowSummary found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::summarize_rows(bytes, columns);
+    }
+    const py::array_t<std::int64_t> kinds(static_cast<py::ssize_t>(found.count.size()), found.count.data());
+    return py::make_tuple(kind, rank, kinds, found.flags, found.greatest_rank, found.least_start);
+}
+
 py::tuple stream_rows(const Array<std::uint8_t>& rows, const detect::SpanFormat& format) {
     const auto bytes = std::as_bytes(span_of(rows));
     detect::StreamRows found;
@@ -242,7 +286,19 @@ py::tuple stream_rows(const Array<std::uint8_t>& rows, const detect::SpanFormat&
         const py::gil_scoped_release release;
         found = detect::stream_rows(bytes, format);
     }
-    return py::make_tuple(array_of(found.rows), found.in_order);
+    return py::make_tuple(array_of(std::move(found.rows)), found.in_order);
+}
+
+py::array_t<std::uint8_t> take_rows(const Array<std::uint8_t>& rows, const Array<std::int64_t>& numbers_of_rows) {
+    py::array_t<std::uint8_t> taken(numbers_of_rows.size() * static_cast<py::ssize_t>(kRankRecordBytes));
+    const auto bytes = std::as_bytes(span_of(rows));
+    const auto chosen = span_of(numbers_of_rows);
+    const auto out = std::as_writable_bytes(writable(taken));
+    {
+        const py::gil_scoped_release release;
+        detect::take_rows(bytes, chosen, out);
+    }
+    return taken;
 }
 
 py::tuple span_columns(const Array<std::uint8_t>& rows, std::int64_t origin_ns, const detect::SpanFormat& format) {
@@ -254,17 +310,19 @@ py::tuple span_columns(const Array<std::uint8_t>& rows, std::int64_t origin_ns, 
     py::array_t<double> queue(count);
     py::array_t<std::int64_t> rank(count);
     py::array_t<std::uint8_t> kind(count);
+    py::array_t<std::uint8_t> flags(count);
     const detect::SpanColumns columns{.start = writable(start),
                                       .end = writable(end),
                                       .duration = writable(duration),
                                       .queue = writable(queue),
                                       .rank = writable(rank),
-                                      .kind = writable(kind)};
+                                      .kind = writable(kind),
+                                      .flags = writable(flags)};
     {
         const py::gil_scoped_release release;
         detect::write_columns(bytes, origin_ns, format, columns);
     }
-    return py::make_tuple(start, end, duration, queue, rank, kind);
+    return py::make_tuple(start, end, duration, queue, rank, kind, flags);
 }
 
 py::array_t<std::uint8_t> shift_starts(const Array<std::uint8_t>& rows, const Array<std::int64_t>& offset_ns,
@@ -287,6 +345,7 @@ py::array_t<std::uint8_t> shift_starts(const Array<std::uint8_t>& rows, const Ar
 }  // namespace
 
 void bind_detect(py::module_& module) {
+    module.def("set_threads", &set_threads, py::arg("count"), py::arg("least_items") = kLeastItems);
     py::class_<SharedColumnTest>(module, "ColumnTest", "Tests columns against their own levels and their peers.")
         .def(py::init([](const Array<std::int64_t>& peers, std::size_t window, std::int64_t min_history,
                          std::int64_t least_window, double independent_tests, const Array<double>& prior_errors) {
@@ -308,14 +367,19 @@ void bind_detect(py::module_& module) {
     py::class_<detect::SpanFormat>(module, "SpanFormat", "Numbers of the format of records.")
         .def(py::init(&format_of), py::kw_only(), py::arg("left_out"), py::arg("step_kind"), py::arg("saturated_flag"),
              py::arg("run_queue_flag"));
+    module.def("summarize_rows", &summarize_rows, py::arg("rows"));
     module.def("stream_rows", &stream_rows, py::arg("rows"), py::arg("format"));
+    module.def("take_rows", &take_rows, py::arg("rows"), py::arg("numbers"));
     module.def("span_columns", &span_columns, py::arg("rows"), py::arg("origin_ns"), py::arg("format"));
     module.def("shift_starts", &shift_starts, py::arg("rows"), py::arg("offset_ns"), py::arg("device_ns"),
                py::arg("device_flag"), py::arg("host_kinds"));
     module.def("match_messages", &match_messages, py::arg("rows"), py::arg("numbers"), py::arg("pairs"),
                py::arg("kinds"));
+    module.def("shortest_transfers", &shortest_transfers, py::arg("rows"), py::arg("send"), py::arg("receive"),
+               py::arg("clock_of"));
     module.def("longest_paths", &longest_paths, py::arg("source"), py::arg("target"), py::arg("weights"),
                py::arg("times"));
+    module.def("column_medians", &column_medians, py::arg("table"));
     module.def("row_medians", &row_medians, py::arg("table"));
     module.def("segment_medians", &segment_medians, py::arg("groups"), py::arg("values"), py::arg("count"));
     module.def("sort_by_level", &sort_by_level, py::arg("source"), py::arg("target"), py::arg("events"));

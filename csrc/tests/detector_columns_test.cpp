@@ -13,6 +13,7 @@
 #include "megatronapp/detect/medians.hpp"
 #include "megatronapp/detect/messages.hpp"
 #include "megatronapp/detect/span_columns.hpp"
+#include "megatronapp/parallel.hpp"
 #include "megatronapp/rank_records.hpp"
 
 namespace megatronapp::detect {
@@ -182,13 +183,97 @@ TEST(SpanColumns, AreOfTheStreamAndDoNotOverlap) {
     std::vector<double> queue(2);
     std::vector<std::int64_t> rank(2);
     std::vector<std::uint8_t> kind(2);
+    std::vector<std::uint8_t> flags(2);
     const SpanColumns columns{
-        .start = start, .end = end, .duration = duration, .queue = queue, .rank = rank, .kind = kind};
+        .start = start, .end = end, .duration = duration, .queue = queue, .rank = rank, .kind = kind, .flags = flags};
     write_columns(spans, 100, format, columns);
     EXPECT_DOUBLE_EQ(start[1], 40e-9);
     EXPECT_DOUBLE_EQ(end[1], 60e-9);
     EXPECT_THROW(write_columns(rows, 100, format, columns), std::invalid_argument);
     EXPECT_THROW((void)stream_rows(std::span(rows).first(35), format), std::invalid_argument);
+}
+
+/// Lets functions work in several threads for as long as it lives, however few items there are.
+class Threads {
+  public:
+    explicit Threads(std::size_t count) { set_threads(count, 1); }
+    Threads(const Threads&) = delete;
+    Threads& operator=(const Threads&) = delete;
+    Threads(Threads&&) = delete;
+    Threads& operator=(Threads&&) = delete;
+    ~Threads() { set_threads(1); }
+};
+
+TEST(Parallel, PartsCoverAllItemsOnceAndTheFirstFailureIsThrown) {
+    EXPECT_EQ(parts_of(kLeastItems * 4), 1U);
+    const Threads threads(3);
+    EXPECT_EQ(parts_of(0), 1U);
+    EXPECT_EQ(parts_of(2), 2U);
+    EXPECT_EQ(parts_of(100), 3U);
+    std::vector<int> seen(100, 0);
+    in_parts(seen.size(), 3, [&](std::size_t part, std::size_t begin, std::size_t end) {
+        for (std::size_t item = begin; item < end; ++item) {
+            seen[item] += static_cast<int>(part) + 1;
+        }
+    });
+    std::vector<int> expected(33, 1);
+    expected.insert(expected.end(), 33, 2);
+    expected.insert(expected.end(), 34, 3);
+    EXPECT_EQ(seen, expected);
+    std::vector<std::byte> rows;
+    add_row(rows, 1, 0, 0);
+    std::vector<std::byte> out(4 * kRankRecordBytes);
+    try {
+        take_rows(rows, std::vector<std::int64_t>{0, 0, 7, 9}, out);
+        FAIL();
+    } catch (const std::invalid_argument& error) {
+        EXPECT_STREQ(error.what(), "take_rows: 7 is none of the 1 rows");
+    }
+    EXPECT_THROW(set_threads(0), std::invalid_argument);
+}
+
+TEST(Parallel, MessagesAndColumnsAreThoseOfAThread) {
+    const std::array<std::uint8_t, kMessageParts> kinds{1, 2, 3, 4};
+    const std::vector<std::int64_t> numbers{0, 1, 0, 1};  // slots 0 and 1 of both ranks
+    const std::vector<std::int64_t> pairs{0, 1, 1, 0};
+    const CommTable comms{.numbers = numbers, .slots = 2, .pairs = pairs};
+    const SpanFormat format{.is_left_out = {}, .step_kind = 9, .saturated_flag = 1, .run_queue_flag = 2};
+    std::vector<std::byte> rows;
+    for (std::int32_t rank = 0; rank < 2; ++rank) {
+        for (std::uint32_t number = 0; number < 40; ++number) {
+            add_row(rows, static_cast<std::uint8_t>(1 + (number % 4)), (number * 7) % 11, rank, 10 * number, 3);
+        }
+    }
+    const std::size_t count = rows.size() / kRankRecordBytes;
+    const auto find = [&](std::vector<double>& start) {
+        std::vector<double> end(count);
+        std::vector<double> duration(count);
+        std::vector<double> queue(count);
+        std::vector<std::int64_t> rank(count);
+        std::vector<std::uint8_t> kind(count);
+        std::vector<std::uint8_t> flags(count);
+        const SpanColumns columns{.start = start,
+                                  .end = end,
+                                  .duration = duration,
+                                  .queue = queue,
+                                  .rank = rank,
+                                  .kind = kind,
+                                  .flags = flags};
+        write_columns(rows, 0, format, columns);
+        return match_messages(rows, comms, kinds);
+    };
+    std::vector<double> start(count);
+    const MatchedMessages plain = find(start);
+    for (std::size_t number = 2; number < 7; ++number) {
+        const Threads threads(number);
+        std::vector<double> other_start(count);
+        const MatchedMessages other = find(other_start);
+        EXPECT_EQ(other_start, start);
+        EXPECT_EQ(other.ordinal, plain.ordinal);
+        EXPECT_EQ(other.source, plain.source);
+        EXPECT_EQ(other.parts, plain.parts);
+        EXPECT_EQ(stream_rows(rows, format).rows.size(), count);
+    }
 }
 
 TEST(SpanColumns, MoveToOtherClocks) {

@@ -1,7 +1,9 @@
-"""Ties a process to the life of its parent (Linux), and reuses its memory (glibc)."""
+"""Ties a process to the life of its parent (Linux), reuses its memory (glibc), and says how many threads it may use."""
 
+import argparse
 import ctypes
 import os
+import pathlib
 import signal
 
 from megatronapp_analyzer.errors import SettingsError
@@ -10,6 +12,32 @@ PR_SET_PDEATHSIG = 1
 PR_GET_PDEATHSIG = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of options of glibc's mallopt(3)."""
+
+
+MOST_THREADS = 4
+"""Threads beyond which a judgement of 16,384 ranks gains little: the rest of it is in one."""
+CPU_LIMIT = pathlib.Path("/sys/fs/cgroup/cpu.max")
+"""Processor time that the container of this process may use (cgroup v2): microseconds in a period, or `max`."""
+
+
+def available_threads(limit: pathlib.Path = CPU_LIMIT) -> int:
+    """Return the number of processors that this process may use, at most MOST_THREADS and at least 1.
+
+    Those of its affinity, and no more than the limit of its container allows without pauses.
+    """
+    count = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    try:
+        quota, period = limit.read_text(encoding="ascii").split()
+    except FileNotFoundError:  # no container, or cgroup v1
+        return count
+    return count if quota == "max" else min(count, max(int(quota) // int(period), 1))
+
+
+def thread_count(text: str) -> int:
+    """Return the number of threads in an argument. Raises ArgumentTypeError if it is none."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; write 1 or more")
+    return int(text)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from numpy import bool_, float64, int64, uint8
+from numpy import bool_, float64, int32, int64, uint8
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
@@ -461,8 +461,20 @@ def match_messages(
     sorted by number, then ordinal; of several rows of a part the last is taken. ValueError where sizes do not fit.
     """
 
+def column_medians(table: NDArray[float64]) -> NDArray[float64]:
+    """Return the lower median of what is not NaN in each column; NaN for a column of nothing else."""
+
 def row_medians(table: NDArray[float64]) -> NDArray[float64]:
     """Return the median of what is not NaN in each row, the mean of two middles; NaN for a row of nothing else."""
+
+def shortest_transfers(
+    rows: NDArray[uint8], send: NDArray[int64], receive: NDArray[int64], clock_of: NDArray[int64]
+) -> tuple[NDArray[int64], NDArray[int64]]:
+    """Return the way of each run of messages between the same clocks, and its shortest time from post to receipt in ns.
+
+    A way is the number of the sender's clock times the number of clocks, plus that of the receiver's; it may have
+    several runs. Messages without both rows are left out. ValueError for rows and ranks that are none.
+    """
 
 def segment_medians(groups: NDArray[int64], values: NDArray[float64], count: int) -> NDArray[float64]:
     """Return the lower median of the values of each of `count` groups; NaN for a group without any.
@@ -485,10 +497,35 @@ def shift_starts(
 
 def span_columns(
     rows: NDArray[uint8], origin_ns: int, format: SpanFormat
-) -> tuple[NDArray[float64], NDArray[float64], NDArray[float64], NDArray[float64], NDArray[int64], NDArray[uint8]]:
-    """Return start, end, duration and run-queue delay of spans in seconds, their ranks and kinds.
+) -> tuple[
+    NDArray[float64],
+    NDArray[float64],
+    NDArray[float64],
+    NDArray[float64],
+    NDArray[int64],
+    NDArray[uint8],
+    NDArray[uint8],
+]:
+    """Return start, end, duration and run-queue delay of spans in seconds, their ranks, kinds and flags.
 
     Starts are after `origin_ns`, and no two spans of a rank overlap. `rows` are sorted by rank, then start.
+    """
+
+def summarize_rows(
+    rows: NDArray[uint8],
+) -> tuple[NDArray[uint8], NDArray[int32], NDArray[int64], int, int, int]:
+    """Return the kind and the rank of each row, and of all rows: the number of each kind, flags, greatest rank, start.
+
+    The flags are those that some row has. Without rows the rank is -1, and the least start the largest number.
+    """
+
+def take_rows(rows: NDArray[uint8], numbers: NDArray[int64]) -> NDArray[uint8]:
+    """Return copies of rows by their numbers. ValueError for a number of no row."""
+
+def set_threads(count: int, least_items: int = 65536) -> None:
+    """Allow functions of the detector up to `count` threads, the caller's included; 1 at first.
+
+    Each of them works on `least_items` rows or more. Results are the same for any number. ValueError for 0.
     """
 
 def stream_rows(rows: NDArray[uint8], format: SpanFormat) -> tuple[NDArray[int64], bool]:

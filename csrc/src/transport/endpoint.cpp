@@ -11,11 +11,11 @@
 
 #include "megatronapp/clock.hpp"
 #include "megatronapp/fork_count.hpp"
+#include "megatronapp/quiet_threads.hpp"
 #include "megatronapp/transport/connector.hpp"
 #include "megatronapp/transport/cuda/cuda_board.hpp"
 #include "megatronapp/transport/cuda/staged_path.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/quiet_threads.hpp"
 #include "megatronapp/transport/shm/layout.hpp"
 #include "megatronapp/transport/ucx/network_path.hpp"
 #include "megatronapp/transport/ucx/worker.hpp"

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.model import JobLayout, StepRecords, Verdict
+from megatronapp_native import set_threads
 
 _SIMULATOR = pathlib.Path(__file__).parents[3] / "bench" / "pipeline_simulator.py"
 
@@ -26,6 +27,14 @@ def sim() -> ModuleType:
     sys.modules["pipeline_simulator"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def native_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Let native functions work in one thread, and in several however small the step is."""
+    set_threads(request.param, least_items=1)
+    yield request.param
+    set_threads(1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from megatronapp_analyzer.align.device_clocks import DeviceClocks
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.model import RANK_RECORD, RankRecords, StepRecords
 from megatronapp_common.trace import Flag, RecordKind
-from megatronapp_native import SpanFormat, shift_starts, span_columns
+from megatronapp_native import SpanFormat, shift_starts, span_columns, summarize_rows, take_rows
+
+pytestmark = pytest.mark.usefixtures("native_threads")
 
 RANKS = 5
 
@@ -46,6 +48,19 @@ def test_streams_and_columns_are_those_of_the_plain_form(records: RankRecords) -
     assert columns.queue_s.tolist() == rec.run_queue_s(spans).tolist()
     assert columns.rank.tolist() == spans["rank"].tolist()
     assert columns.kind.tolist() == spans["kind"].tolist()
+    assert columns.flags.tolist() == spans["flags"].tolist()
+    assert rec.rows_of(records, rows).tobytes() == spans.tobytes()
+
+
+@given(records=drawn_records())
+def test_columns_and_sums_of_records_are_those_of_numpy(records: RankRecords) -> None:
+    found = rec.RecordColumns.of(records)
+    assert found.kind.tolist() == records["kind"].tolist()
+    assert found.rank.tolist() == records["rank"].tolist()
+    assert found.count.tolist() == np.bincount(records["kind"], minlength=256).tolist()
+    assert found.flags == np.bitwise_or.reduce(records["flags"], initial=0)
+    assert found.greatest_rank == records["rank"].max(initial=-1)
+    assert found.start_ns == records["start_ns"].min(initial=2**64 - 1)
 
 
 @given(records=drawn_records(), seed=st.integers(0, 2**32 - 1))
@@ -62,6 +77,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     layout = SpanFormat(left_out=kinds, step_kind=1, saturated_flag=1, run_queue_flag=2)
     with pytest.raises(ValueError, match="35 bytes are not whole rows of 36"):
         span_columns(rows[:35], 0, layout)
+    with pytest.raises(ValueError, match="35 bytes are not whole rows of 36"):
+        summarize_rows(rows[:35])
+    with pytest.raises(ValueError, match="-1 is none of the 1 rows"):
+        take_rows(rows, np.array([0, 0, 0, -1]))
     with pytest.raises(ValueError, match="0 and 1 offsets do not fit"):
         shift_starts(rows, offsets[:0], offsets, 1, kinds)
     with pytest.raises(ValueError, match="rank 0 is none of the 0 with an offset"):

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages
+from megatronapp_analyzer.graph.records import bytes_of
 from megatronapp_analyzer.model import RankRecords, select_rows
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
+from megatronapp_native import shortest_transfers
 
 STEP_END_UNCERTAINTY_NS = 5e7
 """Assumed largest difference between the ends of the same step on two nodes."""
@@ -36,11 +38,9 @@ class Anchor:
 def anchors_of(step: MatchedStep, domain: Index) -> list[Anchor]:
     """Return the best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
     spans = step.spans
-    start = spans["start_ns"].astype(np.int64)
-    end = start + spans["duration"].astype(np.int64) * DURATION_UNIT_NS
-    found = _by_messages(spans, step.messages, start, end, domain)
-    found += _by_collectives(spans, step.collectives, end, domain)
-    found += _by_step_ends(step.view.records, domain)
+    found = _by_messages(spans, step.messages, domain)
+    found += _by_collectives(spans, step.collectives, domain)
+    found += _by_step_ends(step.of_kinds(frozenset({RecordKind.STEP})), domain)
     best: dict[tuple[int, int], Anchor] = {}
     for anchor in found:
         pair = (anchor.first, anchor.second)
@@ -49,18 +49,20 @@ def anchors_of(step: MatchedStep, domain: Index) -> list[Anchor]:
     return list(best.values())
 
 
-def _by_messages(spans: RankRecords, messages: Messages, start: Index, end: Index, domain: Index) -> list[Anchor]:
+def _ends(spans: RankRecords) -> Index:
+    ends: Index = spans["start_ns"].astype(np.int64) + spans["duration"].astype(np.int64) * DURATION_UNIT_NS
+    return ends
+
+
+def _by_messages(spans: RankRecords, messages: Messages, domain: Index) -> list[Anchor]:
     domains = int(domain.max()) + 1
-    matched = messages.matched
-    send, recv = messages.send_post[matched], messages.recv_wait[matched]
-    if not len(send):
-        return []
-    way = domain[spans["rank"][send]] * domains + domain[spans["rank"][recv]]
     # Messages are sorted by pair of ranks, so that few runs of equal ways remain to be sorted.
-    begin = np.flatnonzero(np.diff(way, prepend=-1))
-    names, where = np.unique(way[begin], return_inverse=True)
+    way, shortest_ns = shortest_transfers(bytes_of(spans), messages.send_post, messages.recv_wait, domain)
+    if not len(way):
+        return []
+    names, where = np.unique(way, return_inverse=True)
     shortest = np.full(len(names), np.iinfo(np.int64).max)
-    np.minimum.at(shortest, where, np.minimum.reduceat(end[recv] - start[send], begin))
+    np.minimum.at(shortest, where, shortest_ns)
     first, second = names // domains, names % domains
     back = np.minimum(np.searchsorted(names, second * domains + first), len(names) - 1)
     both = (first < second) & (names[back] == second * domains + first)
@@ -76,7 +78,7 @@ def _by_messages(spans: RankRecords, messages: Messages, start: Index, end: Inde
     ]
 
 
-def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain: Index) -> list[Anchor]:
+def _by_collectives(spans: RankRecords, groups: Collectives, domain: Index) -> list[Anchor]:
     domains = int(domain.max()) + 1
     instance = np.repeat(np.arange(len(groups)), np.diff(groups.begin))
     whole = groups.complete[instance]
@@ -84,7 +86,7 @@ def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain:
     if not len(member):
         return []
     names, where = np.unique(instance * domains + domain[spans["rank"][member]], return_inverse=True)
-    middle = _medians(where, end[member].astype(np.float64), len(names))
+    middle = _medians(where, _ends(select_rows(spans, member)).astype(np.float64), len(names))
     own = names // domains
     first = np.searchsorted(own, own)  # the least clock of each instance
     others = np.flatnonzero(first != np.arange(len(names)))
@@ -98,9 +100,8 @@ def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain:
     return _anchors(pairs // domains, pairs % domains, offset, doubt)
 
 
-def _by_step_ends(records: RankRecords, domain: Index) -> list[Anchor]:
-    steps = select_rows(records, records["kind"] == RecordKind.STEP)
-    end = steps["start_ns"].astype(np.int64) + steps["duration"].astype(np.int64) * DURATION_UNIT_NS
+def _by_step_ends(steps: RankRecords, domain: Index) -> list[Anchor]:
+    end = _ends(steps)
     present, where = np.unique(domain[steps["rank"]], return_inverse=True)
     if len(present) < 2:
         return []

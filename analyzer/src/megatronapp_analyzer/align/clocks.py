@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.anchors import anchors_of
-from megatronapp_analyzer.align.device_clocks import HOST_KINDS, DeviceClocks, check
+from megatronapp_analyzer.align.device_clocks import HOST_KINDS, DeviceClocks, check, no_devices
 from megatronapp_analyzer.align.line_fit import offsets_at
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
@@ -99,11 +99,11 @@ class ClockAligner:
         names = list(dict.fromkeys(boots))
         place = {name: number for number, name in enumerate(names)}
         domain = np.array([place[boot] for boot in boots], np.int64)
-        devices = check(view, domain)
+        devices = check(view, domain) if step.record_columns.flags & Flag.DEVICE_CLOCK else no_devices(self._world)
         if len(names) == 1:
             zeros = np.zeros(self._world)
             return ClockModel(offset_ns=zeros.astype(np.int64), uncertainty_ns=zeros, devices=devices)
-        time_s = _time_s(view, domain)
+        time_s = _time_s(step, domain)
         for anchor in anchors_of(step, domain):
             key = (names[anchor.first], names[anchor.second])
             points = self._points.setdefault(key, collections.deque(maxlen=WINDOW))
@@ -139,8 +139,8 @@ class ClockAligner:
         return offset, doubt
 
 
-def _time_s(view: StepRecords, domain: Index) -> float:
+def _time_s(step: MatchedStep, domain: Index) -> float:
     """Return the time at which the step ended on the first clock."""
-    records = view.records
-    own = select_rows(records, (domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC))
+    records, columns = step.view.records, step.record_columns
+    own = select_rows(records, (domain == 0)[columns.rank] & (columns.kind != RecordKind.METRIC))
     return float((own if len(own) else records)["start_ns"].max()) * 1e-9

@@ -36,6 +36,11 @@ class DeviceClocks:
     uncertainty_ns: Floats
 
 
+def no_devices(world: int) -> DeviceClocks:
+    """Return the clocks of a job whose ranks have no device."""
+    return DeviceClocks(offset_ns=np.zeros(world, np.int64), uncertainty_ns=np.zeros(world))
+
+
 def has_device_clock(records: RankRecords) -> NDArray[np.bool_]:
     """Return a mask of the records whose times are those of a device."""
     mask: NDArray[np.bool_] = (records["flags"] & Flag.DEVICE_CLOCK) != 0

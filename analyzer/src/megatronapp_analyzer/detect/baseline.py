@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_native import column_medians
 from megatronapp_native import median_of_others as native_median_of_others
 
 Mask = NDArray[np.bool_]
@@ -58,11 +59,16 @@ class ColumnHistory:
 
     def median(self) -> Floats:
         """Median of each column; NaN where it is empty."""
-        return column_medians(self._values, self.count)
+        return column_medians(self._filled)
 
     def deviation(self) -> Floats:
         """Robust standard deviation of each column around its median."""
-        return MAD_TO_SIGMA * column_medians(np.abs(self._values - self.median()), self.count)
+        return MAD_TO_SIGMA * column_medians(np.abs(self._filled - self.median()))
+
+    @property
+    def _filled(self) -> Floats:
+        """The rows in which some column has a value."""
+        return self._values[: int(self._next.max(initial=0))]
 
     def grow(self, columns: int) -> None:
         """Add empty columns up to `columns`."""
@@ -70,16 +76,6 @@ class ColumnHistory:
         if missing > 0:
             self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=np.nan)
             self._next = np.pad(self._next, (0, missing))
-
-
-def column_medians(values: Floats, count: Ints) -> Floats:
-    """Return the lower median of the `count` finite values of each column; NaN for a column without any."""
-    if values.shape[1] == 0:
-        return np.empty(0)
-    ordered = np.sort(values, axis=0)
-    middle = np.maximum((count - 1) // 2, 0)
-    out: Floats = ordered[middle, np.arange(len(middle))]
-    return out
 
 
 def median_of_others(values: Floats) -> Floats:

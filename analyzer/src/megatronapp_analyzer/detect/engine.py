@@ -10,9 +10,14 @@ from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner, ClockMo
 from megatronapp_analyzer.detect import candidates as cand
 from megatronapp_analyzer.detect.baseline import ColumnHistory, median_of_known
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
-from megatronapp_analyzer.detect.causes.collective_transfers import CollectiveTransfers, transfers_of
+from megatronapp_analyzer.detect.causes.collective_transfers import (
+    TENSOR_KINDS,
+    TRANSFER_KINDS,
+    CollectiveTransfers,
+    transfers_of,
+)
 from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_cause, typical_parts
-from megatronapp_analyzer.detect.causes.layer_parts import LayerParts
+from megatronapp_analyzer.detect.causes.layer_parts import LAYER_KINDS, LayerParts
 from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract_matched
@@ -28,6 +33,7 @@ from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build_matched
 from megatronapp_analyzer.graph.deciding_part import deciding_part
 from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import (
@@ -45,13 +51,8 @@ from megatronapp_common.trace import FIRST_COLLECTIVE_MASK, RecordKind
 UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
 """Spans of steps that are no measure: hooks make ranks slow in them, some more than others."""
 
-
-DETAILED_KINDS = [RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD]
+DETAILED_KINDS = LAYER_KINDS
 """Spans of windows in detail. Recording them costs ranks time, so such steps are not compared with plain ones."""
-TENSOR_KINDS = [RecordKind.TP_REDUCE, RecordKind.TP_GATHER]
-"""Collectives of passes, of which plain steps have the first one of each pass. Ranks that record all run these passes
-without CUDA graphs, and are slower.
-"""
 MOST_UNLIKE = 100
 """Steps in a row with details, or without, that are not judged after those of the other sort; a longer window is
 judged by references from it alone."""
@@ -61,8 +62,15 @@ class Detector:
     """Detector for a job of one layout. Not thread-safe; layout and settings bound its memory, however long the run."""
 
     def __init__(
-        self, layout: JobLayout, settings: DetectorSettings | None = None, *, replayer: Replayer = replay
+        self,
+        layout: JobLayout,
+        settings: DetectorSettings | None = None,
+        *,
+        replayer: Replayer = replay,
+        threads: PartThreads = ALONE,
     ) -> None:
+        """Create a detector that knows nothing yet. `threads`: those that judge a large step."""
+        self._threads = threads
         self._layout = layout
         self._replayer = replayer
         self._settings = settings or DetectorSettings()
@@ -88,16 +96,16 @@ class Detector:
         if not len(view.records):
             return ended
         aligned = aligned or self._aligner.align(MatchedStep(view))
-        kinds = np.bincount(view.records["kind"], minlength=256)
+        kinds = aligned.step.record_columns.count
         if kinds[list(UNJUDGED_KINDS)].any():
             return ended
         if self._steps_seen > self._settings.warmup_steps:
-            self._layers.read(view, self._channels.healthy_ranks)
-        if not self._is_alike(bool(kinds[DETAILED_KINDS].any()) or _has_all_collectives(view, kinds)):
+            self._layers.read(aligned.step.view_of_kinds(LAYER_KINDS), self._channels.healthy_ranks)
+        if not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any()) or _has_all_collectives(aligned.step)):
             return ended
-        features = extract_matched(aligned.step, self._layout, self._work)
+        features = extract_matched(aligned.step, self._layout, self._work, self._threads)
         features = _without_doubtful_links(features, aligned.clocks)
-        transfers = transfers_of(aligned.step.view, self._units.of_rank)
+        transfers = transfers_of(aligned.step.view_of_kinds(TRANSFER_KINDS), self._units.of_rank)
         self._steps_seen += 1
         self._recent.append(view.step)
         if self._steps_seen <= self._settings.warmup_steps or not np.isfinite(features.step_s).any():
@@ -332,13 +340,12 @@ def _when(view: StepRecords) -> JobMoment:
     return JobMoment(attempt=view.attempt, step=view.step, time=view.real_time_s)
 
 
-def _has_all_collectives(view: StepRecords, kinds: Ints) -> bool:
-    """Return whether a rank has recorded more than the first collective of a pass; `kinds`: records by kind."""
-    if not kinds[TENSOR_KINDS].any():
-        return False
-    found = view.records["kind"]
-    is_collective = np.logical_or.reduce([found == kind for kind in TENSOR_KINDS])
-    return bool((view.records["ordinal"][is_collective] & FIRST_COLLECTIVE_MASK).any())
+def _has_all_collectives(step: MatchedStep) -> bool:
+    """Return whether a rank has recorded more than the first collective of a pass, as plain steps have it.
+
+    Ranks that record all run these passes without CUDA graphs, and are slower.
+    """
+    return bool((step.of_kinds(TENSOR_KINDS)["ordinal"] & FIRST_COLLECTIVE_MASK).any())
 
 
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:

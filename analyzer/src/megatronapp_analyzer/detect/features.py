@@ -30,6 +30,7 @@ from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
+from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.topology import RankRole
@@ -84,10 +85,16 @@ class StepFeatures:
 class _StepSpans:
     spans: RankRecords
     columns: rec.SpanColumns
+    on_device: bool
     clean: Floats
     stops: Stops
+    """Stops that no span may contain: none on a device, which continues meanwhile."""
+    process_stops: Stops
+    lengthened: Floats
+    """Seconds by which stops lengthened each span of a device."""
     awaited: Floats
     """Seconds after each span in which its rank waits for data that another one reads."""
+    work: StepWork | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,69 +147,116 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
     return extract_matched(MatchedStep(view), layout, model)
 
 
-def extract_matched(step: MatchedStep, layout: JobLayout, model: WorkModel | None = None) -> StepFeatures:
-    """Compute the features of one step on aligned clocks, as `extract` does."""
+def extract_matched(
+    step: MatchedStep, layout: JobLayout, model: WorkModel | None = None, threads: PartThreads = ALONE
+) -> StepFeatures:
+    """Compute the features of one step on aligned clocks, as `extract` does, with several threads if it is large."""
     step = _of_known_ranks(step, layout.world)
-    view, spans, columns = step.view, step.spans, step.columns
-    origin_ns = view.start_ns if len(view.records) else 0
-    start, end = step.times_s
-    flags = np.ascontiguousarray(spans["flags"])
-    on_device = bool((flags & Flag.DEVICE_CLOCK).any())
-    stops = Stops(view.records, origin_ns)
-    worked = stops if not on_device else Stops(view.records[:0], origin_ns)
-    lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
-    off_cpu = columns.queue_s + worked.within(columns.rank, start, end) + lengthened
-    clean = np.maximum(columns.duration_s - off_cpu, 0.0)
-    awaited = np.zeros(len(spans))
-    if layout.tp * layout.cp * layout.ep > 1:
-        meetings = meetings_of(spans, _unit_of_rank(layout))
-        clean = np.maximum(clean - _shared_waits(meetings, start, off_cpu), 0.0)
-        reader, waiter = handovers_of(spans, meetings, end)
-        awaited[waiter - 1] = np.maximum(np.minimum(end[reader], start[waiter]) - end[waiter - 1], 0.0)
-        clean[_incomplete_spans(columns.rank, layout)] = np.nan
-    clean, work = (clean, None) if model is None else model.normalise(view.records, spans, clean)
-    laid = _StepSpans(spans=spans, columns=columns, clean=clean, stops=worked, awaited=awaited)
-    passes = _Passes.of(spans, columns, layout)
-    forwards = _passes(columns, layout.world)
-    launched_late = _launched_late(spans, flags)
-    late = launched_late[passes.where]
-    calm = np.ones(len(passes.where), np.bool_)
-    if on_device:  # what a device does while its process is stopped is not known exactly enough to compare it
-        calm = stops.within(passes.rank, start[passes.where], end[passes.where]) <= 0
-    passes_s = _positive(passes.seconds(clean, calm))
-    compute_s = _positive(passes.seconds(clean, calm & ~_may_have_waited(late, passes)))
-    step_s, step_queue_s = _step_spans(view.records, layout.world)
-    pairs, delivery, count = _deliveries(laid, step.messages, layout.world)
+    laid = _laid_out(step, layout, model)
+    columns, world, size = laid.columns, layout.world, len(laid.spans)
+    steps = step.of_kinds(frozenset({RecordKind.STEP}))
+    step_s, step_queue_s = _step_spans(steps, world)
+    forwards = _passes(columns, world)
+    idle_s = threads.begin(size, lambda: _idle(laid, world, step_s, step_queue_s, forwards))
+    stall_s = threads.begin(size, lambda: _stalls(laid, world))
+    deliveries = threads.begin(size, lambda: _deliveries(laid, step.messages, world))
+    launched_late = _launched_late(step)
+    own = _own_times(laid, layout, launched_late)
+    stopped_s = _sums(columns.rank, laid.lengthened, step_s) if laid.on_device else _stopped(laid, steps, step, world)
+    nothing = np.full(world, np.nan)
+    pairs, delivery, count = deliveries()
     return StepFeatures(
-        passes_s=passes_s,
-        compute_s=compute_s,
-        bound=_mostly(late, passes, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
-        queue_s=passes.seconds(columns.queue_s, np.ones(len(passes.where), np.bool_)),
-        stall_s=_stalls(laid, layout.world),
-        idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
-        data_s=_data(laid, layout.world, forwards),
+        passes_s=own.passes_s,
+        compute_s=own.compute_s,
+        bound=own.bound,
+        queue_s=own.queue_s,
+        stall_s=stall_s(),
+        idle_s=idle_s(),
+        data_s=_data(laid, world, forwards),
         crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
-        stopped_s=_over(_sums(columns.rank, lengthened, step_s), forwards)
-        if on_device
-        else _stopped(stops, view.records, origin_ns, forwards),
-        work=work,
-        optimizer_s=_optimizer(columns, launched_late, stops, layout.world)
-        if on_device
-        else np.full(layout.world, np.nan),
+        stopped_s=_over(stopped_s, forwards),
+        work=laid.work,
+        optimizer_s=_optimizer(columns, launched_late, laid.process_stops, world) if laid.on_device else nothing,
         step_s=step_s,
         forwards=forwards,
-        on_device=on_device,
+        on_device=laid.on_device,
         pairs=pairs,
         delivery_s=delivery,
         messages=count,
     )
 
 
+def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> _StepSpans:
+    """Return the spans with their own times, without stops, run-queue delays and waits inside units."""
+    spans, columns = step.spans, step.columns
+    start, end = step.times_s
+    on_device = _has_flag(step, Flag.DEVICE_CLOCK)
+    stops = Stops(step.of_kinds(frozenset({RecordKind.STOPPED})), step.start_ns)
+    worked = stops if not on_device else Stops(step.view.records[:0], step.start_ns)
+    lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
+    off_cpu = columns.queue_s
+    if stops.any:
+        off_cpu = off_cpu + worked.within(columns.rank, start, end) + lengthened
+    clean = np.maximum(columns.duration_s - off_cpu, 0.0)
+    awaited = np.zeros(len(spans))
+    if layout.tp * layout.cp * layout.ep > 1:
+        meetings = meetings_of(spans, _unit_of_rank(layout))
+        met = meetings.record
+        clean[met] = np.maximum(clean[met] - _shared_waits(meetings, start, off_cpu), 0.0)
+        reader, waiter = handovers_of(spans, meetings, end)
+        awaited[waiter - 1] = np.maximum(np.minimum(end[reader], start[waiter]) - end[waiter - 1], 0.0)
+        _hide_incomplete(clean, columns.rank, layout)
+    work = None
+    if model is not None:
+        clean, work = model.normalise(step.of_kinds(frozenset({RecordKind.WORK})), spans, clean)
+    return _StepSpans(
+        spans=spans,
+        columns=columns,
+        on_device=on_device,
+        clean=clean,
+        stops=worked,
+        process_stops=stops,
+        lengthened=lengthened,
+        awaited=awaited,
+        work=work,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnTimes:
+    """Features of the passes of each rank."""
+
+    passes_s: Floats
+    compute_s: Floats
+    bound: Mask
+    queue_s: Floats
+
+
+def _own_times(laid: _StepSpans, layout: JobLayout, launched_late: Mask) -> _OwnTimes:
+    columns = laid.columns
+    passes = _Passes.of(laid.spans, columns, layout)
+    late = launched_late[passes.where]
+    every = np.ones(len(passes.where), np.bool_)
+    calm = every
+    if laid.on_device:  # what a device does while its process is stopped is not known exactly enough to compare it
+        start, end = columns.start_s[passes.where], columns.end_s[passes.where]
+        calm = laid.process_stops.within(passes.rank, start, end) <= 0
+    passes_s = _positive(passes.seconds(laid.clean, calm))
+    waited = _may_have_waited(late, passes)
+    compute_s = _positive(passes.seconds(laid.clean, calm & ~waited)) if waited.any() else passes_s
+    return _OwnTimes(
+        passes_s=passes_s,
+        compute_s=compute_s,
+        bound=_mostly(late, passes, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
+        queue_s=passes.seconds(columns.queue_s, every),
+    )
+
+
 def _of_known_ranks(step: MatchedStep, world: int) -> MatchedStep:
     """Return the step without the records of ranks that its layout lacks."""
-    known = step.view.records["rank"] < world
-    if known.all():
+    if step.record_columns.greatest_rank < world:
         return step
+    known = step.view.records["rank"] < world
     return MatchedStep(dataclasses.replace(step.view, records=select_rows(step.view.records, known)))
 
 
@@ -216,38 +270,42 @@ def _unit_of_rank(layout: JobLayout) -> Ints:
     return np.array([stage * layout.dp + at.dp // layout.ep for stage, at in places], np.int64)
 
 
-def _incomplete_spans(rank: Ints, layout: JobLayout) -> NDArray[np.bool_]:
-    """Return spans of units of which a member did not report: what they wait for inside is unknown."""
+def _hide_incomplete(clean: Floats, rank: Ints, layout: JobLayout) -> None:
+    """Write NaN for spans of units of which a member did not report: what they wait for inside is unknown."""
     silent = np.bincount(rank, minlength=layout.world) == 0
-    if not silent.any():
-        return np.zeros(len(rank), np.bool_)
-    unit = _unit_of_rank(layout)
-    mask: NDArray[np.bool_] = np.isin(unit[rank], unit[silent])
-    return mask
+    if silent.any():
+        unit = _unit_of_rank(layout)
+        clean[np.isin(unit[rank], unit[silent])] = np.nan
 
 
 def _shared_waits(meetings: Collectives, start: Floats, off_cpu: Floats) -> Floats:
-    """Return seconds that each span waits inside for other members of its unit, as far as they are known.
+    """Return seconds that each span of `meetings.record` waits inside for other members of its unit.
 
     Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
     and time `off_cpu` of one (in its run queue, or stopped) costs all of them. Neither is a rank's own time.
     """
     where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
     last = np.full(len(meetings), -np.inf)
-    np.maximum.at(last, where, start[meetings.record])
-    waits = np.zeros(len(start))
-    own = off_cpu[meetings.record]
+    entered, own = start[meetings.record], off_cpu[meetings.record]
+    np.maximum.at(last, where, entered)
     longest = np.zeros(len(meetings))
     np.maximum.at(longest, where, own)
-    waits[meetings.record] = last[where] - start[meetings.record] + longest[where] - own
+    waits: Floats = last[where] - entered + longest[where] - own
     return waits
 
 
-def _launched_late(spans: RankRecords, flags: NDArray[np.uint8]) -> Mask:
+def _has_flag(step: MatchedStep, flag: Flag) -> bool:
+    """Return whether a span has a flag."""
+    return bool(step.record_columns.flags & flag) and bool((step.columns.flags & flag).any())
+
+
+def _launched_late(step: MatchedStep) -> Mask:
     """Return spans that a device ended right after the host's last launch; none where the lead is not recorded."""
-    mask: Mask = (flags & Flag.AUX_LEAD) != 0
-    if mask.any():
-        mask &= spans["aux"] < LEAD_PART * spans["duration"]
+    spans = step.spans
+    if not _has_flag(step, Flag.AUX_LEAD):
+        return np.zeros(len(spans), np.bool_)
+    mask: Mask = (step.columns.flags & Flag.AUX_LEAD) != 0
+    mask &= spans["aux"] < LEAD_PART * spans["duration"]
     return mask
 
 
@@ -307,20 +365,27 @@ def _stalls(laid: _StepSpans, world: int) -> Floats:
 def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
     """Return idle seconds; run-queue delays and stops outside all spans are in gaps and posts: subtracted here."""
     columns = laid.columns
-    work = np.flatnonzero(~rec.is_kind(columns.kind, POSTS))
-    rank, start, end = columns.rank[work], columns.start_s[work], columns.end_s[work]
-    covered = np.bincount(rank, weights=end - start, minlength=world)
-    queued = np.bincount(rank, weights=columns.queue_s[work], minlength=world)
-    awaited = np.bincount(columns.rank, weights=laid.awaited, minlength=world)
+    posts = rec.is_kind(columns.kind, POSTS)
+    covered = _sums_without(posts, columns.rank, columns.end_s - columns.start_s, world)
+    queued = _sums_without(posts, columns.rank, columns.queue_s, world)
+    awaited = _sums_without(None, columns.rank, laid.awaited, world)
     idle = step_s - covered - awaited - np.maximum(step_queue_s - queued, 0.0)
     if laid.stops.any:
         first, last = np.full(world, np.inf), np.full(world, -np.inf)
         np.minimum.at(first, columns.rank, columns.start_s)
         np.maximum.at(last, columns.rank, columns.end_s)
-        inside = laid.stops.within(rank, start, end)
+        inside = laid.stops.within(columns.rank, columns.start_s, columns.end_s)
         total = laid.stops.within(np.arange(world), np.minimum(first, last), last)
-        idle -= np.maximum(total - np.bincount(rank, weights=inside, minlength=world), 0.0)
+        idle -= np.maximum(total - _sums_without(posts, columns.rank, inside, world), 0.0)
     return _over(np.maximum(idle, 0.0), forwards)
+
+
+def _sums_without(others: Mask | None, rank: Ints, seconds: Floats, world: int) -> Floats:
+    """Return the sum of each rank's values, without those of `others`."""
+    if not seconds.any():  # as the delays of most devices: the sums of zeros take longer than to see that they are
+        return np.zeros(world)
+    chosen = seconds if others is None else np.where(others, 0.0, seconds)
+    return np.bincount(rank, weights=chosen, minlength=world).astype(np.float64, copy=False)
 
 
 def _over(seconds: Floats, forwards: Ints) -> Floats:
@@ -333,13 +398,13 @@ def _sums(rank: NDArray[np.integer], seconds: Floats, step_s: Floats) -> Floats:
     return np.where(np.isfinite(step_s), np.bincount(rank, seconds, minlength=len(step_s)), np.nan)
 
 
-def _stopped(stops: Stops, records: RankRecords, origin_ns: int, forwards: Ints) -> Floats:
-    """Return seconds per microbatch in which each rank was stopped during its step; NaN without its STEP record."""
-    out = np.full(len(forwards), np.nan)
-    steps = records[(records["kind"] == RecordKind.STEP) & (records["rank"] < len(forwards))]
-    start = rec.starts_s(steps, origin_ns)
-    out[steps["rank"]] = stops.within(steps["rank"], start, start + rec.durations_s(steps))
-    return _over(out, forwards)
+def _stopped(laid: _StepSpans, steps: RankRecords, step: MatchedStep, world: int) -> Floats:
+    """Return seconds in which each rank was stopped during its step; NaN without its STEP record."""
+    out = np.full(world, np.nan)
+    own = steps[steps["rank"] < world]
+    start = rec.starts_s(own, step.start_ns)
+    out[own["rank"]] = laid.process_stops.within(own["rank"], start, start + rec.durations_s(own))
+    return out
 
 
 def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
@@ -370,18 +435,19 @@ def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
 
 def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
     """Return directed pairs, their usual delivery, and how many messages they carried."""
-    columns, matched = laid.columns, messages.matched
-    send, recv = messages.send_post[matched], messages.recv_wait[matched]
-    pair = messages.source[matched] * world + messages.destination[matched]
+    columns, whole = laid.columns, messages.matched_only()
+    send, recv = whole.send_post, whole.recv_wait
+    pair = whole.source * world + whole.destination
     ready = np.maximum(columns.start_s[recv], columns.end_s[send])
-    stopped = laid.stops.within(columns.rank[recv], ready, columns.end_s[recv])
-    late = np.maximum(columns.end_s[recv] - ready - columns.queue_s[recv] - stopped, 0.0)
+    end_s = columns.end_s[recv]
+    stopped = laid.stops.within(columns.rank[recv], ready, end_s)
+    late = np.maximum(end_s - ready - columns.queue_s[recv] - stopped, 0.0)
     # Messages are sorted by pair, so that few runs of equal pairs remain to be sorted.
     begin = np.flatnonzero(np.diff(pair, prepend=-1))
     names, of_run = np.unique(pair[begin], return_inverse=True)
     where = np.repeat(of_run, np.diff(begin, append=len(pair)))
     count = np.bincount(where, minlength=len(names))
-    in_any_order = np.bincount(where, messages.ordinal[matched] >= FIRST_PASS_ORDINAL, minlength=len(names)) > 0
+    in_any_order = np.bincount(where, whole.ordinal >= FIRST_PASS_ORDINAL, minlength=len(names)) > 0
     mean = np.bincount(where, late, minlength=len(names)) / count
     delivery = np.where(in_any_order, mean, segment_medians(where, late, len(names)))
     return np.stack([names // world, names % world], axis=1), delivery, count

@@ -111,6 +111,8 @@ class WorkModel:
         """
         reported = records[(records["kind"] == RecordKind.WORK) & (records["microbatch"] != NO_MICROBATCH)]
         reported = reported[(reported["aux"] > 0) & (reported["rank"] < len(self._replica_of))]
+        if not len(reported):
+            return None
         of_passes = spans["microbatch"][rec.is_kind(spans["kind"], PASS_KINDS)]
         most = int(of_passes[of_passes != NO_MICROBATCH].max(initial=0))
         reported = reported[reported["microbatch"] <= most]

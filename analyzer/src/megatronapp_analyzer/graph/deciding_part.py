@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
-from megatronapp_analyzer.graph.records import is_kind
+from megatronapp_analyzer.graph.records import CommIndex, is_kind
 from megatronapp_analyzer.model import Communicator, StepRecords, select_rows
 from megatronapp_common.trace import PASS_KINDS
 
@@ -41,7 +41,9 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
     chosen[others[:LAST_OTHERS]] = True
     if chosen.sum() > replicas / 2:
         return step
-    return MatchedStep(_of_ranks(step.view, chosen[replica_of_rank]))
+    part = MatchedStep(_of_ranks(step.view, chosen[replica_of_rank]))
+    part.index = CommIndex(part.view.comms)  # of this step alone: the index of the job's table stays the newest
+    return part
 
 
 def _by_end_of_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:

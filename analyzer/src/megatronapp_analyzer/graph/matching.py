@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, bytes_of, is_kind
-from megatronapp_analyzer.model import Communicator, RankRecords
+from megatronapp_analyzer.model import Communicator, RankRecords, select_rows
 from megatronapp_common.trace import RecordKind
 from megatronapp_native import match_messages as native_match_messages
 
@@ -42,6 +42,13 @@ class Messages:
         """Mask of messages of which both the post of the send and the end of the receive are known."""
         both: NDArray[np.bool_] = (self.send_post >= 0) & (self.recv_wait >= 0)
         return both
+
+    def matched_only(self) -> "Messages":
+        """Return the messages of which both of these are known."""
+        both = self.matched
+        if both.all():
+            return self
+        return Messages(**{field.name: getattr(self, field.name)[both] for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +93,13 @@ def messages_of(records: RankRecords, index: CommIndex) -> Messages:
     )
 
 
-def collectives_of(records: RankRecords, index: CommIndex, numbers: Index | None = None) -> Collectives:
-    """Match the collectives of one step that are entries of the ranks' streams; `numbers`: of their communicators."""
-    numbers = index.numbers(records) if numbers is None else numbers
-    where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], GROUP_KINDS))
+def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
+    """Match the collectives of one step that are entries of the ranks' streams."""
+    where = np.flatnonzero(is_kind(records["kind"], GROUP_KINDS))
+    numbers = index.numbers(select_rows(records, where))
+    where, numbers = where[numbers >= 0], numbers[numbers >= 0]
     kinds = records["kind"][where].astype(np.int64)
-    key = (((numbers[where] << _KIND_BITS) | kinds) << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
+    key = (((numbers << _KIND_BITS) | kinds) << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
     order = np.argsort(key, kind="stable")
     keys, begin = np.unique(key[order], return_index=True)
     comm = keys >> (_ORDINAL_BITS + _KIND_BITS)
@@ -111,11 +119,14 @@ def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
     rank have no meetings.
     """
     size = np.bincount(unit_of_rank)
-    passes = is_kind(records["kind"], MEETING_KINDS)
-    unit = unit_of_rank[records["rank"]]
-    where = np.flatnonzero(passes & (size[unit] > 1))
-    work = (records["kind"][where].astype(np.int64) << 32) | (records["chunk"][where].astype(np.int64) << 16)
-    key = (unit[where] << 40) | work | records["microbatch"][where]
+    where = np.flatnonzero(is_kind(records["kind"], MEETING_KINDS))
+    spans = select_rows(records, where)
+    unit = unit_of_rank[spans["rank"]]
+    shared = size[unit] > 1
+    if not shared.all():
+        where, spans, unit = where[shared], select_rows(spans, shared), unit[shared]
+    work = (spans["kind"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16)
+    key = (unit << 40) | work | spans["microbatch"]
     order = np.argsort(key, kind="stable")
     keys, begin = np.unique(key[order], return_index=True)
     return Collectives(

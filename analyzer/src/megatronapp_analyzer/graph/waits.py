@@ -70,10 +70,9 @@ def imposed_s(step: MatchedStep) -> dict[tuple[int, str], float]:
 
 
 def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:
-    matched = messages.matched
-    send, recv = messages.send_post[matched], messages.recv_wait[matched]
-    late = np.minimum(end_s[send], end_s[recv]) - start_s[recv]
-    return _kept(messages.destination[matched], messages.source[matched], late, recv)
+    whole = messages.matched_only()
+    late = np.minimum(end_s[whole.send_post], end_s[whole.recv_wait]) - start_s[whole.recv_wait]
+    return _kept(whole.destination, whole.source, late, whole.recv_wait)
 
 
 def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[Waits, Index]:

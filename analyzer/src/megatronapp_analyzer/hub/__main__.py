@@ -16,7 +16,7 @@ from megatronapp_analyzer.hub.judge.links import ProcessJudge
 from megatronapp_analyzer.hub.neighbours import UserJobs
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ended, load_job_file
-from megatronapp_analyzer.process import die_with_parent
+from megatronapp_analyzer.process import die_with_parent, thread_count
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
@@ -38,6 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=StoreLimits().full_steps,
         help="newest steps kept with all their spans, memory permitting (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--judge-threads",
+        type=thread_count,
+        metavar="N",
+        help="threads that judge a large step (default: the processors of the hub, at most 4)",
     )
     parser.add_argument("--status-file", type=pathlib.Path, help="status of an ended job: only show what is stored")
     parser.add_argument("--jobs-dir", type=pathlib.Path, help="folder with the state of other jobs, for the list")
@@ -81,7 +87,7 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
         ended=load_ended(arguments.status_file) if arguments.status_file else None,
         neighbours=UserJobs(arguments.jobs_dir) if arguments.jobs_dir else None,
     )
-    hub = Hub(settings, ProcessJudge())
+    hub = Hub(settings, ProcessJudge(threads=arguments.judge_threads))
     with open_sockets(arguments.host, arguments.port) as found:
         app = create_app(hub, secret=secret, frontend=arguments.frontend, named=found.named)
         LOG.info("listening on %s%s", found.url, "" if found.named else " (its pages get no name of their own)")

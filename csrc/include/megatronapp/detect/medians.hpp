@@ -63,6 +63,9 @@ void median_of_others(std::span<const double> values, std::span<const std::int64
 /// Groups are numbered from 0 up to the size of `out`.
 void segment_medians(std::span<const double> values, std::span<const std::int64_t> groups, std::span<double> out);
 
+/// Writes the lower median of each column of a table, of what is not NaN; NaN for a column of nothing else.
+void column_medians(std::span<const double> table, std::span<double> out);
+
 /// Writes the median of each row of a table, the mean of two middles, of what is not NaN; NaN for a row of nothing
 /// else.
 void row_medians(std::span<const double> table, std::span<double> out);

@@ -31,4 +31,17 @@ struct MatchedMessages {
 [[nodiscard]] MatchedMessages match_messages(std::span<const std::byte> rows, const CommTable& comms,
                                              const std::array<std::uint8_t, kMessageParts>& kinds);
 
+/// Messages that follow each other and go the same way, from one clock to another.
+struct Transfers {
+    std::vector<std::int64_t> way;          // clock of the sender * number of clocks + that of the receiver
+    std::vector<std::int64_t> shortest_ns;  // from post to receipt, each by the clock of its rank
+};
+
+/// Returns the shortest transfer of each run of messages that go the same way; a way may have several runs. `send` and
+/// `receive` are rows, -1 where missing; `clock_of` numbers the clock of each rank. Throws std::invalid_argument for a
+/// row or a rank that is none.
+[[nodiscard]] Transfers shortest_transfers(std::span<const std::byte> rows, std::span<const std::int64_t> send,
+                                           std::span<const std::int64_t> receive,
+                                           std::span<const std::int64_t> clock_of);
+
 }  // namespace megatronapp::detect

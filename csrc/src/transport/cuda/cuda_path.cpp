@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "megatronapp/clock.hpp"
+#include "megatronapp/quiet_threads.hpp"
 #include "megatronapp/transport/cuda/cuda_slots.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/quiet_threads.hpp"
 
 namespace megatronapp::transport {
 namespace {

@@ -10,8 +10,8 @@
 #include <iterator>
 #include <utility>
 
+#include "megatronapp/quiet_threads.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/quiet_threads.hpp"
 
 namespace megatronapp::transport {
 namespace {

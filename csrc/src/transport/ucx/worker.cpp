@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "megatronapp/clock.hpp"
+#include "megatronapp/quiet_threads.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/quiet_threads.hpp"
 #include "megatronapp/transport/shm/bell.hpp"
 
 namespace megatronapp::transport::ucx {

@@ -17,6 +17,8 @@ from megatronapp_common.trace import FIRST_COLLECTIVE_MASK, NO_COMM, Flag, Recor
 TENSOR_KINDS = frozenset({RecordKind.TP_REDUCE, RecordKind.TP_GATHER})
 REPLICA_KINDS = frozenset({RecordKind.GRAD_REDUCE, RecordKind.PARAM_GATHER})
 """Collectives between replicas, once a step."""
+TRANSFER_KINDS = TENSOR_KINDS | REPLICA_KINDS | {RecordKind.NCCL}
+"""Records that `transfers_of` reads."""
 TENSOR_GROUP, REPLICA_GROUP = "tp", "dp"
 """Kinds of communicators."""
 

@@ -9,6 +9,7 @@ from megatronapp_analyzer.align.clocks import AlignedStep, ClockAligner
 from megatronapp_analyzer.align.step_clocks import ClockReading, needs_reading, reading_of
 from megatronapp_analyzer.graph import waits
 from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
@@ -55,8 +56,10 @@ class Judgement:
 class StepJudging:
     """Detector of the current layout: another layout begins with a fresh one, and so does one that has failed."""
 
-    def __init__(self, factory: DetectorFactory) -> None:
+    def __init__(self, factory: DetectorFactory, threads: PartThreads = ALONE) -> None:
+        """Create it without a detector. `threads`: those that judge a large step."""
         self._factory = factory
+        self._threads = threads
         self._detector: StepJudge | None = None
         self._layout: JobLayout | None = None
         self._aligner: tuple[int, JobLayout, ClockAligner] | None = None
@@ -72,22 +75,33 @@ class StepJudging:
         except Exception:
             failures += 1
             LOG.exception("clocks of attempt %d step %d are not known", *step.key)
+        waits = self._begin_waits(step, matched, aligned)
         try:
             verdicts = detector.observe(step.view, aligned)
         except Exception:
             failures += 1
             self._detector = None
             LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
-        imposed: Mapping[tuple[int, str], float] = {}
-        clocks = None
+        found = waits()
+        return Judgement(
+            afresh=afresh,
+            verdicts=verdicts,
+            imposed_s=found.imposed_s,
+            clocks=found.clocks,
+            failures=failures + found.failures,
+        )
+
+    def _begin_waits(
+        self, step: StoredStep, matched: MatchedStep, aligned: AlignedStep | None
+    ) -> Callable[[], "_StepWaits"]:
+        """Begin to add up the waits of a step; return what waits for the result."""
+        if aligned is None:
+            return lambda: _waits_of(step, matched, aligned)
         try:
-            if aligned is not None and needs_reading(step.view):
-                clocks = reading_of(step.view, aligned.clocks)
-            imposed = _imposed_s(step, matched, aligned, clocks) if len(step.view.records) else {}
-        except Exception:  # verdicts matter more
-            failures += 1
-            LOG.exception("waits of attempt %d step %d are not known", *step.key)
-        return Judgement(afresh=afresh, verdicts=verdicts, imposed_s=imposed, clocks=clocks, failures=failures)
+            aligned.step.find_all()
+        except Exception:  # who reads the step reports it
+            return lambda: _waits_of(step, matched, aligned)
+        return self._threads.begin(len(step.view.records), lambda: _waits_of(step, matched, aligned))
 
     def _align(self, layout: JobLayout, step: MatchedStep) -> AlignedStep | None:
         """Return a step on aligned clocks; another attempt or layout begins with a fresh aligner."""
@@ -112,6 +126,28 @@ class StepJudging:
         replaces = self._layout is not None
         self._detector, self._layout = self._factory(layout), layout
         return self._detector, replaces
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _StepWaits:
+    """Clocks at a step, and who made others wait in it."""
+
+    clocks: ClockReading | None
+    imposed_s: Mapping[tuple[int, str], float]
+    failures: int = 0
+
+
+def _waits_of(step: StoredStep, matched: MatchedStep, aligned: AlignedStep | None) -> _StepWaits:
+    imposed: Mapping[tuple[int, str], float] = {}
+    clocks, failures = None, 0
+    try:
+        if aligned is not None and needs_reading(step.view):
+            clocks = reading_of(step.view, aligned.clocks)
+        imposed = _imposed_s(step, matched, aligned, clocks) if len(step.view.records) else {}
+    except Exception:  # verdicts matter more
+        failures = 1
+        LOG.exception("waits of attempt %d step %d are not known", *step.key)
+    return _StepWaits(clocks=clocks, imposed_s=imposed, failures=failures)
 
 
 def _imposed_s(

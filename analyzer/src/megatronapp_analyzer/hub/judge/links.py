@@ -94,17 +94,23 @@ class JudgeStep:
     step: StoredStep
 
 
-def judge_command(descriptor: int) -> list[str]:
-    """Return the command of the detector's process, which dies with this one. `descriptor`: its end of the pair."""
+def judge_command(descriptor: int, threads: int | None = None) -> list[str]:
+    """Return the command of the detector's process, which dies with this one.
+
+    `descriptor`: its end of the pair. `threads`: those that judge a large step; None lets the process decide.
+    """
     program = [sys.executable, "-m", "megatronapp_analyzer.hub.judge", "--descriptor", str(descriptor)]
+    program += [] if threads is None else ["--threads", str(threads)]
     return [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *program]
 
 
 class ProcessJudge:
     """Detector in a separate process."""
 
-    def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, *, patience_s: float = PATIENCE_S, threads: int | None = None) -> None:
+        """Create the link. `threads`: those that judge a large step; None: what the process finds (`process.py`)."""
         self._patience_s = patience_s
+        self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._tables: JobTables | None = None
@@ -133,7 +139,7 @@ class ProcessJudge:
 
     def command(self, descriptor: int) -> list[str]:
         """Return the command of the process."""
-        return judge_command(descriptor)
+        return judge_command(descriptor, self._threads)
 
     def wait_until_ready(self) -> None:
         answer = self._receive()

@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-namespace megatronapp::transport {
+namespace megatronapp {
 
 /// While it exists, threads that this one starts take no signals: those are for the threads of the application.
 class QuietThreads {
@@ -33,4 +33,4 @@ std::thread quiet_thread(Function function) {
     return std::thread(std::move(function));
 }
 
-}  // namespace megatronapp::transport
+}  // namespace megatronapp
