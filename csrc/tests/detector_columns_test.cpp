@@ -241,7 +241,8 @@ TEST(Parallel, MessagesAndColumnsAreThoseOfAThread) {
     std::vector<std::byte> rows;
     for (std::int32_t rank = 0; rank < 2; ++rank) {
         for (std::uint32_t number = 0; number < 40; ++number) {
-            add_row(rows, static_cast<std::uint8_t>(1 + (number % 4)), (number * 7) % 11, rank, 10 * number, 3);
+            add_row(rows, static_cast<std::uint8_t>(1 + (number % 4)), (number * 7) % 11, rank,
+                    std::uint64_t{10} * number, 3);
         }
     }
     const std::size_t count = rows.size() / kRankRecordBytes;

@@ -10,7 +10,7 @@ from megatronapp_analyzer.errors import SettingsError
 
 PR_SET_PDEATHSIG = 1
 PR_GET_PDEATHSIG = 2
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Numbers of options of glibc's mallopt(3)."""
 
 
@@ -62,7 +62,9 @@ def reuse_freed_memory() -> bool:
     """Have this process use freed memory again instead of returning it to the system; false without glibc.
 
     Arrays of a large step are mapped and unmapped otherwise, each time as pages that the kernel fills with zeros: half
-    of the processor time of a judgement. The process does not shrink any more.
+    of the processor time of a judgement. All threads use the same memory, as that of their own would be returned. The
+    process does not shrink any more. Call it before other threads begin.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(M_MMAP_MAX, 0) == 1 and mallopt(M_TRIM_THRESHOLD, -1) == 1
+    options = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1))
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in options)

@@ -339,15 +339,20 @@ def test_messages_arrive_as_they_were_sent(arrays: list[Any], text: str) -> None
 def test_freed_memory_is_used_again() -> None:
     """Pages that a process has written once are not faulted in again by further arrays of the same size."""
     script = """
+import concurrent.futures
 import resource
 import numpy as np
 from megatronapp_analyzer.process import reuse_freed_memory
 assert reuse_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-np.ones(1 << 22)
-before = faults()
-for _ in range(8):
-    np.ones(1 << 22)
+make = lambda number: np.ones(9 << 20).sum()  # more than the memory of a thread of its own can hold
+with concurrent.futures.ThreadPoolExecutor(1) as other:
+    make(0)
+    assert other.submit(make, 1).result()
+    before = faults()
+    for number in range(2):
+        make(number)
+        assert other.submit(make, number).result()
 print(faults() - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

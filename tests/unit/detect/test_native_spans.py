@@ -72,6 +72,15 @@ def test_other_clocks_are_those_of_the_plain_form(records: RankRecords, seed: in
     assert model.apply(view).records.tobytes() == plain_shifted(model, records).tobytes()
 
 
+@pytest.mark.parametrize("length", [0, 300, rec.FEW_KINDS])
+def test_kinds_are_found_in_few_and_in_many_records(length: int) -> None:
+    records = np.zeros(length, RANK_RECORD)
+    records["kind"] = np.arange(length) % 256
+    for chosen in (rec.NESTED_KINDS, frozenset[RecordKind]()):
+        found = rec.is_kind(records["kind"], chosen)
+        assert found.tolist() == np.isin(records["kind"], [int(kind) for kind in chosen]).tolist()
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     rows, offsets, kinds = np.zeros(36, np.uint8), np.zeros(1, np.int64), np.zeros(256, np.bool_)
     layout = SpanFormat(left_out=kinds, step_kind=1, saturated_flag=1, run_queue_flag=2)

@@ -19,6 +19,7 @@ from megatronapp_native import shortest_transfers
 
 STEP_END_UNCERTAINTY_NS = 5e7
 """Assumed largest difference between the ends of the same step on two nodes."""
+STEP = frozenset({RecordKind.STEP})
 COLLECTIVE_FLOOR_NS = 2e4
 """Smallest uncertainty of the ends of collectives."""
 
@@ -40,7 +41,7 @@ def anchors_of(step: MatchedStep, domain: Index) -> list[Anchor]:
     spans = step.spans
     found = _by_messages(spans, step.messages, domain)
     found += _by_collectives(spans, step.collectives, domain)
-    found += _by_step_ends(step.of_kinds(frozenset({RecordKind.STEP})), domain)
+    found += _by_step_ends(step.of_kinds(STEP), domain)
     best: dict[tuple[int, int], Anchor] = {}
     for anchor in found:
         pair = (anchor.first, anchor.second)

@@ -162,7 +162,7 @@ def of_compute(
     left = {int(unit) for unit in active}
     found = []
     ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
-    for subject, ranks in places.shared():
+    for subject, ranks in places.shared() if len(left) > 1 else ():
         inside = evidence.onsets.together(unit for unit in left if ranks_of[unit] <= ranks)
         most = sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks)
         if len(inside) > 1 and most and _has_common_reason(evidence, inside, ranks, places):
@@ -202,7 +202,7 @@ def of_host(
     """Return stalling ranks, grouped where they share a node or a worker."""
     left = {int(rank) for rank in active}
     found = []
-    for subject, ranks in places.shared():
+    for subject, ranks in places.shared() if len(left) > 1 else ():
         inside = evidence.onsets.together(left & ranks)
         if len(inside) > 1 and len(inside) >= settings.group_share * len(ranks):
             found.append(_candidate(evidence, inside, subject))

@@ -41,6 +41,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 POSTS = frozenset({RecordKind.SEND_POST, RecordKind.RECV_POST})
+STEP, STOPPED, WORK = (frozenset({kind}) for kind in (RecordKind.STEP, RecordKind.STOPPED, RecordKind.WORK))
 LEAD_PART = 0.25
 """A device waited for launches if it ends a span less than this part of its length after the host's last launch."""
 FIRST_PASS_ORDINAL = int(RecordKind.FORWARD) << 24
@@ -154,7 +155,7 @@ def extract_matched(
     step = _of_known_ranks(step, layout.world)
     laid = _laid_out(step, layout, model)
     columns, world, size = laid.columns, layout.world, len(laid.spans)
-    steps = step.of_kinds(frozenset({RecordKind.STEP}))
+    steps = step.of_kinds(STEP)
     step_s, step_queue_s = _step_spans(steps, world)
     forwards = _passes(columns, world)
     idle_s = threads.begin(size, lambda: _idle(laid, world, step_s, step_queue_s, forwards))
@@ -191,7 +192,7 @@ def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> 
     spans, columns = step.spans, step.columns
     start, end = step.times_s
     on_device = _has_flag(step, Flag.DEVICE_CLOCK)
-    stops = Stops(step.of_kinds(frozenset({RecordKind.STOPPED})), step.start_ns)
+    stops = Stops(step.of_kinds(STOPPED), step.start_ns)
     worked = stops if not on_device else Stops(step.view.records[:0], step.start_ns)
     lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
     off_cpu = columns.queue_s
@@ -208,7 +209,7 @@ def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> 
         _hide_incomplete(clean, columns.rank, layout)
     work = None
     if model is not None:
-        clean, work = model.normalise(step.of_kinds(frozenset({RecordKind.WORK})), spans, clean)
+        clean, work = model.normalise(step.of_kinds(WORK), spans, clean)
     return _StepSpans(
         spans=spans,
         columns=columns,

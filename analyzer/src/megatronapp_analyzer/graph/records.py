@@ -1,6 +1,7 @@
 """Selection of the records of a step that take part in its graph, and their times as arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -35,11 +36,15 @@ GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 """Collectives that are entries of a rank's stream, outside any compute span."""
 
 NS = 1e-9
+FEW_KINDS = 1 << 12
+"""Kinds of records up to which a table is faster than to compare them with each wanted one."""
 
 
+@functools.cache
 def _mask_of(kinds: frozenset[RecordKind]) -> NDArray[np.bool_]:
     table = np.zeros(256, np.bool_)
     table[[int(kind) for kind in kinds]] = True
+    table.flags.writeable = False
     return table
 
 
@@ -55,9 +60,12 @@ CommTables = Mapping[int, Mapping[int, Communicator]]
 
 def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[np.bool_]:
     """Return a mask of records whose kind is among `wanted`."""
-    mask: NDArray[np.bool_] = np.zeros(len(kinds), np.bool_)
+    if len(kinds) < FEW_KINDS:
+        found: NDArray[np.bool_] = _mask_of(wanted)[kinds]
+        return found
+    mask = np.zeros(len(kinds), np.bool_)
     contiguous = np.ascontiguousarray(kinds)
-    for kind in wanted:  # a few comparisons of bytes take a fraction of the time of a table
+    for kind in wanted:
         mask |= contiguous == kind
     return mask
 
@@ -165,20 +173,21 @@ class CommIndex:
     """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere."""
 
     def __init__(self, comms: CommTables) -> None:
-        self.members: list[Communicator] = []
         number: dict[Communicator, int] = {}
         slots = 1 + max((slot for table in comms.values() for slot in table), default=0)
         ranks = 1 + max(comms, default=0)
         self._lookup = np.full((ranks, slots), -1, np.int64)
         for rank, table in comms.items():
-            for slot, comm in table.items():
-                if comm not in number:
-                    number[comm] = len(self.members)
-                    self.members.append(comm)
-                self._lookup[rank, slot] = number[comm]
+            known = [number.setdefault(comm, len(number)) for comm in table.values()]
+            self._lookup[rank, list(table)] = known
+        self.members = list(number)
         self.pairs = np.array([_pair(comm) for comm in self.members] or [(-1, -1)], np.int64)
         """Source and destination of each directed pair; -1 of a communicator that is none."""
         self.sizes = np.array([len(comm.members) for comm in self.members] or [0], np.int64)
+        self.kinds = list(dict.fromkeys(["p2p", *(comm.kind for comm in self.members)]))
+        """Kinds of communicators, messages first."""
+        self.kind_of = np.array([self.kinds.index(comm.kind) for comm in self.members], np.int64)
+        """Number of the kind of each communicator."""
 
     @property
     def lookup(self) -> NDArray[np.int64]:

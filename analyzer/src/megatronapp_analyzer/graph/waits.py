@@ -57,9 +57,8 @@ def imposed_s(step: MatchedStep) -> dict[tuple[int, str], float]:
     start, end = step.times_s
     receives = _receives(step.messages, start, end)
     waits, instance = _groups(groups, spans, start)
-    names = list(dict.fromkeys(["p2p", *(comm.kind for comm in index.members)]))
-    of_comm = np.array([names.index(comm.kind) for comm in index.members], np.int64)
-    kinds = np.append(np.zeros(len(receives.cause), np.int64), of_comm[groups.comm[instance]])
+    names = index.kinds
+    kinds = np.append(np.zeros(len(receives.cause), np.int64), index.kind_of[groups.comm[instance]])
     causes, seconds = np.append(receives.cause, waits.cause), np.append(receives.seconds, waits.seconds)
     place = causes * len(names) + kinds
     sums, counts = np.bincount(place, seconds), np.bincount(place)
