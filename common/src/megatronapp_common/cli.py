@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 refused or failed, with one `error:` line per problem; 2 a
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -111,12 +112,13 @@ def is_ours(error: Exception) -> bool:
 
 def write_trace_file(path: pathlib.Path, content: bytes) -> None:
     """Write the trace that a command exports, the whole file or nothing. Raises OutputError."""
-    unfinished = path.with_name(path.name + ".part")
+    unfinished = path.parent / f"{path.name}.part"
     try:
         unfinished.write_bytes(content)
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where no file could be created, this may fail for the same reason
+            unfinished.unlink()
         raise OutputError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error
 
 

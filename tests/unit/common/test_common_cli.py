@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common import cli
-from megatronapp_common.errors import JobError
+from megatronapp_common.errors import JobError, OutputError
 
 GROUP = "megatronapp.commands"
 MODULE = """
@@ -173,3 +173,14 @@ def test_registering_imports_nothing_heavy() -> None:
 def test_job_errors_are_ours_and_others_are_not() -> None:
     assert cli.is_ours(JobError("a"))
     assert not cli.is_ours(ValueError("a"))
+
+
+@pytest.mark.parametrize("output", ["file/trace.json", "none/trace.json", f"{'x' * 252}.json", "."])
+def test_a_trace_that_cannot_be_written_is_an_error_for_users(
+    output: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write the trace: .+; choose another -o FILE"):
+        cli.write_trace_file(pathlib.Path(output), b"{}")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
