@@ -331,3 +331,34 @@ def train_with_write_hooks(names: list[str]) -> dict[str, tuple[bool, bool]]:
 def test_write_hooks_take_effect_in_training_and_a_copy_changes_no_bit(run_ranks: RunRanks) -> None:
     names = ["embedding", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm", "logits"]
     assert run_ranks(1, train_with_write_hooks, names) == [dict.fromkeys(names, (True, False))]
+
+
+def announced_by_a_rank(figures: list[tuple[float, ...]]) -> list[tuple[list[list[float]], tuple[float, ...]]]:
+    """For each of these announcements, what was sent to the device, and its sums."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    from megatronapp_trainer.device import Device
+    from megatronapp_trainer.models.language_model_loss import reduce_loss
+
+    class NotingDevice(Device):
+        def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+            sent.append(tensor.tolist())
+            return super().to_device(tensor)
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    device, found = NotingDevice(torch_device=torch.device("cpu"), name="cpu"), []
+    for announced in figures:
+        sent: list[list[float]] = []
+        sums = reduce_loss([], LONE, device, names=["lm loss"], announced=announced).read().announced
+        found.append((sent, sums))
+    dist.destroy_process_group()
+    return found
+
+
+def test_announcements_are_sent_to_the_device_without_a_wait_for_its_passes(run_ranks: RunRanks) -> None:
+    """Torch's own copy from the host to a GPU waits until all passes of the step have been computed."""
+    ((nothing, some),) = run_ranks(1, announced_by_a_rank, [(0.0, 0.0), (0.0, 3.0)])
+    assert nothing == ([], (0.0, 0.0))
+    assert some == ([[0.0, 0.0, 0.0, 0.0, 0.0, 3.0]], (0.0, 3.0))

@@ -135,7 +135,7 @@ def reduce_loss(
 
     `names`: those of the family's losses; a report has the sum and the count of each, and the first `minimised` are
     minimised (None: all). `announced`: more figures of this rank to sum with them, copied to the device unless all are
-    0. `further`: figures that are there, fp64 of one axis.
+    0, without waiting for it. `further`: figures that are there, fp64 of one axis.
 
     Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
     them agree on stopping or saving at the same step boundary, whichever of them got the signal, and on the end of
@@ -147,7 +147,7 @@ def reduce_loss(
     if stacked is not None and layout.tensor_rank == 0:
         vector[: -len(requests)] = stacked.double().sum(0)
     if any(requests):
-        vector[-len(requests) :] = torch.tensor(requests, dtype=torch.float64)
+        vector[-len(requests) :] = device.to_device(torch.tensor(requests, dtype=torch.float64))
     if further is not None:
         vector = torch.cat((vector, further))
     dist.all_reduce(vector)
