@@ -89,23 +89,27 @@ def train_with_late_pages(flags: list[str], pages: late_pages.Pages) -> dict[str
     import logging
 
     from megatronapp_trainer.pipeline.graphs import choice, recorders
+    from megatronapp_trainer.pipeline.graphs.graphed_step import MicrobatchGraph
     from megatronapp_trainer.pipeline.graphs.pass_slot import PassSlot
 
     choice.recorders_of = lambda device, collectives: recorders.RepeatingRecorders(collectives)
     replayed = late_pages.install(pages)
-    forward = PassSlot.forward
     logged: list[str] = []
 
-    def counting_forward(slot: Any, *arguments: Any) -> Any:
-        replayed[-1] += 1
-        return forward(slot, *arguments)
+    def counting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(slot: Any, *arguments: Any) -> Any:
+            replayed[-1] += 1
+            return forward(slot, *arguments)
+
+        return counted
 
     class Messages(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             logged.append(record.getMessage())
 
-    replaced: Any = PassSlot
-    replaced.forward = counting_forward
+    for owner in (PassSlot, MicrobatchGraph):
+        replaced: Any = owner
+        replaced.forward = counting_forward(owner.forward)
     log = logging.getLogger("megatronapp_trainer.scan.windows")
     log.setLevel(logging.INFO)
     log.addHandler(Messages())
@@ -150,6 +154,21 @@ def test_replicas_record_in_the_same_step_where_that_gathers_weights(
     assert first["replayed"] == second["replayed"]
     assert first["replayed"][3:6] == [0, 0, 0]
     assert all(first["replayed"][6:])
+    assert first["losses"] == second["losses"]
+
+
+@pytest.mark.full("a rare combination: windows of some replicas while weights are gathered in parallel with passes")
+def test_a_replica_in_a_window_transfers_in_the_order_of_others_that_replay_whole_microbatches(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    """Gathers and reductions of many buckets, in a step with a window, one after it, and one that records again."""
+    flags = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000 --cuda-graph-impl local"
+    flags = f"{flags} --global-batch-size {8 * MICROBATCHES}"
+    page = {0: [window(3, "full", [0])]}
+    first, second = trained_with_late_pages(run_ranks, tmp_path, flags, [page, {}])
+    some = 2 * MICROBATCHES
+    assert first["replayed"] == [0, some, some, 0, 0, 0, some, some]
+    assert second["replayed"] == [0, *[some] * 7]
     assert first["losses"] == second["losses"]
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -186,22 +186,36 @@ class GraphedStep:
         if self._graph_microbatches != num_microbatches:
             self._drop_graphs()  # their memory is free before the next ones take as much
             self._graph_microbatches = num_microbatches
-        timers, self._core_config.timers = self._core_config.timers, None  # no event of theirs is captured
+
+        def forward(example: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # noqa: ANN401 - as above
+            with self._without_timers():
+                return self._forward(self._plain_step, example, 1, num_microbatches)
+
+        def backward(loss: torch.Tensor) -> None:
+            with self._without_timers():
+                self._backward(loss)
+
+        with advice_on_shortage():
+            if self._recorder is None:
+                self._recorder = self._recorders.slot()
+                if self._fp8_weights is not None:
+                    weights = self._recorders.slot()
+                    self._fp8_weights.record(0, lambda compute: weights.record(compute).replay)
+            self._graphs[gathers, reduces] = MicrobatchGraph(
+                forward,
+                backward,
+                batch,
+                self._recorder,
+                gathers=BucketTransfers(self._chunk, gathers=True, reduces=False) if gathers else None,
+                reduces=BucketTransfers(self._chunk, gathers=False, reduces=True) if reduces else None,
+            )
+
+    @contextlib.contextmanager
+    def _without_timers(self) -> Iterator[None]:
+        """Let megatron-core announce no pass inside: replays are announced, and no event of theirs is captured."""
+        timers, self._core_config.timers = self._core_config.timers, None
         try:
-            with advice_on_shortage():
-                if self._recorder is None:
-                    self._recorder = self._recorders.slot()
-                    if self._fp8_weights is not None:
-                        weights = self._recorders.slot()
-                        self._fp8_weights.record(0, lambda compute: weights.record(compute).replay)
-                self._graphs[gathers, reduces] = MicrobatchGraph(
-                    lambda example: self._forward(self._plain_step, example, 1, num_microbatches),
-                    self._backward,
-                    batch,
-                    self._recorder,
-                    gathers=BucketTransfers(self._chunk, gathers=True, reduces=False) if gathers else None,
-                    reduces=BucketTransfers(self._chunk, gathers=False, reduces=True) if reduces else None,
-                )
+            yield
         finally:
             self._core_config.timers = timers
 
