@@ -12,7 +12,7 @@ import pytest
 from scope_pages import bearer
 
 from megatronapp_analyzer.hub.state.progress import Progress
-from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS
+from megatronapp_analyzer.hub.state.windows import MAX_WINDOWS, STEPS_AHEAD
 from megatronapp_common.attempt_order import AttemptOrder, lock_path, prefix_at, take_lock
 from megatronapp_common.names import Env
 from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
@@ -337,3 +337,11 @@ async def test_records_of_a_killed_rank_are_sent_and_the_agent_ends(hub: Any, wo
         return [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]] == ["ended"] * 2
 
     await until(ended)
+
+
+async def test_a_window_before_the_first_step_of_a_resumed_job_begins_after_its_checkpoint(hub: Any) -> None:
+    hub.hub.ranks.progress = Progress(iteration=1000)
+    async with hub.client() as client:
+        client.headers.update(bearer(hub, TokenRole.CONTROLLER))
+        answer = await client.post("/api/v1/trace/windows", json={"steps": 3})
+    assert (answer.status_code, answer.json()["fromStep"]) == (201, 999 + STEPS_AHEAD), answer.text

@@ -27,7 +27,7 @@ SUSPECT_INTERVAL_S = 600.0
 """Least time between two of those windows: details of a fault change less than the fault."""
 STEPS_AHEAD = 5
 SECONDS_AHEAD = 2.0
-"""Least lead of a window, so that the pages of all workers have it when it begins."""
+"""Least lead of a window, so that the pages of all workers have it when the step before its first one begins."""
 
 
 class WindowRequest(ApiModel):

@@ -30,7 +30,7 @@ async def list_windows(hub: HubOf) -> list[Window]:
 async def order_window(hub: HubOf, request: WindowRequest) -> Window:
     """Record parts of passes of some steps, on some ranks or all."""
     newest = hub.ingest.newest_step()
-    earliest = first_step(newest, hub.ingest.usual_step_s())
+    earliest = _earliest_step(hub)
     _check(hub, request, newest)
     _check_in_time(hub, earliest)
     from_step = earliest
@@ -53,8 +53,7 @@ async def order_window(hub: HubOf, request: WindowRequest) -> Window:
 )
 async def cancel_window(hub: HubOf, window_id: str) -> None:
     """Cancel a window: it ends as soon as all ranks can know of it; what they have recorded stays."""
-    newest = hub.ingest.newest_step()
-    current, earliest = hub.windows.current(newest), first_step(newest, hub.ingest.usual_step_s())
+    current, earliest = hub.windows.current(hub.ingest.newest_step()), _earliest_step(hub)
     if window_id not in [window.id for window in current] or not hub.windows.cancel(window_id, earliest=earliest):
         listed = ", ".join(window.id for window in current)
         raise HttpError(
@@ -63,6 +62,14 @@ async def cancel_window(hub: HubOf, window_id: str) -> None:
             f"there is no window {window_id[:80]!r}",
             f"Not over yet: {listed}." if listed else "All windows are over.",
         )
+
+
+def _earliest_step(hub: Hub) -> int:
+    """Return the first step with which a window can begin, also before a resumed attempt has finished a step."""
+    newest, progress = hub.ingest.newest_step(), hub.ranks.progress
+    if newest is None and progress is not None and progress.iteration:
+        newest = progress.iteration - 1
+    return first_step(newest, hub.ingest.usual_step_s())
 
 
 def _check(hub: Hub, request: WindowRequest, newest: int | None) -> None:
