@@ -4,7 +4,6 @@
 #include <atomic>
 #include <exception>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -15,6 +14,29 @@ namespace {
 
 std::atomic<std::size_t> allowed_threads{1};
 std::atomic<std::size_t> items_of_thread{kLeastItems};
+std::atomic<std::size_t> busy_threads{0};
+
+/// Counts the thread of a caller as busy while it exists, and reserves others for it among those that are allowed.
+class Helpers {
+  public:
+    explicit Helpers(std::size_t most) {
+        std::size_t busy = ++busy_threads;
+        do {
+            const std::size_t allowed = allowed_threads;
+            count_ = std::min(most, allowed - std::min(busy, allowed));
+        } while (!busy_threads.compare_exchange_weak(busy, busy + count_));
+    }
+    Helpers(const Helpers&) = delete;
+    Helpers& operator=(const Helpers&) = delete;
+    Helpers(Helpers&&) = delete;
+    Helpers& operator=(Helpers&&) = delete;
+    ~Helpers() { busy_threads -= count_ + 1; }
+
+    [[nodiscard]] std::size_t count() const { return count_; }
+
+  private:
+    std::size_t count_ = 0;
+};
 
 }  // namespace
 
@@ -40,20 +62,23 @@ void in_parts(std::size_t items, std::size_t parts, const PartWork& work) {
             failures[part] = std::current_exception();
         }
     };
-    std::vector<std::thread> threads;
-    threads.reserve(parts - 1);
-    std::size_t part = 1;
-    try {
-        for (; part < parts; ++part) {
-            threads.push_back(quiet_thread([&run, part] { run(part); }));
-        }
-    } catch (const std::system_error&) {
-        // The system has no more threads for this process: the caller does what is left, with the same result.
-        for (; part < parts; ++part) {
+    std::atomic<std::size_t> next{0};
+    const auto run_rest = [&] {
+        for (std::size_t part = next++; part < parts; part = next++) {
             run(part);
         }
+    };
+    const Helpers helpers(parts - 1);
+    std::vector<std::thread> threads;
+    threads.reserve(helpers.count());
+    try {
+        while (threads.size() < helpers.count()) {
+            threads.push_back(quiet_thread(run_rest));
+        }
+    } catch (const std::exception&) {
+        // The system has no more threads or memory for this process: those that there are do all parts.
     }
-    run(0);
+    run_rest();
     for (std::thread& thread : threads) {
         thread.join();
     }

@@ -1,11 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "megatronapp/detect/column_test.hpp"
@@ -230,6 +233,21 @@ TEST(Parallel, PartsCoverAllItemsOnceAndTheFirstFailureIsThrown) {
         EXPECT_STREQ(error.what(), "take_rows: 7 is none of the 1 rows");
     }
     EXPECT_THROW(set_threads(0), std::invalid_argument);
+}
+
+TEST(Parallel, CallersShareTheThreadsThatAreAllowed) {
+    const Threads threads(2);
+    std::array<bool, 2> is_alone{};
+    in_parts(2, 2, [&](std::size_t part, std::size_t, std::size_t) {
+        const std::thread::id own = std::this_thread::get_id();
+        std::array<std::thread::id, 3> used;
+        in_parts(3, 3, [&](std::size_t inner, std::size_t, std::size_t) { used[inner] = std::this_thread::get_id(); });
+        is_alone[part] = std::ranges::count(used, own) == 3;
+    });
+    EXPECT_TRUE(is_alone[0] && is_alone[1]);
+    // Afterwards they are free again: two parts that wait for each other end.
+    std::barrier both(2);
+    in_parts(2, 2, [&](std::size_t, std::size_t, std::size_t) { both.arrive_and_wait(); });
 }
 
 TEST(Parallel, MessagesAndColumnsAreThoseOfAThread) {

@@ -525,7 +525,8 @@ def take_rows(rows: NDArray[uint8], numbers: NDArray[int64]) -> NDArray[uint8]:
 def set_threads(count: int, least_items: int = 65536) -> None:
     """Allow functions of the detector up to `count` threads, the caller's included; 1 at first.
 
-    Each of them works on `least_items` rows or more. Results are the same for any number. ValueError for 0.
+    Each of them works on `least_items` rows or more. Python threads that call such functions at once share them.
+    Results are the same for any number. ValueError for 0.
     """
 
 def stream_rows(rows: NDArray[uint8], format: SpanFormat) -> tuple[NDArray[int64], bool]:
