@@ -16,6 +16,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 MOST_THREADS = 4
 """Threads beyond which a judgement of 16,384 ranks gains little: the rest of it is in one."""
+THREAD_LIMIT = 1024
+"""Threads that an argument may ask for: more than there is work for in the largest step."""
 CPU_LIMIT = pathlib.Path("/sys/fs/cgroup/cpu.max")
 """Processor time that the container of this process may use (cgroup v2): microseconds in a period, or `max`."""
 
@@ -35,8 +37,8 @@ def available_threads(limit: pathlib.Path = CPU_LIMIT) -> int:
 
 def thread_count(text: str) -> int:
     """Return the number of threads in an argument. Raises ArgumentTypeError if it is none."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; write 1 or more")
+    if not text.isdecimal() or not 1 <= int(text) <= THREAD_LIMIT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; write 1 to {THREAD_LIMIT}")
     return int(text)
 
 

@@ -105,8 +105,8 @@ def test_threads_are_bounded_by_the_limit_of_the_container(tmp_path: pathlib.Pat
 
 def test_numbers_of_threads_that_are_none_are_refused() -> None:
     assert thread_count("3") == 3
-    for text in ("0", "-1", "two"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no number of threads; write 1 or more"):
+    for text in ("0", "-1", "two", "1025", str(2**64)):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no number of threads; write 1 to 1024"):
             thread_count(text)
     with pytest.raises(ValueError, match="one thread and one item at least"):
         set_threads(0)
