@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import pathlib
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -92,6 +93,15 @@ def test_a_failure_in_the_second_thread_is_counted_and_leaves_the_verdicts(
     assert [judgement.verdicts for judgement in failed] == verdicts
     assert all(judgement.failures == 1 and not judgement.imposed_s for judgement in failed)
     assert all(judgement.clocks is not None for judgement in failed)
+
+
+def test_a_part_is_computed_by_the_caller_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    parts = PartThreads(2, least_records=0)
+    assert parts.begin(1, threading.get_ident)() == threading.get_ident()
 
 
 @pytest.mark.parametrize(("limit", "most"), [("max 100000", 99), ("350000 100000", 3), ("50000 100000", 1)])

@@ -22,12 +22,15 @@ class PartThreads:
     def begin(self, records: int, part: Callable[[], T]) -> Callable[[], T]:
         """Begin a part of the work on a step of `records`; return a function that waits for its result.
 
-        Without other threads, and for small steps, that function computes it. It is called once, and raises what the
-        part raises. A part must not wait for another one.
+        Without other threads, where none can start, and for small steps, that function computes it. It is called once,
+        and raises what the part raises. A part must not wait for another one.
         """
         if self._pool is None or records < self._least_records:
             return part
-        return self._pool.submit(part).result
+        try:
+            return self._pool.submit(part).result
+        except RuntimeError:  # the system has no more threads for this process: the caller computes the same
+            return part
 
 
 ALONE = PartThreads()
