@@ -1,6 +1,8 @@
 """Ranges of flat elements as rectangles of a tensor."""
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -46,3 +48,19 @@ def test_the_overlap_of_boxes_has_their_common_elements(shape: tuple[int, ...], 
 def test_a_range_beyond_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="elements 3 to 7 are not within"):
         list(rectangles_of((2, 3), 3, 7))
+
+
+def marks_of_copies() -> list[int]:
+    """Return the replica numbers of tensors, of which two are copies, after their marks have been corrected."""
+    from megatronapp_trainer.checkpoint.saving.rank_content import _leave_out_copies
+
+    marked = [("a", 0, 0), ("a", 8, 0), ("a", 0, 0), ("b", 0, 1), ("b", 0, 0), ("a", 8, 1)]
+    entries = [SimpleNamespace(key=key, global_offset=(offset, 0), replica_id=number) for key, offset, number in marked]
+    _leave_out_copies({"chunks": entries})
+    return [entry.replica_id for entry in entries]
+
+
+@pytest.mark.torch
+def test_equal_copies_of_a_tensor_are_written_once(run_ranks: Callable[..., list[list[int]]]) -> None:
+    """In a vee, a rank has both copies of a tied embedding, and megatron-core's division marks both."""
+    assert run_ranks(1, marks_of_copies) == [[0, 0, 1, 1, 0, 1]]

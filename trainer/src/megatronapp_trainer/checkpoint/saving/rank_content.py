@@ -51,12 +51,29 @@ class ReplicaDivision:
         )
 
         distribute_main_replicas_with_precomputed_distribution(sharded, _replicas(), self._division)
+        _leave_out_copies(sharded)
 
 
 def _replicas() -> Any:  # noqa: ANN401 - ProcessGroup
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _leave_out_copies(sharded: dict[str, Any]) -> None:
+    """Let this rank write a tensor once of which it has two equal copies: in a vee, those of a tied embedding.
+
+    megatron-core's division knows a tensor by its name and place, and marks both.
+    """
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    written = set()
+    for entry in _entries(sharded):
+        place = (entry.key, tuple(entry.global_offset))
+        if place in written:
+            entry.replica_id = 1
+        elif is_main_replica(entry.replica_id):
+            written.add(place)
 
 
 def split(content: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
