@@ -51,8 +51,6 @@ from megatronapp_common.trace import FIRST_COLLECTIVE_MASK, RecordKind
 UNJUDGED_KINDS = (RecordKind.CAPTURE, RecordKind.PERTURB)
 """Spans of steps that are no measure: hooks make ranks slow in them, some more than others."""
 
-DETAILED_KINDS = LAYER_KINDS
-"""Spans of windows in detail. Recording them costs ranks time, so such steps are not compared with plain ones."""
 MOST_UNLIKE = 100
 """Steps in a row with details, or without, that are not judged after those of the other sort; a longer window is
 judged by references from it alone."""
@@ -101,7 +99,8 @@ class Detector:
             return ended
         if self._steps_seen > self._settings.warmup_steps:
             self._layers.read(aligned.step.view_of_kinds(LAYER_KINDS), self._channels.healthy_ranks)
-        if not self._is_alike(bool(kinds[list(DETAILED_KINDS)].any()) or _has_all_collectives(aligned.step)):
+        # Recording details costs ranks time: such steps are not compared with plain ones.
+        if not self._is_alike(bool(kinds[list(LAYER_KINDS)].any()) or _has_all_collectives(aligned.step)):
             return ended
         features = extract_matched(aligned.step, self._layout, self._work, self._threads)
         features = _without_doubtful_links(features, aligned.clocks)
