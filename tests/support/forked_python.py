@@ -32,7 +32,8 @@ def main(path: str, module: str, arguments: list[str]) -> None:
         request = {"module": module, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
         connection.sendall(json.dumps(request).encode() + b"\n")
         with connection.makefile("rb") as lines:
-            forward(int(lines.readline()))
+            pid = int(lines.readline())
+            forward_signals(pid, connection)
             code = int(lines.readline())
     if code < 0:
         if -code != signal.SIGKILL:
@@ -41,17 +42,26 @@ def main(path: str, module: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def forward(pid: int) -> None:
-    """Send this process's signals on, those that wait included."""
+def forward_signals(pid: int, connection: socket.socket) -> None:
+    """Send this process's signals on, those that wait included, until the connection has something to read.
 
-    def send(number: int, frame: object) -> None:
-        del frame
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
+    Their numbers are read from a socket: a handler of Python is run between two instructions, so that a signal that
+    arrives just before a blocking call would be sent on only after it.
+    """
+    numbers, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())
     for number in FORWARDED:
-        signal.signal(number, send)
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while True:
+        ready, _, _ = select.select([numbers, connection], [], [])
+        if numbers in ready:
+            for number in numbers.recv(64):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if connection in ready:
+            return
 
 
 def fork_program(connection: socket.socket) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 PROGRAM = """
-    import os, pathlib, signal, sys, time
+    import os, signal, sys
     print(sys.argv[1:], os.environ["COLOUR"], os.getcwd(), __name__, flush=True)
     if sys.argv[1] == "wait":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # one that arrives before the wait ends it, too
         print(os.getpid(), flush=True)
-        time.sleep(600)
+        signal.sigwait([signal.SIGTERM])
+        sys.exit(7)
     if sys.argv[1] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     print("an error", file=sys.stderr)
