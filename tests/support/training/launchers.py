@@ -80,10 +80,8 @@ if action == "watch":
         mark("watches")
         libc.pthread_mutex_lock(held)
         libc.pthread_mutex_lock(held)  # for ever, as in a collective: no handler of Python's runs
-if action in ("wait", "polite", "victim"):
-    time.sleep(600)
-while action == "saver":
-    time.sleep(600)
+while action in ("wait", "polite", "victim", "saver"):
+    time.sleep(0.1)  # a signal that arrives just before a sleep is handled after it
 """
 
 
