@@ -57,9 +57,9 @@ def forward_signals(pid: int, connection: socket.socket) -> None:
     while True:
         ready, _, _ = select.select([numbers, connection], [], [])
         if numbers in ready:
-            for number in numbers.recv(64):
+            for arrived in numbers.recv(64):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, arrived)
         if connection in ready:
             return
 
