@@ -31,6 +31,8 @@ TRACE = WORK / "trace.json"
 VOCABULARY = 4096
 POLL_S = 0.5
 DEADLINE_S = 600
+ANSWER_S = 120
+"""Longest time for an answer of the hub: on a busy machine it takes seconds, and one that is late ends all."""
 MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 
 
@@ -152,7 +154,7 @@ def open_hub() -> httpx.Client:
         raise DemoError(f"megatronapp ui demo ended with code {done.returncode}")
     address = urllib.parse.urlsplit(done.stdout.strip())
     print("== Pages: megatronapp ui demo")
-    client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=10)
+    client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=ANSWER_S)
     client.post("/login", data={"token": address.fragment.removeprefix("code=")})
     return client
 
@@ -236,7 +238,7 @@ def wait_for_interrupt() -> None:
     print("   The pages stay open until Ctrl-C.")
     try:
         while True:
-            time.sleep(3600)
+            time.sleep(POLL_S)  # a Ctrl-C that arrives just before a longer wait would be handled after it
     except KeyboardInterrupt:
         print()
 

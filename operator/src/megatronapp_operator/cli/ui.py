@@ -54,7 +54,8 @@ def show_stored(job: JobView, *, print_only: bool) -> int:
         show(login_address(url, job.paths, mode=None), print_only=print_only)
         try:
             print(f"{job.name} has ended as {job.phase}; Ctrl-C closes its pages", file=sys.stderr, flush=True)
-            code = process.wait()
+            while (code := process.poll()) is None:
+                time.sleep(POLL_S)  # a Ctrl-C that arrives just before a longer wait would be handled after it
         except KeyboardInterrupt:
             return 0
         raise HubError(f"the hub ended with code {code}; see hub.log in the job's state folder")

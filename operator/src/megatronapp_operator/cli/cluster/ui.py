@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-import threading
+import time
 import webbrowser
 
 from megatronapp_common.text.terminal import replace_control_characters
@@ -13,6 +13,7 @@ from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 
+POLL_S = 0.5
 OTHER_NAME = (
     "a browser that cannot resolve this name (Safari) can open {url}, with the same ending; "
     "other servers of this machine then receive its login cookie"
@@ -38,7 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
                 print("no browser was found; open the address above; it works once, within five minutes")
             if gateway.forward is not None:
                 print("a port is forwarded to the gateway until Ctrl-C", file=sys.stderr)
-                threading.Event().wait()
+                while True:
+                    time.sleep(POLL_S)  # a Ctrl-C that arrives just before a longer wait would be handled after it
     return 0
 
 
