@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,9 +167,12 @@ def signals(pid: int, field: str) -> set[int]:
 
 
 def first_process(gang: Gang) -> psutil.Process:
-    """The launcher inside of the namespace, once its program has begun."""
+    """The launcher inside of the namespace, once its program has begun.
+
+    Before, the process is a copy of `unshare`, in which SIGTERM is blocked for a moment, too.
+    """
     outer = psutil.Process(gang.workers[0].process.pid)
-    wait_until(lambda: [child for child in outer.children() if "megatronapp_trainer.launch" in child.cmdline()])
+    wait_until(lambda: [child for child in outer.children() if child.cmdline()[:1] == [sys.executable]])
     launcher = outer.children()[0]
     assert "\t1\n" in re.findall(r"NSpid:.*\n", pathlib.Path(f"/proc/{launcher.pid}/status").read_text())[0]
     return launcher
