@@ -144,7 +144,7 @@ def detectors_of(hub: asyncio.subprocess.Process) -> list[int]:
 def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it is reaped after the file is opened
         return True
 
 

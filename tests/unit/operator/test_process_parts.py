@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -123,9 +124,10 @@ def test_a_child_dies_with_its_parent() -> None:
         pid = int(parent.stdout.readline())
     line = pathlib.Path(f"/proc/{pid}/cmdline")
     until(lambda: b"time.sleep(600)" in line.read_bytes() and b"child.py" not in line.read_bytes())
-    parent.kill()
-    parent.wait()
-    until(lambda: not line.exists() or not line.read_bytes())
+    with os.fdopen(os.pidfd_open(pid), "rb") as process:
+        parent.kill()
+        parent.wait()
+        assert select.select([process], [], [], DEADLINE_S)[0]
 
 
 def test_a_child_of_another_parent_does_not_even_start() -> None:

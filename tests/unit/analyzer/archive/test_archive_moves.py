@@ -1,9 +1,11 @@
 """The move of records from the spool to the archive: each is visible once, at any time, and survives restarts."""
 
+import contextlib
 import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +102,20 @@ def test_a_reader_sees_each_record_once_while_records_are_moved(job: SpooledJob,
     job.spooled.close()
 
 
+def open_files() -> Iterator[str]:
+    """Yield the paths of what this process has open, also of removed files."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            yield os.readlink(descriptor)
+
+
 def test_an_attempt_is_archived_when_the_next_begins(job: SpooledJob, even_rows: Any) -> None:
     """Its files are closed, too: a job that restarts often does not run out of descriptors."""
     job.write(range(60))
     job.announce(attempt=1)
     job.settle()
     assert list((job.folder / "traces").glob("attempt-0000/records-*.frames")) == []
-    opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
-    assert not [path for path in opened if path.startswith(str(job.folder / "traces" / "attempt-0000"))]
+    assert not [path for path in open_files() if path.startswith(str(job.folder / "traces" / "attempt-0000"))]
     assert_stored(job, even_rows, range(60))
     job.spooled.close()
 
