@@ -87,7 +87,7 @@ def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
 def serving(hub: Hub, job: gateway.GatewayJob, *, port: int, key: str) -> Iterator[ScopeHub]:
     """`hub` at the address of the job's hub."""
     loop = asyncio.new_event_loop()
-    hub.scope.core.ingest.assembler.wait_s = 5.0  # frames that are late are tested elsewhere
+    hub.scope.core.ingest.assembler.wait_s = DEADLINE_S  # frames that are late are tested elsewhere
     with open_sockets(job.address, port) as found:
         server = build_server(create_app(hub, secret=job_secret(key, job.uid), frontend=None))
         work = server.serve(sockets=list(found.sockets))
