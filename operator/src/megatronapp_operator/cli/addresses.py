@@ -9,8 +9,8 @@ from megatronapp_operator.backends.process.state import files
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError
 
-TIMEOUT_S = 10.0
-"""Seconds for an answer of the hub, which runs on this machine."""
+TIMEOUT_S = 30.0
+"""Seconds for an answer of the hub, which runs on this machine and may wait for a processor."""
 
 
 def hub_access(paths: JobPaths) -> tuple[str, str]:
