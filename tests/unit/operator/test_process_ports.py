@@ -49,8 +49,20 @@ def test_a_port_of_pages_stays_ours_while_its_server_is_down(address: str) -> No
     server_at(address, reserved.number, socket.SO_REUSEADDR).close()
 
 
+def server_at_v6_alone() -> socket.socket:
+    """Listen at a port of [::1] that is free at 127.0.0.1, where connections that have ended keep theirs a minute."""
+    while True:
+        server = server_at("::1", 0)
+        try:
+            server_at("127.0.0.1", server.getsockname()[1]).close()
+        except OSError:
+            server.close()
+        else:
+            return server
+
+
 def test_a_page_port_in_use_at_the_other_address_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with server_at("::1", 0) as stranger:
+    with server_at_v6_alone() as stranger:
         taken = stranger.getsockname()[1]
         reserved = ports.ReservedPort("127.0.0.1", taken, pages=True)  # who names a port gets it
         assert reserved.number == taken
