@@ -113,7 +113,7 @@ def test_the_end_of_the_certificate_is_a_metric(tmp_path: pathlib.Path, days: in
     subprocess.run(command, check=True, capture_output=True)
     certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
     begin, end = certificate.validity or (0.0, 0.0)
-    assert end - begin == days * 86400
+    assert end - begin == pytest.approx(days * 86400, abs=60), "openssl reads the clock for each of them"
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     name = "megatron_gateway_certificate_not_after_timestamp_seconds"
