@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from prompt_server import PromptServer
 from starlette.responses import JSONResponse, PlainTextResponse
+from websockets.exceptions import ConnectionClosed
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -189,11 +190,22 @@ class RankZero:
 
 
 def sender(connection: Any) -> Callable[[Frame], None]:
-    """Publishes by the connection of an agent, from any thread."""
+    """Publishes by the connection of an agent, from any thread. What arrives after the end of the test is dropped."""
     loop = asyncio.get_running_loop()
+    sending: set[asyncio.Task[None]] = set()
+
+    async def send(data: bytes) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            await connection.send(data)
+
+    def begin(data: bytes) -> None:
+        task = loop.create_task(send(data))
+        sending.add(task)
+        task.add_done_callback(sending.discard)
 
     def publish(frame: Frame) -> None:
-        asyncio.run_coroutine_threadsafe(connection.send(frames.encode(frame)), loop)
+        with contextlib.suppress(RuntimeError):  # the loop is closed before the server of rank 0
+            loop.call_soon_threadsafe(begin, frames.encode(frame))
 
     return publish
 
