@@ -1,6 +1,7 @@
 """The agent's connection to the hub, without a hub."""
 
 import asyncio
+import os
 import pathlib
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from megatronapp_analyzer.agent.service import Agent
 from megatronapp_analyzer.agent.settings import AgentSettings
 from megatronapp_analyzer.agent.uplink import REFUSED_FAILURES, Uplink
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_common.names import Env
+from megatronapp_common.web.tokens import new_secret
 
 SETTLED_S = 120.0
 
@@ -141,3 +144,33 @@ def test_a_parent_death_signal_that_is_set_stays(before: int, after: int) -> Non
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == after
+
+
+SIGNALLED_AT_ITS_START = """
+import os, runpy, signal, sys
+
+class SignalAtAnImport:
+    def find_spec(self, name, *_):
+        if name == "megatronapp_analyzer.agent.settings":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, SignalAtAnImport())
+runpy.run_module("megatronapp_analyzer.agent", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_signal_that_arrives_while_an_agent_starts_ends_it_in_order(tmp_path: pathlib.Path) -> None:
+    """The first process of a container would not get it, and wait for rings until it is killed."""
+    (tmp_path / "secret").write_text(new_secret())
+    environment: dict[str, str] = {
+        Env.SECRET_FILE: str(tmp_path / "secret"),
+        Env.JOB: "demo",
+        Env.JOB_UID: "u",
+        Env.ATTEMPT: "0",
+        Env.WORKER_INDEX: "0",
+        Env.SHM_DIR: str(tmp_path),
+        Env.SHM_PREFIX: "p",
+    }
+    command = [sys.executable, "-c", SIGNALLED_AT_ITS_START]
+    done = subprocess.run(command, env=os.environ | environment, timeout=SETTLED_S, check=False)
+    assert done.returncode == 0

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import rendered
 
-from megatronapp_analyzer.agent.__main__ import main as run_agent
+from megatronapp_analyzer.agent.main import main as run_agent
 from megatronapp_analyzer.agent.settings import load_settings
 from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file

@@ -12,6 +12,7 @@ from megatronapp_common.attempt_order import POLL_S, AttemptOrder, lock_path
 from megatronapp_common.processes import is_locked
 
 LOG = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AgentLife:
@@ -27,8 +28,9 @@ class AgentLife:
 
     async def run(self) -> None:
         """Run until the rings of the last attempt have ended or a signal is received."""
-        for sent in (signal.SIGTERM, signal.SIGINT):
+        for sent in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(sent, self._stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # those that `__main__` holds, too
         if self._settings.spare:
             await self._await_launcher()
         else:
