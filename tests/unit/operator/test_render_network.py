@@ -5,8 +5,10 @@ import gzip
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import rendered
@@ -177,6 +179,24 @@ def test_waiting_ends_when_the_annotation_is_there(tmp_path: pathlib.Path) -> No
         draft.write_text("[]", encoding="utf-8")
         os.replace(draft, status)
         assert waiting.wait() == 0
+
+
+def caught_signals(pid: int) -> int:
+    """Return the signals for which a process has handlers, as a mask."""
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+
+
+def test_a_wait_ends_by_a_signal_for_which_it_has_a_handler(tmp_path: pathlib.Path) -> None:
+    """As process 1 of a container it would not get any other, and a deleted pod would wait with it."""
+    status = tmp_path / "network-status"
+    status.touch()
+    with run_wait("240", status, "--") as waiting:
+        while not caught_signals(waiting.pid) >> (signal.SIGTERM - 1) & 1:
+            assert waiting.poll() is None
+            time.sleep(0.01)
+        waiting.terminate()
+        assert waiting.wait(120) == 128 + signal.SIGTERM
 
 
 def test_a_wait_that_times_out_names_the_missing_file(tmp_path: pathlib.Path) -> None:

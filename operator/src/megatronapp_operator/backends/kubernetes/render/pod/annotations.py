@@ -17,7 +17,8 @@ WAIT_S = 120
 RESOURCES = {"cpu": "100m", "memory": "128Mi"}
 """Requests and limits alike: without them a Guaranteed pod would lose its class."""
 PROGRAM = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 seconds, given = sys.argv[1], sys.argv[2:]
 needed, wanted = given[: given.index("--")], given[given.index("--") + 1 :]
 until = time.monotonic() + float(seconds)
@@ -29,7 +30,9 @@ if names := ", ".join(missing(needed + wanted)):
     print(f"nobody has written these annotations within {seconds} s: {names}", file=sys.stderr)
 sys.exit("is what attaches networks installed in this cluster?" if missing(needed) else 0)
 """.strip()
-"""Waits for files to be filled: those before `--` must be filled in the end, those after it may stay empty."""
+"""Waits for files to be filled: those before `--` must be filled in the end, those after it may stay empty.
+
+The first process of a container does not get a signal that it has no handler for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
