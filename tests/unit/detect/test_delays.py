@@ -100,15 +100,22 @@ def test_simulated_stops_are_recorded() -> None:
 
 
 @pytest.mark.full("a second layout and duty", but=("dp2-pp4",))
-@pytest.mark.parametrize(("layout", "duty"), [("dp2-pp4", 0.5), ("dp4-pp2", 0.2)], ids=["dp2-pp4", "dp4-pp2"])
-def test_a_stopped_process_is_named_as_the_fault_of_its_host(layout: str, duty: float) -> None:
+@pytest.mark.parametrize(
+    ("layout", "duty", "error"), [("dp2-pp4", 0.5, 0.15), ("dp4-pp2", 0.2, 0.4)], ids=["dp2-pp4", "dp4-pp2"]
+)
+def test_a_stopped_process_is_named_as_the_fault_of_its_host(layout: str, duty: float, error: float) -> None:
+    """Check a single job, whose cost is the mean over other steps than the true one is.
+
+    Over twelve jobs that made a deviation of 3 % with the longer stops and of 8 to 12 % with the shorter ones, which
+    some steps contain much more of than others; test_fault_costs.py compares the same steps.
+    """
     grid = LAYOUTS[layout]
     faults = parse(f"stop rank=2 duty={duty} cycle=0.1 from=20", grid)
     job = SimulatedJob(grid=grid, noise=CPU, faults=faults)
     case = DetectionCase(row="stop", layout=layout, job=job, seed=3, steps=40, faults=faults)
     total = score([run(case, ["ours"]).windows["ours"]])
     assert (total.hits, total.false, total.cause_f1) == (1, 0, 1.0)
-    assert total.cost_errors[0] < 0.25
+    assert total.cost_errors[0] < error
 
 
 @pytest.mark.full("a second noise", but=("GPU",))

@@ -10,7 +10,7 @@ from megatronapp_analyzer.detect.causes.collective_transfers import REPLICA_KIND
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
 from megatronapp_analyzer.graph.records import is_kind, run_queue_s
-from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
+from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import LINK_CAUSES, Cause, StepRecords, SubjectType, VerdictSubject
 from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
@@ -19,8 +19,36 @@ GAPS = (EdgeKind.GAP, EdgeKind.HANDOVER)
 """Edges that end where a gap ends; one gap may have both."""
 HIDDEN_SHARE = 0.05
 """A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
+BEFORE_INPUT = frozenset({RecordKind.RECV_POST, RecordKind.DATA})
+"""Spans of a rank that may precede its wait for the first input of a step."""
 REMEDIES_AT_ONCE = 16
 """Remedies replayed together; bounds the memory of a replay, which holds two rows of all edges for each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OffCpuParts:
+    """Parts of the time in which a process did not run, 0 to 1."""
+
+    stopped: float = 0.0
+    """Part of the time in which it was stopped."""
+    queued: float = 0.0
+    """Part of the time in which it waited for a processor."""
+
+
+NO_PARTS = OffCpuParts()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OffCpuTimes:
+    """Seconds within each edge of a step's graph in which its rank did not run; on a device, by which it was longer."""
+
+    stopped_s: Floats
+    queued_s: Floats
+
+    def removed_s(self, parts: OffCpuParts) -> Floats:
+        """Return the seconds of each edge that `parts` make up."""
+        out: Floats = parts.stopped * self.stopped_s + parts.queued * self.queued_s
+        return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,18 +61,18 @@ class Remedy:
     """Recorded over expected length, for compute."""
     excess_s: float
     """Seconds beyond the expected length, per microbatch (host, data) or message (link)."""
-    off_cpu_part: float = 0.0
-    """For a host, the part of the time in which its process did not run that is to be removed."""
+    off_cpu_parts: OffCpuParts = NO_PARTS
+    """For a host, the parts of the time in which its process did not run that are to be removed."""
     pairs: tuple[tuple[int, int], ...] = ()
     """For a link, source and destination of the messages that are late."""
     late: tuple[tuple[int, float], ...] = ()
     """Ranks whose kernels a stalling host launched late: recorded over expected length of their spans."""
 
 
-def off_cpu_s(graph: StepGraph, view: StepRecords) -> Floats:
-    """Return the seconds within each edge in which the rank was stopped or waited for a processor.
+def off_cpu_times(graph: StepGraph, view: StepRecords) -> OffCpuTimes:
+    """Return the seconds within each edge in which the rank was stopped, and in which it waited for a processor.
 
-    On a device's clock, by which stops lengthened the passes.
+    On a device's clock, by which stops lengthened the passes. Together they are at most as long as the edge.
     """
     edges, spans = graph.edges, graph.spans
     is_gap = np.isin(edges.kind, GAPS)
@@ -52,37 +80,70 @@ def off_cpu_s(graph: StepGraph, view: StepRecords) -> Floats:
         stops = Stops(view.records, int(spans["start_ns"].min()))
         longer = lengthened_by_stops_s(spans, graph.start_s, graph.end_s, stops)
         passes: Floats = np.minimum(np.where(is_gap, 0.0, longer[edges.span]), edges.weight)
-        return passes
+        return OffCpuTimes(stopped_s=passes, queued_s=np.zeros(len(passes)))
     end = np.where(is_gap, graph.start_s[edges.span], graph.end_s[edges.span])
     origin_ns = int(spans["start_ns"].min()) if len(spans) else 0
-    stopped = Stops(view.records, origin_ns).within(spans["rank"][edges.span], end - edges.weight, end)
-    queued = np.where(is_gap, 0.0, run_queue_s(spans)[edges.span])
-    out: Floats = np.minimum(stopped + queued, edges.weight)
-    return out
+    within = Stops(view.records, origin_ns).within(spans["rank"][edges.span], end - edges.weight, end)
+    stopped = np.minimum(within, edges.weight)
+    queued = np.minimum(np.where(is_gap, 0.0, run_queue_s(spans)[edges.span]), edges.weight - stopped)
+    return OffCpuTimes(stopped_s=stopped, queued_s=queued)
 
 
 def seconds_lost(
-    graph: StepGraph, remedies: Sequence[Remedy], replayer: Replayer = replay, *, off_cpu: Floats | None = None
+    graph: StepGraph, remedies: Sequence[Remedy], replayer: Replayer = replay, *, off_cpu: OffCpuTimes | None = None
 ) -> Floats:
-    """Seconds by which the step would be shorter without each of them; `off_cpu` is `off_cpu_s` of the graph.
+    """Seconds by which the step would be shorter without each of them; `off_cpu` is `off_cpu_times` of the graph.
 
     The mean of what a remedy saves alone and what it saves after all others. Two ranks that are equally slow hide each
     other: alone, neither remedy saves anything. Of two remedies the mean is the Shapley value, so that the costs add up
     to what both save together. Where remedies shorten the same edge, what they take off it is added up.
     """
-    idle = np.zeros(len(graph.edges.weight)) if off_cpu is None else off_cpu
+    if off_cpu is None:
+        nothing = np.zeros(len(graph.edges.weight))
+        off_cpu = OffCpuTimes(stopped_s=nothing, queued_s=nothing)
     lost: Floats = np.zeros(len(remedies))
     between_spans = np.array([remedy.cause is Cause.HOST for remedy in remedies], np.bool_)
+    slack_s = _slack_s(graph)
 
     def ends_s(weights: Floats) -> Floats:
-        return makespan_s(graph, replayer(graph, weights))
+        return _until_next_s(graph, slack_s, replayer(graph, weights))
 
     for judged in (np.flatnonzero(between_spans), np.flatnonzero(~between_spans)):
         if len(judged):
             recorded = graph.edges.weight if between_spans[judged[0]] else _without_hidden_waits(graph)
-            change = functools.partial(_weights, graph, recorded, idle)
+            change = functools.partial(_weights, graph, recorded, off_cpu)
             lost[judged] = _saved_s(recorded, remedies, judged, change, ends_s)
     return lost
+
+
+def _slack_s(graph: StepGraph) -> Floats:
+    """Return for each rank of the graph, in order, how long it waits for the first input of its step; 0 for none."""
+    spans, messages = graph.spans, graph.messages
+    rank, kind = spans["rank"], spans["kind"]
+    begin = np.flatnonzero(np.diff(rank, prepend=-1))
+    ready = np.full(len(spans) + 1, -np.inf)  # one more, for a last rank without any of these spans
+    ready[messages.recv_wait[messages.matched]] = graph.end_s[messages.send_post[messages.matched]]
+    active = np.flatnonzero(~is_kind(kind, BEFORE_INPUT))
+    first = np.append(active, len(spans))[np.searchsorted(active, begin)]
+    start = np.append(graph.start_s, 0.0)[first]
+    own = np.append(rank, -1)[first] == rank[begin]
+    out: Floats = np.where(own, np.maximum(ready[first] - start, 0.0), 0.0)
+    return out
+
+
+def _until_next_s(graph: StepGraph, slack_s: Floats, times: Floats) -> Floats:
+    """Return for each scenario how long after this step the next one, which is like it, can follow, in seconds.
+
+    What a rank does at the end of a step, such as its optimizer, delays the next one only by what exceeds the time in
+    which the rank waits for its first input there: a later stage of a pipeline waits until the stages before it have
+    passed on the first microbatch. `slack_s` is that time of each rank, `times` those of events, [events, scenarios].
+    """
+    if graph.events == 0:
+        return np.zeros(times.shape[1:])
+    begin = np.flatnonzero(np.diff(graph.spans["rank"], prepend=-1))
+    last_s = np.maximum.reduceat(times[1 : 2 * len(graph.spans) : 2], begin, axis=0)
+    out: Floats = (last_s - slack_s[:, None]).max(axis=0) - float(graph.start_s.min())
+    return out
 
 
 def _saved_s(
@@ -120,7 +181,7 @@ def _without_hidden_waits(graph: StepGraph) -> Floats:
     return np.where(np.isin(graph.edges.kind, GAPS), np.minimum(weight, limit_s), weight)
 
 
-def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy) -> Floats:
+def _weights(graph: StepGraph, recorded: Floats, off_cpu: OffCpuTimes, remedy: Remedy) -> Floats:
     """Return edge weights with the subject at its expected speed."""
     edges, spans, subject = graph.edges, graph.spans, remedy.subject
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
@@ -136,7 +197,8 @@ def _weights(graph: StepGraph, recorded: Floats, off_cpu: Floats, remedy: Remedy
         chosen = (kind == RecordKind.RECV_WAIT) & _received(graph, remedy.pairs)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:
-        weight -= remedy.off_cpu_part * np.minimum(_delayed_s(graph, subject.ranks, off_cpu), weight)
+        delayed_s = _delayed_s(graph, subject.ranks, off_cpu.removed_s(remedy.off_cpu_parts))
+        weight -= np.minimum(delayed_s, weight)
         _shorten(weight, np.isin(edges.kind, GAPS), remedy, graph)
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)
@@ -167,10 +229,13 @@ def _met_ranks(graph: StepGraph, ranks: tuple[int, ...]) -> Ints:
     return np.union1d(ranks, rank[meetings.record[np.isin(instance, instance[met])]])
 
 
-def _delayed_s(graph: StepGraph, ranks: tuple[int, ...], off_cpu: Floats) -> Floats:
-    """Return the seconds within each edge in which one of `ranks` did not run, or others waited for it in a meeting."""
+def _delayed_s(graph: StepGraph, ranks: tuple[int, ...], off_cpu_s: Floats) -> Floats:
+    """Return the seconds within each edge in which one of `ranks` did not run, or others waited for it in a meeting.
+
+    `off_cpu_s`: seconds within each edge in which its own rank did not run.
+    """
     edges, meetings = graph.edges, graph.meetings
-    own: Floats = np.where(np.isin(graph.spans["rank"][edges.span], ranks), off_cpu, 0.0)
+    own: Floats = np.where(np.isin(graph.spans["rank"][edges.span], ranks), off_cpu_s, 0.0)
     if not len(meetings):
         return own
     inside = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)

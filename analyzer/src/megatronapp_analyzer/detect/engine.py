@@ -18,7 +18,7 @@ from megatronapp_analyzer.detect.causes.collective_transfers import (
 )
 from megatronapp_analyzer.detect.causes.compute_cause import UNKNOWN, compute_cause, typical_parts
 from megatronapp_analyzer.detect.causes.layer_parts import LAYER_KINDS, LayerParts
-from megatronapp_analyzer.detect.effect import Remedy, off_cpu_s, seconds_lost
+from megatronapp_analyzer.detect.effect import OffCpuParts, Remedy, off_cpu_times, seconds_lost
 from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract_matched
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
@@ -262,7 +262,10 @@ class Detector:
             if track.candidate.cause is Cause.HOST:
                 parts = evidence.host_parts
                 track.gaps.append(float(parts.gaps_s[where].max()))
-                track.off_cpu.append((float(parts.off_cpu_s[where].max()), float(parts.off_cpu_part[where].max())))
+                off_cpu = OffCpuParts(
+                    stopped=float(parts.stopped_part[where].max()), queued=float(parts.queued_part[where].max())
+                )
+                track.off_cpu.append((float(parts.off_cpu_s[where].max()), off_cpu))
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
@@ -287,14 +290,14 @@ class Detector:
                 cause=live_track.candidate.cause,
                 ratio=live_track.ratio,
                 excess_s=live_track.gap_s,
-                off_cpu_part=live_track.off_cpu_part,
+                off_cpu_parts=live_track.off_cpu_parts,
                 pairs=_pairs(live_track.candidate, evidence),
                 late=evidence.launches.lengthened(live_track.candidate.subject.ranks) if live_track.late else (),
             )
             for live_track in hit
         ]
         waits = attribute(graph)
-        lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_s(graph, step.view))
+        lost_s = seconds_lost(graph, remedies, self._replayer, off_cpu=off_cpu_times(graph, step.view))
         if graph.unmatched > HOLES_PART * (len(graph.messages) + len(graph.collectives)):
             # Where many waits lack their partner's record, a replay cannot shorten them: take the excess itself.
             lost_s = np.maximum(lost_s, [track.candidate.excess_s for track in hit])

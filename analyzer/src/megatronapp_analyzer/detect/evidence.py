@@ -45,8 +45,10 @@ class HostParts:
     """Seconds between spans, per FORWARD."""
     off_cpu_s: Floats
     """Seconds in which the process was stopped or waited for a processor, per FORWARD."""
-    off_cpu_part: Floats
-    """The same as a part of all such time of the rank, 0 to 1."""
+    stopped_part: Floats
+    """The time in which it was stopped, as a part of all such time of the rank, 0 to 1."""
+    queued_part: Floats
+    """The same of the time in which it waited for a processor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,10 +211,9 @@ class ChannelSet:
         ]
         gaps = _strongest(readings)
         queued_s = _on_processor(features.crowded_s, features)
-        off_cpu = _added(
-            self._stopped.read(features.stopped_s, budget, noise, np.zeros(len(count))),
-            self._crowded.read(queued_s, budget, noise, np.zeros(len(count))),
-        )
+        stopped = self._stopped.read(features.stopped_s, budget, noise, np.zeros(len(count)))
+        queued = self._crowded.read(queued_s, budget, noise, np.zeros(len(count)))
+        off_cpu = _added(stopped, queued)
         reading = launches.added_to(_added(gaps, off_cpu))
         self._votes_host.add(reading.over, reading.known)
         evidence = _evidence(Cause.HOST, reading, self._votes_host, filled(count), self._harm_s(features, step_s))
@@ -221,12 +222,11 @@ class ChannelSet:
             passes_s = np.where(np.isfinite(passes_s), passes_s, median_of_known(passes_s))
         evidence = _against_compute(evidence, passes_s - launches.late.excess * self._chunks)
         evidence = self._with_onsets(evidence, reading.known, on_device=features.on_device)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            part = np.where(off_cpu.over, off_cpu.excess / (features.stopped_s + filled(queued_s)), 0.0)
         return evidence, HostParts(
             gaps_s=np.where(gaps.over, gaps.excess, 0.0),
             off_cpu_s=np.where(off_cpu.over, off_cpu.excess, 0.0),
-            off_cpu_part=np.minimum(filled(part), 1.0),
+            stopped_part=_part_over(stopped, features.stopped_s),
+            queued_part=_part_over(queued, queued_s),
         )
 
     def _read_data(self, features: StepFeatures, step_s: float, crowded_s: Floats, *, whole: bool) -> CauseEvidence:
@@ -369,6 +369,14 @@ def _against_compute(evidence: CauseEvidence, compute_s: Floats) -> CauseEvidenc
 def _on_processor(values_s: Floats, features: StepFeatures) -> Floats:
     """Return times of a host; unknown where they do not delay what is recorded, because a device continues."""
     return np.full(len(values_s), np.nan) if features.on_device else values_s
+
+
+def _part_over(reading: ChannelReading, values_s: Floats) -> Floats:
+    """Return which part of each value is excess, 0 to 1; 0 where it is not over."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = np.where(reading.over, reading.excess / values_s, 0.0)
+    out: Floats = np.minimum(filled(part), 1.0)
+    return out
 
 
 def _added(first: ChannelReading, other: ChannelReading) -> ChannelReading:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
 from megatronapp_analyzer.detect.causes.compute_cause import PassParts
+from megatronapp_analyzer.detect.effect import NO_PARTS, OffCpuParts
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectType, VerdictState, VerdictSubject
 
@@ -44,10 +45,10 @@ class FindingTrack:
     )
     gaps: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, the part of `occurrences` that lies between spans."""
-    off_cpu: collections.deque[tuple[float, float]] = dataclasses.field(
+    off_cpu: collections.deque[tuple[float, OffCpuParts]] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
-    """For a host, the part of `occurrences` in which it did not run, and that as a part of all such time."""
+    """For a host, the part of `occurrences` in which it did not run, and that as parts of all such time."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
     parts: collections.deque[PassParts] = dataclasses.field(
@@ -100,9 +101,15 @@ class FindingTrack:
         return float(np.median([seconds for seconds, _ in self.off_cpu])) if self.off_cpu else 0.0
 
     @property
-    def off_cpu_part(self) -> float:
-        """The same as a part of all time in which the process did not run, 0 to 1."""
-        return float(np.median([part for _, part in self.off_cpu])) if self.off_cpu else 0.0
+    def off_cpu_parts(self) -> OffCpuParts:
+        """The same as parts of all time in which the process did not run."""
+        if not self.off_cpu:
+            return NO_PARTS
+        parts = [part for _, part in self.off_cpu]
+        return OffCpuParts(
+            stopped=float(np.median([part.stopped for part in parts])),
+            queued=float(np.median([part.queued for part in parts])),
+        )
 
     @property
     def late_ratio(self) -> float:
