@@ -336,30 +336,6 @@ def test_late_launches_on_a_rank_hide_no_other_rank(watch: Watch, sim: ModuleTyp
 
 
 @pytest.mark.full("a variant of a simulated job")
-def test_a_host_too_weakly_stalling_for_a_verdict_hides_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
-    """Check that next to another rank's slowness the stalls of rank 3 are not worth a verdict, but its compute is."""
-    faults = (
-        sim.Fault(rank=0, kind="compute", factor=1.9, from_step=25),
-        sim.Fault(rank=3, kind="compute", factor=1.5, from_step=25),
-        sim.Fault(rank=3, kind="host", factor=1.6, from_step=25),
-    )
-    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=faults)
-    assert run.subjects == {("rank", (0,), "compute"), ("rank", (3,), "compute")}
-
-
-@pytest.mark.full("a variant of a simulated job")
-def test_stalls_below_the_limit_now_and_then_hide_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
-    """Three steps of five make a suspect of the host, none makes it certain: 2.7 % and 3.6 % of the step in turn."""
-    stalls = [
-        sim.Fault(rank=1, kind="host", factor=1.14 if step % 5 < 3 else 1.11, from_step=step, steps=1)
-        for step in range(25, 60)
-    ]
-    slow = sim.Fault(rank=1, kind="compute", factor=1.08, from_step=25)
-    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=(slow, *stalls))
-    assert run.subjects == {("rank", (1,), "compute")}
-
-
-@pytest.mark.full("a variant of a simulated job")
 def test_a_host_that_was_named_still_explains_late_launches_when_it_stalls_less(watch: Watch, sim: ModuleType) -> None:
     stalls = [
         sim.Fault(rank=1, kind="host", factor=1.4 if step < 40 or step % 5 < 3 else 1.11, from_step=step, steps=1)
