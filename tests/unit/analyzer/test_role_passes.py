@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pydantic_core
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from prometheus_client import generate_latest
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.export.chrome import chrome_trace
 from megatronapp_analyzer.hub.export.tracks import source_of, tracks_of
-from megatronapp_analyzer.hub.http import views
+from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.pipeline_view import choose_steps
 from megatronapp_analyzer.hub.http.role_view import forward_backward_view
 from megatronapp_analyzer.hub.http.schemas import ForwardBackwardView
@@ -227,7 +228,11 @@ def test_timeline_and_trace_have_the_roles_of_ranks(hub: Hub) -> None:
     assert state is not None
     assert step is not None
     assert timeline(step, state.layout).roles == ["backward", "forward"]
-    assert [rank.role for rank in views.job_view(hub).ranks] == ["backward", "forward"]
+    document = views.job_document(hub)
+    assert [rank["role"] for rank in document["ranks"]] == ["backward", "forward"]
+    model = schemas.JobView.model_validate(document)
+    assert list(model.model_dump().items()) == list(document.items())
+    assert model.model_dump_json(exclude={"server_time"}) == pydantic_core.to_json(views.snapshot(hub)).decode()
     events = chrome_trace(tracks_of(source_of(hub.ingest, "demo", [step])))["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names >= {"backward rank 0 (pp 0, dp 0, tp 0) host", "forward rank 1 (pp 0, dp 0, tp 0) host"}

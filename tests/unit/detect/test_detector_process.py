@@ -24,15 +24,36 @@ from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.channel import receive_message, send_message
-from megatronapp_analyzer.hub.judge.judging import Judgement
+from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
 from megatronapp_analyzer.hub.judge.links import LocalJudge, ProcessJudge
+from megatronapp_analyzer.hub.judge.liveness_rows import ranks_of, rows_of
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
-from megatronapp_analyzer.model import JobLayout
+from megatronapp_analyzer.model import Cause, CurrentSpan, JobLayout, RankLiveness
+from megatronapp_common.trace import RecordKind
 
 LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2, ranks_per_node=2)
 SLOW_RANK, FROM_STEP, STEPS = 2, 10, 36
 DEADLINE_S = 120.0
+OTHER_LAYOUT = JobLayout.grid(dp=4, ranks_per_worker=2, ranks_per_node=2)
+
+
+def hang_report(layout: JobLayout, quiet_s: int) -> LivenessReport:
+    """Return a report in which rank 1 has been inside its forward pass for some time, and the others wait for it."""
+    now_ns = 10**12
+    waiting = CurrentSpan(kind=RecordKind.RECV_WAIT, step=9, microbatch=0, start_ns=now_ns - quiet_s * 10**9)
+    ranks = [
+        RankLiveness(
+            rank=rank,
+            alive=True,
+            closed=False,
+            heartbeat_ns=now_ns - quiet_s * 10**9,
+            now_ns=now_ns,
+            open_span=dataclasses.replace(waiting, kind=RecordKind.FORWARD) if rank == 1 else waiting,
+        )
+        for rank in range(layout.world)
+    ]
+    return LivenessReport(layout=layout, now_ns=now_ns, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +189,41 @@ def test_a_process_judges_as_the_detector_does(steps: list[StoredStep]) -> None:
             assert other.failures == 0
             offsets = offsets_of(mine)
             assert np.array_equal(offsets_of(other), offsets)
-    assert mine.verdicts, "the simulated fault is found, else this compares nothing"
-    assert offsets.any()
+        assert mine.verdicts, "the simulated fault is found, else this compares nothing"
+        assert offsets.any()
+        for layout, quiet_s in ((LAYOUT, 0), (LAYOUT, 40), (OTHER_LAYOUT, 400)):
+            report = hang_report(layout, quiet_s)
+            mine, other = here.judge_liveness(report), there.judge_liveness(report)
+            assert other.afresh == mine.afresh == (report.layout is OTHER_LAYOUT)
+            assert [v.to_json() for v in other.verdicts] == [v.to_json() for v in mine.verdicts]
+            assert any(verdict.cause is Cause.HANG for verdict in mine.verdicts) == (quiet_s > 0)
+        mine, other = here.judge(LAYOUT, steps[-1]), there.judge(LAYOUT, steps[-1])
+        assert other.afresh == mine.afresh is True
+
+
+spans = st.none() | st.builds(
+    CurrentSpan, kind=st.integers(0, 255), step=st.integers(0), microbatch=st.integers(), start_ns=st.integers()
+)
+liveness = st.builds(
+    RankLiveness,
+    rank=st.integers(0),
+    alive=st.booleans(),
+    closed=st.booleans(),
+    heartbeat_ns=st.integers(),
+    now_ns=st.integers(),
+    open_span=spans,
+    device_span=spans,
+    process_state=st.none() | st.sampled_from("RSDT"),
+    attempt=st.none() | st.integers(0),
+)
+
+
+@given(st.lists(liveness, max_size=4))
+def test_liveness_survives_as_rows_of_plain_values(ranks: list[RankLiveness]) -> None:
+    rows = rows_of(ranks)
+    assert ranks_of(rows) == ranks
+    plain = (int, bool, str, tuple, type(None))
+    assert all(isinstance(value, plain) for row in rows for value in row)
 
 
 @pytest.mark.asyncio

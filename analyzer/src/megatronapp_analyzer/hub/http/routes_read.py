@@ -40,10 +40,10 @@ async def jobs(hub: HubOf) -> list[schemas.JobEntry]:
     )
 
 
-@router.get("/job", operation_id="getJob")
-async def job(hub: HubOf) -> schemas.JobView:
+@router.get("/job", operation_id="getJob", response_model=schemas.JobView)
+async def job(hub: HubOf) -> Response:
     """State of the job and all its ranks."""
-    return views.job_view(hub)
+    return Response(views.job_json(hub), media_type=JSON)
 
 
 @router.get("/summary", operation_id="getSummary", responses={503: {"model": Problem}})

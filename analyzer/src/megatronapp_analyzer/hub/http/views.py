@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import pydantic_core
 from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.http import schemas
@@ -31,9 +32,12 @@ SERVED = {"ready": "Running", "restarting": "Restarting"}
 
 def phase(hub: HubReader) -> str:
     """Return the phase of the job as far as its hub can see; the operator knows better."""
+    return _phase(hub, hub.ranks.states())
+
+
+def _phase(hub: HubReader, states: Mapping[int, RankState]) -> str:
     if hub.ended is not None:
         return hub.ended.phase
-    states = hub.ranks.states()
     if not states:
         return SERVED.get(hub.scope.core.feed.state, "Pending")
     if all(state == RankState.ENDED for state in states.values()):
@@ -58,26 +62,25 @@ def neighbour_entries(jobs: Iterable[NeighbourJob]) -> list[schemas.JobEntry]:
     return entries
 
 
-def job_view(hub: HubReader) -> schemas.JobView:
-    """Return the state of the job and its ranks."""
+def job_document(hub: HubReader) -> dict[str, Any]:
+    """Return the state of the job and its ranks, as JobView writes it.
+
+    Ranks are plain values from the start: a model of each of 10,000 ranks takes longer than the rest of an answer.
+    """
     newest = hub.ingest.newest
     rings = newest.rings if newest else {}
     any_ring = next(iter(rings.values()), None)
     states = hub.ranks.states()
-    done = newest.assembler.newest if newest and newest.assembler else {}
-    return schemas.JobView(
+    view = schemas.JobView(
         name=hub.identity.name,
         namespace=hub.identity.namespace,
         uid=hub.identity.uid,
         attempt=newest.attempt if newest else 0,
-        phase=phase(hub),
+        phase=_phase(hub, states),
         spec_digest=hub.identity.spec_digest,
         world_size=any_ring.world if any_ring else 0,
         layout=schemas.Layout(**dict(any_ring.layout) if any_ring else {}),
-        ranks=[
-            rank_view(ring, states[rank], hub.ranks.statuses.get(rank), done.get(rank))
-            for rank, ring in sorted(rings.items())
-        ],
+        ranks=[],
         faults=hub.faults.current(),
         tracer=tracer_health(hub),
         progress=hub.ranks.progress,
@@ -86,45 +89,56 @@ def job_view(hub: HubReader) -> schemas.JobView:
         captures=captures_summary(hub.captures, captured_every(hub)),
         server_time=time.time(),
     )
+    done = newest.assembler.newest if newest and newest.assembler else {}
+    statuses = hub.ranks.statuses
+    ranks = [rank_entry(ring, states[rank], statuses.get(rank), done.get(rank)) for rank, ring in sorted(rings.items())]
+    return view.model_dump() | {"ranks": ranks}
+
+
+def job_json(hub: HubReader) -> bytes:
+    """Return the same as JSON."""
+    return pydantic_core.to_json(job_document(hub), inf_nan_mode="null")
 
 
 def snapshot(hub: HubReader) -> dict[str, Any]:
     """Return the header of a SNAPSHOT frame, without its time."""
-    return job_view(hub).model_dump(exclude={"server_time"})
+    document = job_document(hub)
+    del document["serverTime"]
+    return document
 
 
-def rank_view(ring: RankRing, state: RankState, status: RankStatus | None, step: int | None) -> schemas.RankView:
-    """Return the state of one rank."""
+def rank_entry(ring: RankRing, state: RankState, status: RankStatus | None, step: int | None) -> dict[str, Any]:
+    """Return the state of one rank, as RankView writes it."""
     place = ring.coordinates
-    return schemas.RankView(
-        rank=ring.rank,
-        worker=ring.worker,
-        node=ring.node,
-        local_rank=ring.local_rank,
-        tp=place.tp,
-        cp=place.cp,
-        ep=place.ep,
-        dp=place.dp,
-        pp=place.pp,
-        role=ring.role.value,
-        device=ring.device,
-        state=state.value,
-        step=step,
-        open_span=open_span(status),
-    )
+    return {
+        "rank": ring.rank,
+        "worker": ring.worker,
+        "node": ring.node,
+        "localRank": ring.local_rank,
+        "tp": place.tp,
+        "cp": place.cp,
+        "ep": place.ep,
+        "dp": place.dp,
+        "pp": place.pp,
+        "role": str(ring.role),
+        "device": ring.device,
+        "state": str(state),
+        "step": step,
+        "openSpan": open_span(status),
+    }
 
 
-def open_span(status: RankStatus | None) -> schemas.OpenSpan | None:
-    """Return the span that a rank is inside of."""
+def open_span(status: RankStatus | None) -> dict[str, Any] | None:
+    """Return the span that a rank is inside of, as OpenSpan writes it."""
     span = status.liveness.open_span if status and not status.ended else None
     if status is None or span is None:
         return None
-    return schemas.OpenSpan(
-        kind=kind_name(span.kind),
-        step=span.step,
-        microbatch=None if span.microbatch == NO_MICROBATCH else span.microbatch,
-        age_seconds=round(status.open_span_age_s, 3),
-    )
+    return {
+        "kind": kind_name(span.kind),
+        "step": span.step,
+        "microbatch": None if span.microbatch == NO_MICROBATCH else span.microbatch,
+        "ageSeconds": round(status.open_span_age_s, 3),
+    }
 
 
 def tracer_health(hub: HubReader) -> schemas.TracerHealth:

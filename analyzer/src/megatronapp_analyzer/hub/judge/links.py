@@ -14,6 +14,7 @@ from megatronapp_analyzer.errors import JudgeLostError
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge import channel
 from megatronapp_analyzer.hub.judge.judging import DetectorFactory, Judgement, LivenessReport, StepJudging
+from megatronapp_analyzer.hub.judge.liveness_rows import Row, ranks_of, rows_of
 from megatronapp_analyzer.model import Communicator, JobLayout
 from megatronapp_common import child
 
@@ -80,7 +81,6 @@ class LocalJudge:
 class JobTables:
     """Tables that all steps of an attempt have in common; sent when they change, because each step has them."""
 
-    layout: JobLayout
     comms: Mapping[int, Mapping[int, Communicator]]
     boot_ids: Mapping[int, str]
 
@@ -89,9 +89,21 @@ class JobTables:
 class JudgeStep:
     """Request to judge a step, whose view is without its tables."""
 
+    layout: JobLayout | None
+    """Layout of this request and those after it; None: unchanged."""
     tables: JobTables | None
     """Tables of this step and those after it; None: unchanged."""
     step: StoredStep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeLiveness:
+    """Request to judge a LivenessReport."""
+
+    layout: JobLayout | None
+    """As in JudgeStep."""
+    now_ns: int
+    rows: list[Row]
 
 
 def judge_command(descriptor: int, threads: int | None = None) -> list[str]:
@@ -113,6 +125,7 @@ class ProcessJudge:
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._layout: JobLayout | None = None
         self._tables: JobTables | None = None
 
     @property
@@ -121,7 +134,7 @@ class ProcessJudge:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        self._tables = None
+        self._layout = self._tables = None
         try:
             own, other = socket.socketpair()
         except OSError as error:
@@ -148,15 +161,26 @@ class ProcessJudge:
 
     def judge(self, layout: JobLayout, step: StoredStep) -> Judgement:
         view = step.view
-        tables = JobTables(layout=layout, comms=view.comms, boot_ids=view.boot_ids)
+        tables = JobTables(comms=view.comms, boot_ids=view.boot_ids)
         changed = tables != self._tables
         bare = dataclasses.replace(step, view=dataclasses.replace(view, comms={}, boot_ids={}))
-        judgement = self._request(JudgeStep(tables=tables if changed else None, step=bare))
-        self._tables = tables
+        judgement = self._request(
+            JudgeStep(layout=self._if_changed(layout), tables=tables if changed else None, step=bare)
+        )
+        self._layout, self._tables = layout, tables
         return judgement
 
     def judge_liveness(self, report: LivenessReport) -> Judgement:
-        return self._request(report)
+        request = JudgeLiveness(
+            layout=self._if_changed(report.layout), now_ns=report.now_ns, rows=rows_of(report.ranks)
+        )
+        judgement = self._request(request)
+        self._layout = report.layout
+        return judgement
+
+    def _if_changed(self, layout: JobLayout) -> JobLayout | None:
+        """Return a layout if the process does not have it."""
+        return None if layout is self._layout or layout == self._layout else layout
 
     def stop(self) -> None:
         process, sock = self._process, self._socket
@@ -220,6 +244,7 @@ def _how(code: int) -> str:
 
 def serve(sock: socket.socket, judging: StepJudging) -> None:
     """Judge what the hub sends, in the detector's process, until the hub's end is closed."""
+    layout: JobLayout | None = None
     tables: JobTables | None = None
     channel.send_message(sock, READY)
     while True:
@@ -227,14 +252,17 @@ def serve(sock: socket.socket, judging: StepJudging) -> None:
             request = channel.receive_message(sock)
         except (EOFError, ConnectionResetError):
             return
+        assert isinstance(request, JudgeStep | JudgeLiveness)
+        layout = request.layout or layout
+        assert layout is not None, "the first request brings the layout"
         if isinstance(request, JudgeStep):
             tables = request.tables or tables
             assert tables is not None, "the first step brings its tables"
             view = dataclasses.replace(request.step.view, comms=tables.comms, boot_ids=tables.boot_ids)
-            answer = judging.judge(tables.layout, dataclasses.replace(request.step, view=view))
+            answer = judging.judge(layout, dataclasses.replace(request.step, view=view))
         else:
-            assert isinstance(request, LivenessReport)
-            answer = judging.judge_liveness(request)
+            report = LivenessReport(layout=layout, now_ns=request.now_ns, ranks=ranks_of(request.rows))
+            answer = judging.judge_liveness(report)
         try:
             channel.send_message(sock, answer)
         except (BrokenPipeError, ConnectionResetError):

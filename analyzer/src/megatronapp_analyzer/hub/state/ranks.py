@@ -7,6 +7,7 @@ names is `hung`.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -112,6 +113,7 @@ def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int
     return AgentStatus(ranks=entries, progress=progress, shared_memory=found)
 
 
+@functools.lru_cache(maxsize=256)  # a kind is a byte
 def kind_name(kind: int) -> str:
     """Return the lower-case name of a kind; its number if a newer release wrote it."""
     try:
