@@ -203,6 +203,24 @@ void longest_paths(const Array<std::int64_t>& source, const Array<std::int64_t>&
     detect::longest_paths(sources, targets, given, scenarios, found);
 }
 
+py::array_t<double> latest_times(const Array<std::int64_t>& source, const Array<std::int64_t>& target,
+                                 const Array<double>& recorded, const Array<double>& ideal,
+                                 const Array<std::uint8_t>& recorded_in, const Array<double>& initial,
+                                 std::size_t scenarios) {
+    const auto sources = span_of(source);
+    const auto targets = span_of(target);
+    const auto own = span_of(recorded);
+    const auto usual = span_of(ideal);
+    const auto sets = span_of(recorded_in);
+    const auto begins = span_of(initial);
+    std::vector<double> found;
+    {
+        const py::gil_scoped_release release;
+        found = detect::latest_times(sources, targets, own, usual, sets, begins, scenarios);
+    }
+    return py::array_t<double>(static_cast<py::ssize_t>(found.size()), found.data());
+}
+
 /// An array of the memory of a vector, which is not copied.
 template <typename Value>
 py::array_t<Value> array_of(std::vector<Value> values) {
@@ -379,6 +397,8 @@ void bind_detect(py::module_& module) {
                py::arg("clock_of"));
     module.def("longest_paths", &longest_paths, py::arg("source"), py::arg("target"), py::arg("weights"),
                py::arg("times"));
+    module.def("latest_times", &latest_times, py::arg("source"), py::arg("target"), py::arg("recorded"),
+               py::arg("ideal"), py::arg("recorded_in"), py::arg("initial"), py::arg("scenarios"));
     module.def("column_medians", &column_medians, py::arg("table"));
     module.def("row_medians", &row_medians, py::arg("table"));
     module.def("segment_medians", &segment_medians, py::arg("groups"), py::arg("values"), py::arg("count"));

@@ -1,6 +1,7 @@
 #include "megatronapp/detect/levels.hpp"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -127,6 +128,43 @@ void longest_paths(std::span<const std::int64_t> source, std::span<const std::in
             reached[scenario] = is_first ? time : std::max(reached[scenario], time);
         }
     }
+}
+
+std::vector<double> latest_times(std::span<const std::int64_t> source, std::span<const std::int64_t> target,
+                                 std::span<const double> recorded, std::span<const double> ideal,
+                                 std::span<const std::uint8_t> recorded_in, std::span<const double> initial,
+                                 std::size_t scenarios) {
+    const std::size_t edges = source.size();
+    if (scenarios == 0 || scenarios > kScenariosAtOnce || initial.empty() || recorded.size() != edges ||
+        ideal.size() != edges || recorded_in.size() != edges) {
+        throw std::invalid_argument(
+            "latest_times: " + std::to_string(recorded.size()) + " recorded and " + std::to_string(ideal.size()) +
+            " ideal weights, " + std::to_string(recorded_in.size()) + " sets and " + std::to_string(initial.size()) +
+            " times of " + std::to_string(edges) + " edges and " + std::to_string(scenarios) + " scenarios do not fit");
+    }
+    check(source, target, initial.size());
+    using Times = std::array<double, kScenariosAtOnce>;
+    std::vector<Times> times(initial.size());
+    for (std::size_t event = 0; event < initial.size(); ++event) {
+        times[event].fill(initial[event]);
+    }
+    for (std::size_t edge = 0; edge < edges; ++edge) {
+        const Times& from = times[at(source[edge])];
+        Times& reached = times[at(target[edge])];
+        const bool is_first = edge == 0 || target[edge] != target[edge - 1];
+        for (std::size_t scenario = 0; scenario < kScenariosAtOnce; ++scenario) {
+            const bool is_recorded = ((recorded_in[edge] >> scenario) & 1U) != 0;
+            const double time = from[scenario] + (is_recorded ? recorded[edge] : ideal[edge]);
+            reached[scenario] = is_first ? time : std::max(reached[scenario], time);
+        }
+    }
+    Times latest = times.front();
+    for (const Times& of_event : times) {
+        for (std::size_t scenario = 0; scenario < kScenariosAtOnce; ++scenario) {
+            latest[scenario] = std::max(latest[scenario], of_event[scenario]);
+        }
+    }
+    return {latest.begin(), latest.begin() + static_cast<std::ptrdiff_t>(scenarios)};
 }
 
 }  // namespace megatronapp::detect

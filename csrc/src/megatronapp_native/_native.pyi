@@ -434,6 +434,22 @@ class StopMeter:
     def close(self) -> None:
         """End the thread, after a period at most."""
 
+def latest_times(
+    source: NDArray[int64],
+    target: NDArray[int64],
+    recorded: NDArray[float64],
+    ideal: NDArray[float64],
+    recorded_in: NDArray[uint8],
+    initial: NDArray[float64],
+    scenarios: int,
+) -> NDArray[float64]:
+    """Return the time of the last event in each of up to 8 scenarios, by the sums and maxima of `longest_paths`.
+
+    An edge has its `recorded` weight in the scenarios whose bit of `recorded_in` is set, and its `ideal` weight in the
+    others. Edges are in the order of `sort_by_level`; events that no edge leads to are at `initial`, and there is at
+    least one event. ValueError where sizes or numbers do not fit.
+    """
+
 def longest_paths(
     source: NDArray[int64], target: NDArray[int64], weights: NDArray[float64], times: NDArray[float64]
 ) -> None:

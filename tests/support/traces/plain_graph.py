@@ -1,15 +1,20 @@
 """Plain forms, in NumPy, of what the analyzer computes in C++ of the graph of a step and of groups of values."""
 
 import itertools
+import statistics
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.features import Floats, Ints
-from megatronapp_analyzer.graph.build import Seconds, StepGraph
+from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
 from megatronapp_analyzer.graph.matching import Index, Messages
 from megatronapp_analyzer.graph.records import CommIndex, is_kind
-from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import RecordKind
+from megatronapp_analyzer.graph.replay import makespan_s
+from megatronapp_analyzer.graph.usual import PeerSet
+from megatronapp_analyzer.model import JobLayout, RankRecords
+from megatronapp_common.trace import COMPUTE_KINDS, RecordKind
 
 _ORDINAL_BITS = 32
 _PARTS = (RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, RecordKind.RECV_WAIT)
@@ -57,6 +62,37 @@ def plain_replay(graph: StepGraph, weights: Seconds) -> Seconds:
             reached = times[graph.edges.source[part]] + weights[part]
             times[reached_events[events]] = np.maximum.reduceat(reached, begin[events] - first, axis=0)
     return times
+
+
+def plain_mixed_lengths_s(graph: StepGraph, ideal: Seconds, recorded_in: NDArray[np.uint8], scenarios: int) -> Seconds:
+    """Replay with a table of weights for each scenario; see `MixedReplayer`."""
+    recorded = (recorded_in[:, None] >> np.arange(scenarios)) & 1 != 0
+    return makespan_s(graph, plain_replay(graph, np.where(recorded, graph.edges.weight[:, None], ideal[:, None])))
+
+
+def plain_usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet) -> list[Seconds]:
+    """Return the usual weights of each graph, group by group."""
+    alike: dict[tuple[int, ...], dict[int, list[float]]] = {}
+    keys = []
+    for graph in graphs:
+        spans = graph.spans[graph.edges.span]
+        of_graph = []
+        for kind, span, weight in zip(graph.edges.kind.tolist(), spans, graph.edges.weight.tolist(), strict=True):
+            rank = int(span["rank"])
+            place = (layout.stages[rank], int(span["chunk"])) if peers is PeerSet.WORK else ()
+            key: tuple[int, ...] = (kind, int(span["kind"]), *place)
+            alike.setdefault(key, {}).setdefault(rank, []).append(weight)
+            of_graph.append(key)
+        keys.append(of_graph)
+    usual = {}
+    for key, by_rank in alike.items():
+        if peers is PeerSet.WORK:
+            usual[key] = statistics.median_low([statistics.median(weights) for weights in by_rank.values()])
+        else:
+            every = np.concatenate(list(by_rank.values()))
+            computes = key[0] in (EdgeKind.SPAN, EdgeKind.TRANSFER) and key[1] in COMPUTE_KINDS
+            usual[key] = float(np.mean(every) if computes else np.median(every))
+    return [np.array([usual[key] for key in of_graph]) for of_graph in keys]
 
 
 def plain_segment_medians(group: Ints, values: Floats, groups: int) -> Floats:

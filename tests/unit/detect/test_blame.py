@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_graph import plain_mixed_lengths_s, plain_usual_weights
 
+from megatronapp_analyzer.graph import usual
 from megatronapp_analyzer.graph.blame import StepBlame, find_blame
 from megatronapp_analyzer.graph.build import Seconds, StepGraph, build
-from megatronapp_analyzer.graph.replay import makespan_s, replay
+from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, makespan_s, mixed_lengths_s, replay
 from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
 from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view
 from megatronapp_analyzer.hub.http.timeline.views import timeline
@@ -98,20 +100,50 @@ def test_a_large_step_is_replayed_with_few_scenarios_at_a_time_to_the_same_numbe
         numbers.append(max(weights.size, times.size))
         return times
 
-    def answers() -> tuple[Slowdowns, StepBlame]:
-        return (
-            find_slowdowns(graphs, layout, PeerSet.WORK, replayer=replayer),
-            find_blame(graphs[-1], ideal, Cells.of(layout).of_rank, replayer),
-        )
+    def answer() -> StepBlame:
+        return find_blame(graphs[-1], ideal, Cells.of(layout).of_rank, replayer)
 
-    slow, blame = answers()
-    largest, most = max(numbers), 3 * max(len(graph.edges.weight) for graph in graphs)
+    blame = answer()
+    largest, most = max(numbers), 3 * len(graphs[-1].edges.weight)
     monkeypatch.setattr("megatronapp_analyzer.graph.replay.MAX_NUMBERS", most)
     numbers.clear()
-    slow_again, blame_again = answers()
+    blame_again = answer()
     assert max(numbers) <= most < largest
-    assert (slow_again.cells_CT == slow.cells_CT).all() and slow_again.kinds == slow.kinds
     assert blame_again.items == blame.items and (blame_again.path == blame.path).all()
+
+
+@pytest.mark.parametrize("peers", PeerSet)
+@pytest.mark.parametrize("least_table", [0, usual._LEAST_TABLE])
+def test_slowdowns_are_those_of_the_plain_form(
+    graphs_of: Graphs, peers: PeerSet, least_table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usual, "_LEAST_TABLE", least_table)
+    layout = JobLayout.grid(pp=2, vpp=2, dp=3)
+    graphs = graphs_of(layout, FAULTS["compute"][1] | {"rank": 2}, count=2)
+    for weights, plain in zip(
+        usual_weights(graphs, layout, peers), plain_usual_weights(graphs, layout, peers), strict=True
+    ):
+        np.testing.assert_allclose(weights, plain, rtol=1e-12 if peers is PeerSet.POOLED else 0)  # sums of means
+    found = find_slowdowns(graphs, layout, peers)
+    plainly = find_slowdowns(graphs, layout, peers, replayer=plain_mixed_lengths_s)
+    assert np.array_equal(found.cells_CT, plainly.cells_CT)
+    assert found.kinds == plainly.kinds
+    assert (found.slowest_fraction, found.last_stage_fraction) == (
+        plainly.slowest_fraction,
+        plainly.last_stage_fraction,
+    )
+    assert np.array_equal(found.recorded_T, plainly.recorded_T) and np.array_equal(found.ideal_T, plainly.ideal_T)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1000), scenarios=st.integers(1, MIXED_AT_ONCE))
+def test_mixed_steps_are_as_long_as_in_the_plain_form(graphs_of: Graphs, seed: int, scenarios: int) -> None:
+    (graph,) = graphs_of(JobLayout.grid(pp=2, dp=2), FAULTS["compute"][1] | {"rank": 2}, count=1)
+    random = np.random.default_rng(seed)
+    recorded_in = random.integers(0, 256, len(graph.edges.weight), np.uint8)
+    ideal = random.uniform(0, 0.01, len(graph.edges.weight))
+    found = mixed_lengths_s(graph, ideal, recorded_in, scenarios)
+    assert np.array_equal(found, plain_mixed_lengths_s(graph, ideal, recorded_in, scenarios))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,6 +19,7 @@ from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout
 from megatronapp_common.trace import NO_COMM, RecordKind
 from megatronapp_native import (
     column_medians,
+    latest_times,
     longest_paths,
     match_messages,
     row_medians,
@@ -158,5 +159,13 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         longest_paths(single, single + 1, np.zeros((2, 1)), np.zeros((2, 1)))
     with pytest.raises(ValueError, match="contiguous tables of float64"):
         longest_paths(single, single + 1, np.zeros((1, 1)), np.zeros((2, 1), np.float32))
+    weights, sets = np.zeros(1), np.zeros(1, np.uint8)
+    for initial, scenarios in ((np.zeros(2), 9), (np.zeros(2), 0), (np.zeros(0), 1)):
+        with pytest.raises(ValueError, match=f"edges and {scenarios} scenarios do not fit"):
+            latest_times(single, single + 1, weights, weights, sets, initial, scenarios)
+    with pytest.raises(ValueError, match="2 sets and 2 times of 1 edges"):
+        latest_times(single, single + 1, weights, weights, np.zeros(2, np.uint8), np.zeros(2), 1)
+    with pytest.raises(ValueError, match="an edge names event 1, and there are 1"):
+        latest_times(single, single + 1, weights, weights, sets, np.zeros(1), 1)
     with pytest.raises(ValueError, match="5 is none of the 5 groups"):
         segment_medians(single + 5, np.zeros(1), 5)

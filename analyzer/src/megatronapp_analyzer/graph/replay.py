@@ -3,13 +3,16 @@
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
-from megatronapp_native import longest_paths
+from megatronapp_native import latest_times, longest_paths
 
 MAX_NUMBERS = 10_000_000
 """Numbers in an array of a replay: 80 MB; a step with more edges is replayed in one scenario at a time."""
 MAX_LANES = 16
+MIXED_AT_ONCE = 8
+"""Scenarios of `mixed_lengths_s` at a time: a bit of a byte each."""
 
 
 def lanes_at_once(graph: StepGraph) -> int:
@@ -44,3 +47,22 @@ def makespan_s(graph: StepGraph, times: Seconds) -> Seconds:
         return np.zeros(times.shape[1:])
     span: Seconds = times.max(axis=0) - float(graph.start_s.min())
     return span
+
+
+class MixedReplayer(Protocol):
+    """Computes how long a step is if some of its edges are as recorded, and the others ideal."""
+
+    def __call__(self, graph: StepGraph, ideal: Seconds, recorded_in: NDArray[np.uint8], scenarios: int) -> Seconds:
+        """Return the length of the step in seconds for each of up to MIXED_AT_ONCE scenarios.
+
+        An edge is as recorded in those whose bit of `recorded_in` is set, and has its weight of `ideal` in the others.
+        """
+
+
+def mixed_lengths_s(graph: StepGraph, ideal: Seconds, recorded_in: NDArray[np.uint8], scenarios: int) -> Seconds:
+    """Replay in C++, without arrays of weights and times by scenario; see `MixedReplayer`."""
+    if graph.events == 0:
+        return np.zeros(scenarios)
+    edges = graph.edges
+    latest = latest_times(edges.source, edges.target, edges.weight, ideal, recorded_in, graph.initial_s, scenarios)
+    return latest - float(graph.start_s.min())

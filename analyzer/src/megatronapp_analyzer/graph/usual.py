@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
-from megatronapp_analyzer.graph.replay import Replayer, lanes_at_once, makespan_s, replay
+from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, MixedReplayer, mixed_lengths_s
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.trace import COMPUTE_KINDS
+from megatronapp_native import segment_medians
 
 Mask = NDArray[np.bool_]
 MAX_CELLS = 256
 """Cells that are replayed at most: those with the most time beyond the usual."""
 _WORKERS_PERCENT = 3
-_COMPUTES = 1 << 48
+_KINDS, _EDGE_KINDS = 256, len(EdgeKind)
+_LEAST_TABLE = 1 << 20
+"""Numbers in a table that is always cheap."""
 _LEAST_LOSS = 1e-6
 """Fraction of the ideal steps below which a loss is an error of rounding, and has no parts."""
 
@@ -96,14 +99,16 @@ class Slowdowns:
 def usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet) -> list[Seconds]:
     """Return the usual weight of the edges of each graph, from the recorded weights of alike edges of all graphs."""
     weights = np.concatenate([graph.edges.weight for graph in graphs])
-    keys = np.concatenate([_keys(graph, layout, peers) for graph in graphs])
-    names, group = np.unique(keys, return_inverse=True)
+    chunks = 1 + max(int(graph.spans["chunk"].max(initial=0)) for graph in graphs)
+    keys = np.concatenate([_keys(graph, layout, peers, chunks) for graph in graphs])
+    names, group = _numbered(keys)
     if peers is PeerSet.WORK:
         ranks = np.concatenate([graph.spans["rank"][graph.edges.span] for graph in graphs])
-        usual = _of_usual_rank(group, ranks.astype(np.int64), weights)
+        usual = _of_usual_rank(group, len(names), ranks, layout.world, weights)
     else:
         usual = _medians(group, weights, len(names))
-        computes = (names & _COMPUTES) != 0
+        computes = np.isin(names % _EDGE_KINDS, (EdgeKind.SPAN, EdgeKind.TRANSFER))
+        computes &= is_kind((names // _EDGE_KINDS % _KINDS).astype(np.uint8), COMPUTE_KINDS)
         means = np.bincount(group, weights, minlength=len(names)) / np.bincount(group, minlength=len(names))
         usual[computes] = means[computes]
     sizes = np.cumsum([len(graph.edges.weight) for graph in graphs])[:-1]
@@ -111,34 +116,42 @@ def usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet
     return parts
 
 
-def _keys(graph: StepGraph, layout: JobLayout, peers: PeerSet) -> Index:
-    """Return a number for each edge, equal for alike edges; those of computation have the bit `_COMPUTES`."""
-    edges, spans = graph.edges, graph.spans[graph.edges.span]
-    own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
-    computes = own & is_kind(spans["kind"], COMPUTE_KINDS)
-    key: Index = np.where(computes, _COMPUTES, 0) | (edges.kind.astype(np.int64) << 8) | spans["kind"]
+def _keys(graph: StepGraph, layout: JobLayout, peers: PeerSet, chunks: int) -> Index:
+    """Return a number for each edge, equal for alike edges: of its stage, chunk, kind of span and kind of edge."""
+    key = graph.spans["kind"].astype(np.int64)  # of spans first, of which there are fewer than edges
     if peers is PeerSet.WORK:
-        stages = np.array(layout.stages, np.int64)[spans["rank"]]
-        key |= (stages << 24) | (spans["chunk"].astype(np.int64) << 16)
-    return key
+        place = np.array(layout.stages, np.int64)[graph.spans["rank"]] * chunks + graph.spans["chunk"]
+        key += place * _KINDS
+    edges: Index = key[graph.edges.span] * _EDGE_KINDS + graph.edges.kind
+    return edges
 
 
-def _of_usual_rank(group: Index, ranks: Index, values: Seconds) -> Seconds:
+def _numbered(keys: Index) -> tuple[Index, Index]:
+    """Return the distinct keys, ascending, and for each key its number among them.
+
+    Where keys are small numbers, a table takes the place of the sort of `np.unique`.
+    """
+    size = int(keys.max(initial=-1)) + 1
+    if size > max(_LEAST_TABLE, len(keys)):
+        names, group = np.unique(keys, return_inverse=True)
+        return names, group
+    table = np.zeros(size, np.int64)
+    table[keys] = 1
+    names = np.flatnonzero(table)
+    table[names] = np.arange(len(names))
+    return names, table[keys]
+
+
+def _of_usual_rank(group: Index, groups: int, ranks: NDArray[np.int32], world: int, values: Seconds) -> Seconds:
     """Return for each group the lower median over ranks of each rank's median: of two ranks that of the faster one."""
-    names, of_rank = np.unique((group << 24) | ranks, return_inverse=True)
-    own_group, medians = names >> 24, _medians(of_rank, values, len(names))
-    order = np.lexsort((medians, own_group))
-    begin = np.searchsorted(own_group[order], np.arange(int(own_group[-1]) + 2))
-    lower: Seconds = medians[order][begin[:-1] + (np.diff(begin) - 1) // 2]
-    return lower
+    names, of_rank = _numbered(ranks * np.int64(groups) + group)
+    return segment_medians(names % groups, _medians(of_rank, values, len(names)), groups)
 
 
 def _medians(group: Index, values: Seconds, groups: int) -> Seconds:
-    order = np.lexsort((values, group))
-    begin = np.searchsorted(group[order], np.arange(groups + 1))
-    size, ordered = np.diff(begin), values[order]
-    found: Seconds = (ordered[begin[:-1] + (size - 1) // 2] + ordered[begin[:-1] + size // 2]) / 2
-    return found
+    """Return the median of each group, of two middles their mean; each group has a value."""
+    upper = -segment_medians(group, -values, groups)
+    return (segment_medians(group, values, groups) + upper) / 2
 
 
 def find_slowdowns(
@@ -147,7 +160,7 @@ def find_slowdowns(
     peers: PeerSet,
     *,
     max_cells: int = MAX_CELLS,
-    replayer: Replayer = replay,
+    replayer: MixedReplayer = mixed_lengths_s,
 ) -> Slowdowns:
     """Return the slowdowns over the steps of `graphs`, of which there is at least one."""
     window = _Window(graphs, layout, peers, replayer)
@@ -193,7 +206,7 @@ class _EdgeOwners:
 class _Window:
     """Steps with their usual weights, which can be replayed in scenarios."""
 
-    def __init__(self, graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet, replayer: Replayer) -> None:
+    def __init__(self, graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet, replayer: MixedReplayer) -> None:
         self._graphs, self._replayer = graphs, replayer
         self._usual = usual_weights(graphs, layout, peers)
         self.cells = Cells.of(layout)
@@ -216,10 +229,11 @@ class _Window:
         columns = []
         for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
             masks, parts = iter(scenarios(edges)), []
-            while together := list(itertools.islice(masks, lanes_at_once(graph))):
-                recorded = np.stack(together, axis=1)
-                weights = np.where(recorded, graph.edges.weight[:, None], ideal[:, None])
-                parts.append(makespan_s(graph, self._replayer(graph, weights)))
+            while together := list(itertools.islice(masks, MIXED_AT_ONCE)):
+                recorded_in = np.zeros(len(ideal), np.uint8)
+                for bit, mask in enumerate(together):
+                    recorded_in |= mask.view(np.uint8) << bit
+                parts.append(self._replayer(graph, ideal, recorded_in, len(together)))
             columns.append(np.concatenate(parts))
         return np.stack(columns, axis=1)
 

@@ -12,7 +12,8 @@ from megatronapp_analyzer.hub.ingest.step_cache import StepCache
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import JobLayout, StepRecords, copy_rows
 
-CACHED_BYTES = 64 << 20
+CACHED_BYTES = 256 << 20
+"""Memory of the graphs that are cached: enough for one of a million spans, which slowdowns and blame have in common."""
 
 
 def aligned(step: StoredStep) -> StepRecords:
