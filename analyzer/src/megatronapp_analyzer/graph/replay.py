@@ -12,7 +12,7 @@ MAX_NUMBERS = 10_000_000
 """Numbers in an array of a replay: 80 MB; a step with more edges is replayed in one scenario at a time."""
 MAX_LANES = 16
 MIXED_AT_ONCE = 8
-"""Scenarios of `mixed_lengths_s` at a time: a bit of a byte each."""
+"""Scenarios of `mixed_lengths_s` at a time: a bit of a byte each. They take 64 bytes for an event, however many."""
 
 
 def lanes_at_once(graph: StepGraph) -> int:

@@ -104,7 +104,7 @@ def usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet
     names, group = _numbered(keys)
     if peers is PeerSet.WORK:
         ranks = np.concatenate([graph.spans["rank"][graph.edges.span] for graph in graphs])
-        usual = _of_usual_rank(group, len(names), ranks, layout.world, weights)
+        usual = _of_usual_rank(group, len(names), ranks.astype(np.int64), weights)
     else:
         usual = _medians(group, weights, len(names))
         computes = np.isin(names % _EDGE_KINDS, (EdgeKind.SPAN, EdgeKind.TRANSFER))
@@ -142,9 +142,9 @@ def _numbered(keys: Index) -> tuple[Index, Index]:
     return names, table[keys]
 
 
-def _of_usual_rank(group: Index, groups: int, ranks: NDArray[np.int32], world: int, values: Seconds) -> Seconds:
+def _of_usual_rank(group: Index, groups: int, ranks: Index, values: Seconds) -> Seconds:
     """Return for each group the lower median over ranks of each rank's median: of two ranks that of the faster one."""
-    names, of_rank = _numbered(ranks * np.int64(groups) + group)
+    names, of_rank = _numbered(ranks * groups + group)
     return segment_medians(names % groups, _medians(of_rank, values, len(names)), groups)
 
 
@@ -202,6 +202,12 @@ class _EdgeOwners:
     kind: NDArray[np.uint8]
     in_last_stage: Mask
 
+    @classmethod
+    def of(cls, graph: StepGraph, cell_of_rank: Index, is_last: Mask) -> "_EdgeOwners":
+        """Return those of a graph, read from single columns: the rows of the spans of all edges are large."""
+        ranks, kinds = (graph.spans[name][graph.edges.span] for name in ("rank", "kind"))
+        return cls(cell=cell_of_rank[ranks], kind=kinds, in_last_stage=is_last[ranks])
+
 
 class _Window:
     """Steps with their usual weights, which can be replayed in scenarios."""
@@ -211,10 +217,7 @@ class _Window:
         self._usual = usual_weights(graphs, layout, peers)
         self.cells = Cells.of(layout)
         is_last = np.isin(layout.stages, layout.loss_stages)
-        owners = [graph.spans[graph.edges.span] for graph in graphs]
-        self._edges = [
-            _EdgeOwners(self.cells.of_rank[owner["rank"]], owner["kind"], is_last[owner["rank"]]) for owner in owners
-        ]
+        self._edges = [_EdgeOwners.of(graph, self.cells.of_rank, is_last) for graph in graphs]
 
     def heaviest(self, count: int) -> Index:
         """Return the cells with the most time beyond the usual, in order of their numbers."""
