@@ -134,6 +134,53 @@ TEST(Levels, SortEdgesAndFindTheLongestPaths) {
     EXPECT_THROW((void)sort_by_level(source, std::vector<std::int64_t>{1}, 4), std::invalid_argument);
 }
 
+TEST(Levels, GiveTheLatestTimeOfEachScenarioAsLongestPathsDo) {
+    const std::vector<std::int64_t> source{0, 1, 0, 2};
+    const std::vector<std::int64_t> target{1, 2, 2, 3};
+    const std::vector<double> recorded{1.0, 2.0, 4.0, 8.0};
+    const std::vector<double> ideal{0.5, 0.25, 0.1, 0.2};
+    const std::vector<std::uint8_t> recorded_in{0b10101010, 0b11001100, 0b11110000, 0b10010110};
+    const std::vector<double> initial{0.3, 0.0, 0.0, 0.0, 5.0};  // the last event has no edges
+    for (std::size_t scenarios = 1; scenarios <= kScenariosAtOnce; ++scenarios) {
+        std::vector<double> weights;
+        std::vector<double> times;
+        for (std::size_t edge = 0; edge < source.size(); ++edge) {
+            for (std::size_t scenario = 0; scenario < scenarios; ++scenario) {
+                weights.push_back(((recorded_in[edge] >> scenario) & 1U) != 0 ? recorded[edge] : ideal[edge]);
+            }
+        }
+        for (const double time : initial) {
+            times.insert(times.end(), scenarios, time);
+        }
+        longest_paths(source, target, weights, scenarios, times);
+        std::vector<double> latest(scenarios, 0.0);
+        for (std::size_t place = 0; place < times.size(); ++place) {
+            latest[place % scenarios] = std::max(latest[place % scenarios], times[place]);
+        }
+        EXPECT_EQ(latest_times(source, target, recorded, ideal, recorded_in, initial, scenarios), latest);
+    }
+    EXPECT_EQ(latest_times({}, {}, {}, {}, {}, std::vector<double>{-3.0, -2.0}, 2), (std::vector<double>{-2.0, -2.0}));
+}
+
+TEST(Levels, RefuseScenariosThatDoNotFit) {
+    const std::vector<std::int64_t> ends{0};
+    const std::vector<std::int64_t> beyond{2};
+    const std::vector<std::int64_t> negative{-1};
+    const std::vector<double> weight{1.0};
+    const std::vector<std::uint8_t> set{1};
+    const std::vector<double> initial{0.0, 0.0};
+    EXPECT_THROW((void)latest_times(ends, ends, weight, weight, set, initial, 0), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, ends, weight, weight, set, initial, kScenariosAtOnce + 1),
+                 std::invalid_argument);
+    EXPECT_THROW((void)latest_times({}, {}, {}, {}, {}, {}, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, ends, {}, weight, set, initial, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, ends, weight, {}, set, initial, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, ends, weight, weight, {}, initial, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, {}, weight, weight, set, initial, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(ends, beyond, weight, weight, set, initial, 1), std::invalid_argument);
+    EXPECT_THROW((void)latest_times(negative, ends, weight, weight, set, initial, 1), std::invalid_argument);
+}
+
 void add_row(std::vector<std::byte>& rows, std::uint8_t kind, std::uint32_t ordinal, std::int32_t rank,
              std::uint64_t start_ns = 0, std::uint32_t units = 0) {
     std::array<std::byte, kRankRecordBytes> row{};

@@ -13,6 +13,7 @@ import pytest
 from perfetto_rule import dropped, read_perfetto
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.app import build_api
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.settings import load_job_file
@@ -356,6 +357,8 @@ async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: 
         assert (await hub.get("/api/v1/summary"))["hungRanks"] == [1]
         span = (await hub.get("/api/v1/job"))["ranks"][0]["openSpan"]
         assert (span["kind"], span["step"], span["microbatch"]) == ("forward", 4, 1)
+        async with hub.client() as client:  # ranks are written without their models
+            schemas.JobView.model_validate_json((await client.get("/api/v1/job")).content, strict=True)
         await other.status(closed=True)
 
         async def ended() -> bool:
