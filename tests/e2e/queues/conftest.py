@@ -11,12 +11,11 @@ import pytest
 
 @pytest.fixture(scope="session")
 def queued_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
-    """A control plane with our CRD, and Kueue."""
+    """A control plane with our definitions, and Kueue."""
     if shutil.which("go") is None:
         pytest.skip("Kueue is built with Go, which is not on the PATH")
     with kube.control_plane(tmp_path_factory.mktemp("control-plane")) as plane:
-        done = plane.kubectl("apply", "--server-side", "-f", str(kube.ROOT / "crds" / "megatronjob.yaml"))
-        assert done.returncode == 0, done.stderr
+        plane.define(*sorted((kube.ROOT / "crds").glob("*.yaml")))
         with kueue.kueue(plane, tmp_path_factory.mktemp("kueue")):
             yield plane
 

@@ -25,11 +25,10 @@ BROKEN = 42
 
 @pytest.fixture(scope="module")
 def placing_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
-    """A control plane with our CRD and this scheduler."""
+    """A control plane with our definitions and this scheduler."""
     folder = tmp_path_factory.mktemp("control-plane")
     with kube.control_plane(folder, group=coscheduling.SERVER) as plane:
-        done = plane.kubectl("apply", "--server-side", "-f", str(kube.ROOT / "crds" / "megatronjob.yaml"))
-        assert done.returncode == 0, done.stderr
+        plane.define(*sorted((kube.ROOT / "crds").glob("*.yaml")))
         with coscheduling.scheduler(plane, tmp_path_factory.mktemp("scheduler")):
             yield plane
 

@@ -33,7 +33,7 @@ PHASES = {
     "optimizer": ("training.step:reduce_loss", 3, (STOPPED, [2, 4])),
     "evaluation": ("training.evaluate:evaluate", 1, (STOPPED, [2])),
     "save": ("checkpoint.manager:CheckpointManager.save", 1, (STOPPED, [2, 3])),
-    "files of a save": ("checkpoint.manager:write", 1, (STOPPED, [2, 3])),
+    "files of a save": ("checkpoint.manager:write_rank_file", 1, (STOPPED, [2, 3])),
     "publishing": ("checkpoint.directory:CheckpointDirectory.publish", 1, (STOPPED, [2, 3])),
     "last step": ("pipeline.megatron_schedules:StaticSchedule.train", 4, (STOPPED, [2, 4])),
     "last save": ("checkpoint.manager:CheckpointManager.save", 2, (STOPPED, [2, 4])),
