@@ -103,10 +103,10 @@ def seconds_lost(
         off_cpu = OffCpuTimes(stopped_s=nothing, queued_s=nothing)
     lost: Floats = np.zeros(len(remedies))
     between_spans = np.array([remedy.cause is Cause.HOST for remedy in remedies], np.bool_)
-    slack_s = _slack_s(graph)
+    inputs_s = _first_inputs_s(graph)
 
     def ends_s(weights: Floats) -> Floats:
-        return _until_next_s(graph, slack_s, replayer(graph, weights))
+        return _until_next_s(graph, inputs_s, replayer(graph, weights))
 
     for judged in (np.flatnonzero(between_spans), np.flatnonzero(~between_spans)):
         if len(judged):
@@ -116,33 +116,43 @@ def seconds_lost(
     return lost
 
 
-def _slack_s(graph: StepGraph) -> Floats:
-    """Return for each rank of the graph, in order, how long it waits for the first input of its step; 0 for none."""
+def _first_inputs_s(graph: StepGraph) -> Floats:
+    """Return for each rank of the graph, in order, how long after the begin of a step its first input is ready.
+
+    The begin is that of the rank at the start of the chain of messages that ends with this input, such as one of the
+    first stage; 0 for a rank that waits for no input. A rank's own begin is no reference: what it did at the end of the
+    step before has made it later.
+    """
     spans, messages = graph.spans, graph.messages
-    rank, kind = spans["rank"], spans["kind"]
-    begin = np.flatnonzero(np.diff(rank, prepend=-1))
-    ready = np.full(len(spans) + 1, -np.inf)  # one more, for a last rank without any of these spans
-    ready[messages.recv_wait[messages.matched]] = graph.end_s[messages.send_post[messages.matched]]
-    active = np.flatnonzero(~is_kind(kind, BEFORE_INPUT))
+    begin = np.flatnonzero(np.diff(spans["rank"], prepend=-1))
+    place = np.searchsorted(begin, np.arange(len(spans)), side="right") - 1  # number of each span's rank
+    post = np.full(len(spans) + 1, -1)  # one more, for a last rank without any of these spans
+    post[messages.recv_wait[messages.matched]] = messages.send_post[messages.matched]
+    active = np.flatnonzero(~is_kind(spans["kind"], BEFORE_INPUT))
     first = np.append(active, len(spans))[np.searchsorted(active, begin)]
-    start = np.append(graph.start_s, 0.0)[first]
-    own = np.append(rank, -1)[first] == rank[begin]
-    out: Floats = np.where(own, np.maximum(ready[first] - start, 0.0), 0.0)
+    number = np.arange(len(begin))
+    sent = np.where(np.append(place, -1)[first] == number, post[first], -1)
+    waits = sent >= 0
+    origin = np.where(waits, place[sent], number)
+    for _ in range(len(begin).bit_length()):  # follows twice as many messages each time
+        origin = origin[origin]
+    ready_s = np.where(waits, graph.end_s[sent], 0.0) - graph.start_s[begin[origin]]
+    out: Floats = np.where(waits, np.maximum(ready_s, 0.0), 0.0)
     return out
 
 
-def _until_next_s(graph: StepGraph, slack_s: Floats, times: Floats) -> Floats:
+def _until_next_s(graph: StepGraph, inputs_s: Floats, times: Floats) -> Floats:
     """Return for each scenario how long after this step the next one, which is like it, can follow, in seconds.
 
-    What a rank does at the end of a step, such as its optimizer, delays the next one only by what exceeds the time in
-    which the rank waits for its first input there: a later stage of a pipeline waits until the stages before it have
-    passed on the first microbatch. `slack_s` is that time of each rank, `times` those of events, [events, scenarios].
+    What a rank does at the end of a step, such as its optimizer, delays the next one only if the rank ends after its
+    first input there is ready: a later stage of a pipeline waits until the stages before it have passed on the first
+    microbatch. `inputs_s` is `_first_inputs_s` of the graph, `times` those of events, [events, scenarios].
     """
     if graph.events == 0:
         return np.zeros(times.shape[1:])
     begin = np.flatnonzero(np.diff(graph.spans["rank"], prepend=-1))
     last_s = np.maximum.reduceat(times[1 : 2 * len(graph.spans) : 2], begin, axis=0)
-    out: Floats = (last_s - slack_s[:, None]).max(axis=0) - float(graph.start_s.min())
+    out: Floats = (last_s - inputs_s[:, None]).max(axis=0) - float(graph.start_s.min())
     return out
 
 
