@@ -70,6 +70,13 @@ def test_the_hub_gets_the_url_of_the_model() -> None:
     assert "--serve-url" not in other["command"]
 
 
+@pytest.mark.parametrize(("nodes", "memory"), [(1, "2Gi"), (512, "2Gi"), (513, "3Gi"), (1250, "4Gi"), (2048, "5Gi")])
+def test_a_hub_may_use_more_memory_for_more_ranks(nodes: int, memory: str) -> None:
+    job = rendered.make_job({**rendered.ANALYZED, "nodes": nodes, "procPerNode": 8})
+    (hub,) = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)["spec"]["containers"]
+    assert hub["resources"]["limits"] == {"cpu": "2", "memory": memory}
+
+
 @pytest.mark.parametrize(
     ("source", "port", "allowed"),
     [

@@ -1,5 +1,6 @@
 """The hub: its pod and its Service, outside the gang."""
 
+import math
 from typing import Any
 
 from megatronapp_common.job import MegatronJob
@@ -35,7 +36,9 @@ STATE = "/var/lib/megatronapp"
 ANNOTATION_STARTS = f"{GROUP}/starts"
 """Annotation of the hub's pod: number of hubs started for this job, with this one."""
 REQUESTS = {"cpu": "100m", "memory": "256Mi"}
-LIMITS = {"cpu": "2", "memory": "2Gi"}
+CPU_LIMIT = "2"
+RANKS_PER_GI = 4096
+"""Ranks after which the memory limit of a hub grows by 1Gi; hub and detector took 2.4 GiB for 10,000 ranks."""
 STARTS_S = 300
 """Seconds to start: a hub on a crowded node may take minutes to listen; killed for that, it would only start over."""
 GRACE_S = 30
@@ -86,6 +89,12 @@ def hub_hash(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> str
     return digest(_spec(job, owner, settings))
 
 
+def default_resources(ranks: int) -> Object:
+    """Return the resources of a hub of so many ranks, for a job that names none."""
+    memory_gi = 1 + max(math.ceil(ranks / RANKS_PER_GI), 1)
+    return {"requests": REQUESTS, "limits": {"cpu": CPU_LIMIT, "memory": f"{memory_gi}Gi"}}
+
+
 def _spec(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object:
     state: dict[str, Any] = {"name": "state", **_state_volume(job)}
     return {
@@ -126,7 +135,7 @@ def _container(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> O
         "command": _command(job, owner, settings),
         "env": variables(values),
         "ports": [{"name": "http", "containerPort": HUB_PORT, "protocol": "TCP"}],
-        "resources": given.to_dict() if given.requests or given.limits else {"requests": REQUESTS, "limits": LIMITS},
+        "resources": given.to_dict() if given.requests or given.limits else default_resources(job.world.world_size),
         "securityContext": container_security(read_only=True),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "startupProbe": _probe("/healthz", period_s=2, failures=STARTS_S // 2),
