@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import resource
+import secrets
 import select
 import signal
 import socket
@@ -42,6 +43,8 @@ from megatronapp_operator.plan_io import hub_summary
 from megatronapp_operator.plan_io.spec_reader import process_spec
 
 DEADLINE_S = 120.0
+UID = f"parts-{secrets.token_hex(4)}"
+"""UID of the jobs here. What kills by UID would find, and kill, launchers of other tests with the same."""
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
 MANIFEST: dict[str, Any] = {
     "apiVersion": "megatronapp.io/v1alpha1",
@@ -87,17 +90,19 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def test_processes_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
-    first, tenth, other = sleeper("kin-a", 1), sleeper("kin-a", 10), sleeper("kin-ab", 1)
-    assert set(job_processes.find(job_processes.ProcessSelector(uid="kin-a"))) == {first.pid, tenth.pid}
-    assert job_processes.find(job_processes.ProcessSelector(uid="kin-a", attempt=0, worker=1)) == [first.pid]
-    assert job_processes.find(job_processes.ProcessSelector(uid="kin-a", attempt=1)) == []
-    assert job_processes.find(job_processes.ProcessSelector(uid="kin-ab")) == [other.pid]
+    job, longer = f"{UID}-a", f"{UID}-ab"
+    first, tenth, other = sleeper(job, 1), sleeper(job, 10), sleeper(longer, 1)
+    assert set(job_processes.find(job_processes.ProcessSelector(uid=job))) == {first.pid, tenth.pid}
+    assert job_processes.find(job_processes.ProcessSelector(uid=job, attempt=0, worker=1)) == [first.pid]
+    assert job_processes.find(job_processes.ProcessSelector(uid=job, attempt=1)) == []
+    assert job_processes.find(job_processes.ProcessSelector(uid=longer)) == [other.pid]
 
 
 def test_a_sweep_kills_the_processes_of_its_job_also_stopped_ones(sleeper: Any) -> None:
-    mine, stopped, other = sleeper("kin-c"), sleeper("kin-c"), sleeper("kin-d")
+    job = f"{UID}-c"
+    mine, stopped, other = sleeper(job), sleeper(job), sleeper(f"{UID}-d")
     stopped.send_signal(signal.SIGSTOP)
-    assert job_processes.sweep(job_processes.ProcessSelector(uid="kin-c"))
+    assert job_processes.sweep(job_processes.ProcessSelector(uid=job))
     assert (mine.wait(DEADLINE_S), stopped.wait(DEADLINE_S)) == (-9, -9)
     assert other.poll() is None
 
@@ -198,7 +203,7 @@ def test_a_hub_that_cannot_be_started_is_reported_and_retried_later(tmp_path: pa
 
 
 def test_an_agent_that_cannot_be_started_leaves_its_worker_alone(tmp_path: pathlib.Path) -> None:
-    made = make_settings(tmp_path, analyzer=True, uid="no-agent", shm=tmp_path)
+    made = make_settings(tmp_path, analyzer=True, uid=f"{UID}-no-agent", shm=tmp_path)
     made = dataclasses.replace(made, commands=dataclasses.replace(made.commands, launcher=SLEEP))
     environment = settings.worker_environment(made, index=0, attempt=0, coordinator="", hub_url="")
     worker = WorkerProcess(made, index=0, attempt=0, environment=environment, now=0.0)
@@ -357,7 +362,7 @@ def test_every_worker_has_a_loopback_address_of_its_own(index: int) -> None:
 def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.ProcessSettings:
     job = load_job(MANIFEST)
     commands = settings_builder.build_commands(job)
-    made = settings_builder.build_settings(job, uid="u", paths=JobPaths(tmp_path), commands=commands)
+    made = settings_builder.build_settings(job, uid=UID, paths=JobPaths(tmp_path), commands=commands)
     return dataclasses.replace(made, **changes)
 
 
@@ -366,7 +371,7 @@ def test_the_environment_of_a_worker_matches_the_contract(
 ) -> None:
     monkeypatch.setenv(Env.HUB_URL, "http://another.job")
     made = settings.worker_environment(
-        make_settings(tmp_path), index=1, attempt=3, coordinator="127.0.0.2:20000", hub_url=""
+        make_settings(tmp_path, uid="u"), index=1, attempt=3, coordinator="127.0.0.2:20000", hub_url=""
     )
     assert {name: made[name] for name in Env if name in made and name is not Env.SHM_DIR} == {
         Env.JOB: "job",
