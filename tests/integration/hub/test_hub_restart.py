@@ -21,12 +21,12 @@ from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 300.0
-VERDICT = {
+VERDICT: dict[str, Any] = {
     "id": "v1",
     "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
     "cause": "compute",
     "state": "confirmed",
-    "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
+    "effect": {"secondsPerStep": 0.1, "secondsLost": 36.0, "slowdown": 2.0},
     "confidence": 0.9,
     "evidence": {"steps": [3], "text": []},
     "since": {"attempt": 0, "step": 3, "time": 1.0},
@@ -247,7 +247,8 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
         assert {rank["state"] for rank in view["ranks"]} == {"ended"}
         assert {path: await hub.get(path) for path in before} == before
         assert (await hub.get("/api/v1/metrics/series?name=loss"))["steps"] == list(range(20))
-        assert await hub.get("/api/v1/verdicts") == [VERDICT]
+        effect = VERDICT["effect"] | {"gpuHours": 2 * 36 / 3600, "cost": None}
+        assert await hub.get("/api/v1/verdicts") == [VERDICT | {"effect": effect}], "what both ranks have lost"
         own, other = await hub.get("/api/v1/jobs")
         assert (own["name"], own["phase"], own["here"]) == ("demo", "Succeeded", True)
         shown = [other[key] for key in ("name", "phase", "here", "iteration", "restarts")]
