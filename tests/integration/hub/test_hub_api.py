@@ -103,6 +103,19 @@ async def test_empty_hub_answers(hub: Any) -> None:
         assert set(answer.json()) == {"code", "message", "hint"}
 
 
+async def test_a_repeated_scalar_parameter_is_refused(hub: Any) -> None:
+    async with hub.client() as client:
+        for query, status, message in (
+            ("steps?from=1&to=3&from=2", 422, "from: must be given once, and is given 2 times"),
+            ("heatmap?to=1&to=1&metric=&metric=&to=1", 422, "metric: must be given once, and is given 2 times; to: "),
+            ("timeline?step=1&step=2", 422, "step: "),
+            ("timeline?step=1&pixels=9&rank=0&rank=1", 404, "step 1"),
+        ):
+            answer = await client.get(f"/api/v1/{query}")
+            assert (answer.status_code, answer.json()["message"].startswith(message)) == (status, True), answer.text
+        assert (await client.get("/api/v1/steps?other=1&other=2")).json() == [], "no parameter of the operation"
+
+
 async def test_a_part_of_a_timeline_and_bounds_that_make_none(hub: Any, fake_job: Any, feed: Any) -> None:
     await feed(fake_job(), range(3))
     whole = await hub.get("/api/v1/timeline?step=1")

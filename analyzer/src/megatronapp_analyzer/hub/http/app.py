@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 
 from megatronapp_analyzer.hub.http import (
@@ -32,6 +32,7 @@ from megatronapp_common.web import problems
 from megatronapp_common.web.body_limit import BodyLimit
 from megatronapp_common.web.guard import Guard
 from megatronapp_common.web.security_headers import SecurityHeaders
+from megatronapp_common.web.single_parameters import refuse_repeated_parameters
 
 TITLE = "MegatronApp hub"
 API_VERSION = "1"
@@ -46,6 +47,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
+        dependencies=[Depends(refuse_repeated_parameters)],
     )
     problems.install(app, {RequestValidationError: problems.invalid_request})
     for module in (
