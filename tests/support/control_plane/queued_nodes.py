@@ -38,9 +38,11 @@ class QueuedNodes(FakeNodes):
         return bool(pod["spec"].get("nodeName")) or (not pod["spec"].get("schedulingGates") and name not in self.full)
 
     async def _stop(self, name: str, pod: Object) -> bool:
+        """End the containers, and remove the pod the next time: its operator sees why it is deleted in between."""
         if pod["status"]["phase"] not in ENDED:
             await self.end(name, TERMINATED)
-        elif pod["metadata"].get("deletionGracePeriodSeconds") == 0:
+            return True
+        if pod["metadata"].get("deletionGracePeriodSeconds") == 0:
             return False  # only its finalizers hold it
         await self.api.delete(PODS, pod, grace_s=0)
         return True
