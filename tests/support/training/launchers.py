@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import secrets
 import signal
 import subprocess
 import sys
@@ -125,6 +126,8 @@ class Gang:
 
     def __init__(self, tmp: pathlib.Path, proc_per_node: str = "2,2", program: str | None = None) -> None:
         self.tmp = tmp
+        self.uid = f"gang-{secrets.token_hex(4)}"
+        """Unique, because a process backend in another test kills all processes that have the uid of its job."""
         self.shm = tmp / "shm"
         self.shm.mkdir()
         (tmp / "secret").write_text(new_secret())
@@ -148,7 +151,7 @@ class Gang:
         run_dir.mkdir(exist_ok=True)
         own = {
             "JOB": "demo",
-            "JOB_UID": "u",
+            "JOB_UID": self.uid,
             "ATTEMPT": "0",
             "WORKER_INDEX": str(index),
             "NUM_WORKERS": str(len(self.proc_per_node.split(","))),

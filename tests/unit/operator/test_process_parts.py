@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import resource
-import secrets
 import select
 import signal
 import socket
@@ -32,7 +31,7 @@ from megatronapp_common.state import jobs_dir
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, settings, settings_builder, signals
 from megatronapp_operator.backends.process.backend import ProcessBackend
-from megatronapp_operator.backends.process.state import files, lock
+from megatronapp_operator.backends.process.state import files, lock, registry
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess, read_outcome, worker_not_started
 from megatronapp_operator.cli.follower import LogTail
@@ -43,8 +42,6 @@ from megatronapp_operator.plan_io import hub_summary
 from megatronapp_operator.plan_io.spec_reader import process_spec
 
 DEADLINE_S = 120.0
-UID = f"parts-{secrets.token_hex(4)}"
-"""UID of the jobs here. What kills by UID would find, and kill, launchers of other tests with the same."""
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
 MANIFEST: dict[str, Any] = {
     "apiVersion": "megatronapp.io/v1alpha1",
@@ -90,19 +87,20 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def test_processes_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
-    job, longer = f"{UID}-a", f"{UID}-ab"
-    first, tenth, other = sleeper(job, 1), sleeper(job, 10), sleeper(longer, 1)
-    assert set(job_processes.find(job_processes.ProcessSelector(uid=job))) == {first.pid, tenth.pid}
-    assert job_processes.find(job_processes.ProcessSelector(uid=job, attempt=0, worker=1)) == [first.pid]
-    assert job_processes.find(job_processes.ProcessSelector(uid=job, attempt=1)) == []
+    uid = registry.new_uid()
+    longer = f"{uid}b"
+    first, tenth, other = sleeper(uid, 1), sleeper(uid, 10), sleeper(longer, 1)
+    assert set(job_processes.find(job_processes.ProcessSelector(uid=uid))) == {first.pid, tenth.pid}
+    assert job_processes.find(job_processes.ProcessSelector(uid=uid, attempt=0, worker=1)) == [first.pid]
+    assert job_processes.find(job_processes.ProcessSelector(uid=uid, attempt=1)) == []
     assert job_processes.find(job_processes.ProcessSelector(uid=longer)) == [other.pid]
 
 
 def test_a_sweep_kills_the_processes_of_its_job_also_stopped_ones(sleeper: Any) -> None:
-    job = f"{UID}-c"
-    mine, stopped, other = sleeper(job), sleeper(job), sleeper(f"{UID}-d")
+    uid = registry.new_uid()
+    mine, stopped, other = sleeper(uid), sleeper(uid), sleeper(registry.new_uid())
     stopped.send_signal(signal.SIGSTOP)
-    assert job_processes.sweep(job_processes.ProcessSelector(uid=job))
+    assert job_processes.sweep(job_processes.ProcessSelector(uid=uid))
     assert (mine.wait(DEADLINE_S), stopped.wait(DEADLINE_S)) == (-9, -9)
     assert other.poll() is None
 
@@ -203,7 +201,7 @@ def test_a_hub_that_cannot_be_started_is_reported_and_retried_later(tmp_path: pa
 
 
 def test_an_agent_that_cannot_be_started_leaves_its_worker_alone(tmp_path: pathlib.Path) -> None:
-    made = make_settings(tmp_path, analyzer=True, uid=f"{UID}-no-agent", shm=tmp_path)
+    made = make_settings(tmp_path, analyzer=True, shm=tmp_path)
     made = dataclasses.replace(made, commands=dataclasses.replace(made.commands, launcher=SLEEP))
     environment = settings.worker_environment(made, index=0, attempt=0, coordinator="", hub_url="")
     worker = WorkerProcess(made, index=0, attempt=0, environment=environment, now=0.0)
@@ -307,7 +305,8 @@ def test_events_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
     assert files.read_lines(path) == [{"n": 1}]
 
 
-def test_a_worker_that_cannot_be_started_is_treated_as_failed(tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_cannot_be_started_is_treated_as_failed(tmp_path: pathlib.Path, sleeper: Any) -> None:
+    of_another_job = sleeper(make_settings(tmp_path).uid)
     made = make_settings(tmp_path)
     run_dir = made.paths.run_dir(0, 0)
     run_dir.parent.mkdir(parents=True)
@@ -321,6 +320,7 @@ def test_a_worker_that_cannot_be_started_is_treated_as_failed(tmp_path: pathlib.
     worker.delete(0, 6.0)
     worker.tick(6.0)
     assert (worker.gone, worker.pids) == (True, set())
+    assert of_another_job.poll() is None
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 67), (errno.EAGAIN, 1)])
@@ -360,9 +360,14 @@ def test_every_worker_has_a_loopback_address_of_its_own(index: int) -> None:
 
 
 def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.ProcessSettings:
+    """Build the settings of a job with a unique uid.
+
+    The process backend kills all processes that have the uid of its job. With a uid that another test uses, it would
+    kill the gang of that test.
+    """
     job = load_job(MANIFEST)
     commands = settings_builder.build_commands(job)
-    made = settings_builder.build_settings(job, uid=UID, paths=JobPaths(tmp_path), commands=commands)
+    made = settings_builder.build_settings(job, uid=registry.new_uid(), paths=JobPaths(tmp_path), commands=commands)
     return dataclasses.replace(made, **changes)
 
 

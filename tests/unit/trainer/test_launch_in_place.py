@@ -50,7 +50,7 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
     document = status_of(gang, port)
     assert (document["attempt"], document["phase"], document["ends"]) == (1, "Running", [])
     assert document["rankTable"]["attempt"] == 1
-    assert all(is_locked(lock_path(gang.shm, "u", index)) for index in range(2))
+    assert all(is_locked(lock_path(gang.shm, gang.uid, index)) for index in range(2))
     gang.workers[1].process.terminate()
     assert gang.workers[1].end() == ExitCode.PREEMPTED
     assert gang.workers[1].record()["attempt"] == 1
@@ -58,7 +58,7 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
     gang.workers[0].process.terminate()
     assert gang.workers[0].end() == ExitCode.PREEMPTED
     assert sorted(path.suffix for path in gang.shm.iterdir()) == [".launcher", ".launcher"]
-    assert not is_locked(lock_path(gang.shm, "u", 0))
+    assert not is_locked(lock_path(gang.shm, gang.uid, 0))
 
 
 def test_a_late_launcher_never_joins_a_later_attempt(gang: Gang) -> None:

@@ -74,7 +74,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker(gang: Gang, lost: int) -> None
     spare_address = f"127.0.0.{2 + SPARE}"
     status_port = gang.reserve(spare_address)
     start_all(gang, {"0@1": "polite", "1@1": "polite"}, spare={"STATUS_PORT": str(status_port)})
-    assert is_locked(lock_path(gang.shm, "u", SPARE))
+    assert is_locked(lock_path(gang.shm, gang.uid, SPARE))
     assert gang.status(f"{spare_address}:{status_port}")["attempt"] == 0, "until it follows an order for another"
     ranks = gang.running({0: [0], 1: [1]})
     lose(gang, lost, [ranks[lost]])
