@@ -131,6 +131,8 @@ async def test_every_query_of_the_dashboard_has_data_of_a_job_that_fails_and_end
         return not pending
 
     await made.runs(0)
+    starts = "megatron_job_time_to_running_seconds_count"
+    await made.until(lambda: made.prometheus.values(starts) == [1.0], "the first start is scraped, as rates need two")
     await made.fails()
     try:
         await made.until(answered, "data for every query")
