@@ -90,7 +90,7 @@ def hub_hash(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> str
 
 
 def default_resources(ranks: int) -> Object:
-    """Return the resources of a hub of so many ranks, for a job that names none."""
+    """Return the resources of the hub of a job that names none, by its number of ranks."""
     memory_gi = 1 + max(math.ceil(ranks / RANKS_PER_GI), 1)
     return {"requests": REQUESTS, "limits": {"cpu": CPU_LIMIT, "memory": f"{memory_gi}Gi"}}
 
