@@ -8,11 +8,8 @@ import httpx
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.job.arguments import gives
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.addresses import hub_access
+from megatronapp_operator.cli.addresses import TIMEOUT_S, hub_access
 from megatronapp_operator.errors import HubError, OperatorError
-
-TIMEOUT_S = 30.0
-"""Seconds for an answer of the hub, which runs on this machine and may wait for a processor."""
 
 
 def main(arguments: argparse.Namespace) -> int:

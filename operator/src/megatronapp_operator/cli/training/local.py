@@ -7,12 +7,9 @@ from typing import Any
 import httpx
 
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.addresses import controller_access
+from megatronapp_operator.cli.addresses import TIMEOUT_S, controller_access
 from megatronapp_operator.cli.training import orders
 from megatronapp_operator.errors import HubError, OperatorError
-
-TIMEOUT_S = 30.0
-"""Seconds for an answer of the hub, which runs on this machine and may wait for a processor."""
 
 
 def main(arguments: argparse.Namespace) -> int:
