@@ -138,7 +138,10 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, mes
     ("args", "message"),
     [
         (["--num-layer", "3"], "spec.args[0]: unknown flag --num-layer; did you mean --num-layers?"),
-        (["--seed", "1", "--warmup-iters=3"], "spec.args[2]: unknown flag --warmup-iters; did you mean --lr-warmup-iters?"),
+        (
+            ["--seed", "1", "--warmup-iters=3"],
+            "spec.args[2]: unknown flag --warmup-iters; did you mean --lr-warmup-iters?",
+        ),
         (["--train-iters", "many"], "spec.args[0]: argument --train-iters: invalid int value: 'many'"),
         (["--tensor-model-parallel-size=3"], "spec.args[0]: --num-attention-heads (4) must be a multiple of"),
         (["--global-batch-size", "3", "--micro-batch-size", "2"], "spec.args[0]: --global-batch-size 3 is not"),

@@ -51,7 +51,9 @@ def begin(folder: pathlib.Path, target: str = "test-py", **environment: str) -> 
         path.chmod(0o755)
     search = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": search, "RAN": str(folder / "ran"), "CODE_OTHERS": "0"} | environment
-    of_make = {name: "" for name in ("GNUMAKEFLAGS", "MAKEFILES", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MEGATRONAPP_FULL")}
+    of_make = {
+        name: "" for name in ("GNUMAKEFLAGS", "MAKEFILES", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MEGATRONAPP_FULL")
+    }
     return subprocess.Popen(
         ["make", "VENV=.venv", "WORKERS=2", "PYTEST_FLAGS=", target],
         cwd=folder,
