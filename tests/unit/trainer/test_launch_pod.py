@@ -38,6 +38,7 @@ def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
         pytest.param(1, dict.fromkeys(range(4), "polite"), [0, 1, 2, 3], id="all answer"),
         pytest.param(1, {0: "polite", 1: "polite", 2: "wait", 3: "wait"}, [0, 1], id="before ranks can answer"),
         pytest.param(0, {0: "wait", 1: "wait", 2: "victim", 3: "victim"}, [], id="ranks that lose those"),
+        pytest.param(0, {0: "last", 1: "last", 2: "victim", 3: "victim"}, [], id="ranks that lose those end first"),
     ],
 )
 def test_a_stop_of_a_single_launcher_reaches_all(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from megatronapp_trainer.launch.ranks import outcome as outcomes
 from megatronapp_trainer.launch.ranks import process
-from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge
+from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureCause, FailureState, RankEnd, judge
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
 from megatronapp_trainer.launch.rendezvous.session import GangConnection
@@ -112,10 +112,13 @@ class Supervisor:
         return {rank.local_rank: rank.pid for rank in list(self._running.values())}
 
     async def run(self) -> LauncherOutcome:
-        """Wait for the end of all ranks; reports the end to the gang, a failure as soon as it is certain."""
+        """Wait for the end of all ranks; reports the end to the gang, a failure as soon as it is certain.
+
+        If the ranks have lost a peer, its worker may still identify it: its notice is awaited, too.
+        """
         listener = asyncio.create_task(self._listen())
         try:
-            while self._running:
+            while self._running or self._awaits_cause():
                 self._changed.clear()
                 self._act()
                 await self._wait()
@@ -126,7 +129,7 @@ class Supervisor:
 
     def outcome(self) -> LauncherOutcome:
         """Return the outcome of the events so far."""
-        judgement = judge(self._events, stop_requested=self._stop_requested)
+        judgement = self._judge()
         if judgement.reason is None:
             return outcomes.complete([event for event in self._events if isinstance(event, RankEnd)])
         return outcomes.failed(judgement.reason, self._last_lines)
@@ -159,21 +162,30 @@ class Supervisor:
                 self._stop_ranks()
             self._changed.set()
 
+    def _judge(self) -> FailureCause:
+        return judge(self._events, stop_requested=self._stop_requested)
+
+    def _awaits_cause(self) -> bool:
+        return self._judge().standing is FailureState.SUSPICIOUS and not self._is_overdue()
+
     def _act(self) -> None:
-        judgement = judge(self._events, stop_requested=self._stop_requested)
-        now = time.monotonic()
-        if judgement.standing is FailureState.FINE:
-            if self._stop_by is not None and now >= self._stop_by and not self._killed:
-                self._kill()
-            return
-        if self._kill_at is None:
-            self._kill_at = now + self._grace_s
+        standing = self._judge().standing
+        if standing is not FailureState.FINE and self._kill_at is None:
+            self._kill_at = time.monotonic() + self._grace_s
             self._signal_ranks(PEER_LOST)
-        overdue = now >= self._kill_at
-        if judgement.standing is FailureState.CERTAIN or (judgement.standing is FailureState.SUSPICIOUS and overdue):
+        overdue = self._is_overdue()
+        if standing is FailureState.CERTAIN or (standing is FailureState.SUSPICIOUS and overdue):
             self._report()
-        if overdue and not self._killed:
+        if overdue and self._running and not self._killed:
             self._kill()
+
+    def _deadline(self) -> float | None:
+        """Return when ranks are killed, and the cause of a failure is awaited no longer."""
+        return min((at for at in (self._kill_at, self._stop_by) if at is not None), default=None)
+
+    def _is_overdue(self) -> bool:
+        deadline = self._deadline()
+        return deadline is not None and time.monotonic() >= deadline
 
     def _report(self) -> None:
         if self._reported is None:
@@ -191,8 +203,8 @@ class Supervisor:
 
     async def _wait(self) -> None:
         """Wait for an event or for the end of a grace period."""
-        at = min((at for at in (self._kill_at, self._stop_by) if at is not None), default=None)
-        wait_s = None if at is None or self._killed else max(0.0, at - time.monotonic())
+        deadline = self._deadline()
+        wait_s = None if deadline is None or self._killed else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
