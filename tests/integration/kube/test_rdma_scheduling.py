@@ -69,7 +69,19 @@ def client(tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
             "--secure-port=0",
         ]
         with running(kwok, tmp_path / "kwok.log"), running(scheduler, tmp_path / "scheduler.log"):
+            # A pod that is bound while kwok is finding the nodes may be missed by it, and never run.
+            gateway.wait_for(lambda: ready_nodes(client) == set(NODES), tmp_path / "kwok.log")
             yield client
+
+
+def ready_nodes(client: httpx.Client) -> set[str]:
+    """Return the nodes that kwok has made ready, whose pods it lets run."""
+    answer = client.get("/api/v1/nodes")
+    return {
+        node["metadata"]["name"]
+        for node in answer.json()["items"]
+        if any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions", ()))
+    }
 
 
 def pods(client: httpx.Client) -> dict[str, dict[str, Any]]:
