@@ -62,6 +62,8 @@ def end_last(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 if action == "last":
     signal.signal(signal.SIGTERM, end_last)
+if action == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if action == "orphan":
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     print("orphan", child.pid)
@@ -89,7 +91,7 @@ if action == "watch":
         mark("watches")
         libc.pthread_mutex_lock(held)
         libc.pthread_mutex_lock(held)  # for ever, as in a collective: no handler of Python's runs
-while action in ("wait", "polite", "victim", "last", "saver"):
+while action in ("wait", "polite", "victim", "last", "saver", "stubborn"):
     time.sleep(0.1)  # a signal that arrives just before a sleep is handled after it
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launchers import Gang, alive, wait_until
+from launchers import DEADLINE_S, Gang, alive, wait_until
 
 from megatronapp_common.attempt_order import lock_path
 from megatronapp_common.names import ExitCode
@@ -77,6 +77,21 @@ def test_a_late_launcher_never_joins_a_later_attempt(gang: Gang) -> None:
     gang.order(1, only=1)
     gang.ran(1, 1, worker=1)
     gang.ran(0, 1, worker=0)
+
+
+def test_an_order_shortens_the_time_of_ranks_that_have_lost_a_peer(tmp_path: pathlib.Path) -> None:
+    gang = Gang(tmp_path, proc_per_node="2")
+    try:
+        actions = {"0@0": "stubborn", "1@0": f"exit{ExitCode.PEER_LOST}"}
+        gang.start(actions, grace_s=2 * DEADLINE_S, ATTEMPT_FILE=str(gang.order_file(0)))
+        gang.running({0: [0, 1]})
+        gang.go()
+        wait_until(lambda: f"rank 1 ended with exit code {ExitCode.PEER_LOST}" in gang.workers[0].output())
+        gang.order(1, grace_s=0.2)
+        for rank in range(2):
+            gang.ran(rank, 1, worker=0)
+    finally:
+        gang.close()
 
 
 @pytest.mark.full("the time without an order is waited for by the same loop as the order", but=("no-restart-helps",))

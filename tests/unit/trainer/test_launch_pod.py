@@ -54,6 +54,15 @@ def test_a_stop_of_a_single_launcher_reaches_all(
     assert [rank for rank, path in states.items() if path.read_text() == "checkpointed"] == checkpointed
 
 
+def test_a_cause_that_nobody_reports_is_awaited_for_a_time_only(gang: Gang) -> None:
+    lost = f"exit{ExitCode.PEER_LOST}"
+    gang.start({0: "wait", 1: "wait", 2: lost, 3: lost}, grace_s=0.3)
+    gang.running(BOTH)
+    gang.go()
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST] * 2
+    assert gang.workers[1].record()["rank"] in {2, 3}, "one of its own: no other is identified"
+
+
 def environment_of(gang: Gang, worker: int, rank: int) -> dict[str, str]:
     lines = (gang.workers[worker].run_dir / f"rank-{rank}.log").read_text().splitlines()
     found: dict[str, str] = json.loads(next(line for line in lines if line.startswith("environment "))[12:])

@@ -30,7 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gather-timeout-s", type=float, default=600.0, help="seconds to wait for the whole gang")
     parser.add_argument(
-        "--grace-s", type=float, default=3.0, help="seconds that the other ranks have to end after a failure"
+        "--grace-s",
+        type=float,
+        default=3.0,
+        help="seconds that the other ranks have to end after a failure, and to learn why a peer was lost",
     )
     parser.add_argument(
         "--standby-s",

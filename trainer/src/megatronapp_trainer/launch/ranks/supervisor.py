@@ -166,7 +166,8 @@ class Supervisor:
         return judge(self._events, stop_requested=self._stop_requested)
 
     def _awaits_cause(self) -> bool:
-        return self._judge().standing is FailureState.SUSPICIOUS and not self._is_overdue()
+        has_others = len(self._gang.briefing.table.workers) > 1
+        return has_others and self._judge().standing is FailureState.SUSPICIOUS and not self._is_overdue()
 
     def _act(self) -> None:
         standing = self._judge().standing
@@ -204,7 +205,8 @@ class Supervisor:
     async def _wait(self) -> None:
         """Wait for an event or for the end of a grace period."""
         deadline = self._deadline()
-        wait_s = None if deadline is None or self._killed else max(0.0, deadline - time.monotonic())
+        killed = self._killed and self._running
+        wait_s = None if deadline is None or killed else max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
