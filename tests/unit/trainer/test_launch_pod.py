@@ -54,7 +54,7 @@ def test_a_stop_of_a_single_launcher_reaches_all(
     assert [rank for rank, path in states.items() if path.read_text() == "checkpointed"] == checkpointed
 
 
-def test_a_cause_that_nobody_reports_is_awaited_for_a_time_only(gang: Gang) -> None:
+def test_the_cause_of_lost_peers_is_awaited_for_a_time_only(gang: Gang) -> None:
     lost = f"exit{ExitCode.PEER_LOST}"
     gang.start({0: "wait", 1: "wait", 2: lost, 3: lost}, grace_s=0.3)
     gang.running(BOTH)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import math
 import pathlib
 import signal
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from megatronapp_trainer.launch.ranks import outcome as outcomes
 from megatronapp_trainer.launch.ranks import process
-from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureCause, FailureState, RankEnd, judge
+from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
 from megatronapp_trainer.launch.rendezvous.session import GangConnection
@@ -49,9 +50,10 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._stop_requested = False
         self._ends_at_checkpoint = False
-        self._kill_at: float | None = None
-        self._stop_by: float | None = None
-        """When ranks are killed that were asked to stop within a time."""
+        self._warned = False
+        """True once the ranks were warned of a failure."""
+        self._deadline = math.inf
+        """When ranks are killed, and the cause of a failure is awaited no longer (time.monotonic)."""
         self._killed = False
         self._reported: EndNotice | None = None
 
@@ -75,7 +77,7 @@ class Supervisor:
     def stop_within(self, grace_s: float) -> None:
         """Request a stop of all ranks of the gang, and kill those of this worker that run after `grace_s` seconds."""
         self.stop()
-        self._stop_by = time.monotonic() + grace_s
+        self._end_within(grace_s)
         self._changed.set()
 
     def end_at_checkpoint(self, ends: bool) -> None:
@@ -129,13 +131,10 @@ class Supervisor:
 
     def outcome(self) -> LauncherOutcome:
         """Return the outcome of the events so far."""
-        judgement = self._judge()
+        judgement = judge(self._events, stop_requested=self._stop_requested)
         if judgement.reason is None:
             return outcomes.complete([event for event in self._events if isinstance(event, RankEnd)])
-        return outcomes.failed(judgement.reason, self._last_lines)
-
-    def _last_lines(self, rank: int) -> str:
-        return outcomes.tail(self._logs[rank])
+        return outcomes.failed(judgement.reason, lambda rank: outcomes.tail(self._logs[rank]))
 
     def _note_end(self, rank: RankProcess, ended: process.ReapedProcess) -> None:
         how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
@@ -162,31 +161,25 @@ class Supervisor:
                 self._stop_ranks()
             self._changed.set()
 
-    def _judge(self) -> FailureCause:
-        return judge(self._events, stop_requested=self._stop_requested)
+    def _end_within(self, grace_s: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
 
     def _awaits_cause(self) -> bool:
-        has_others = len(self._gang.briefing.table.workers) > 1
-        return has_others and self._judge().standing is FailureState.SUSPICIOUS and not self._is_overdue()
+        if len(self._gang.briefing.table.workers) == 1 or time.monotonic() >= self._deadline:
+            return False
+        return judge(self._events, stop_requested=self._stop_requested).standing is FailureState.SUSPICIOUS
 
     def _act(self) -> None:
-        standing = self._judge().standing
-        if standing is not FailureState.FINE and self._kill_at is None:
-            self._kill_at = time.monotonic() + self._grace_s
+        standing = judge(self._events, stop_requested=self._stop_requested).standing
+        if standing is not FailureState.FINE and not self._warned:
+            self._warned = True
+            self._end_within(self._grace_s)
             self._signal_ranks(PEER_LOST)
-        overdue = self._is_overdue()
+        overdue = time.monotonic() >= self._deadline
         if standing is FailureState.CERTAIN or (standing is FailureState.SUSPICIOUS and overdue):
             self._report()
         if overdue and self._running and not self._killed:
             self._kill()
-
-    def _deadline(self) -> float | None:
-        """Return when ranks are killed, and the cause of a failure is awaited no longer."""
-        return min((at for at in (self._kill_at, self._stop_by) if at is not None), default=None)
-
-    def _is_overdue(self) -> bool:
-        deadline = self._deadline()
-        return deadline is not None and time.monotonic() >= deadline
 
     def _report(self) -> None:
         if self._reported is None:
@@ -204,9 +197,8 @@ class Supervisor:
 
     async def _wait(self) -> None:
         """Wait for an event or for the end of a grace period."""
-        deadline = self._deadline()
-        killed = self._killed and self._running
-        wait_s = None if deadline is None or killed else max(0.0, deadline - time.monotonic())
+        bounded = self._deadline < math.inf and not self._killed
+        wait_s = max(0.0, self._deadline - time.monotonic()) if bounded else None
         try:
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
