@@ -133,6 +133,18 @@ describe("createJob", () => {
     expect(state.job.value?.name).toBe("demo");
   });
 
+  it("asks for a job again where the connection opens before its answer, and that is an error", async () => {
+    let answers = 0;
+    const { state, tell } = setUp((path) =>
+      path === "/job" && answers++ === 0 ? Response.json({}, { status: 503 }) : Response.json(ANSWERS[path]),
+    );
+    state.start();
+    tell({ kind: "live" });
+    await flushPromises();
+    expect(answers).toBe(2);
+    expect(state.load.value.kind).toBe("ready");
+  });
+
   it("asks for steps again where the connection opens after they were requested", async () => {
     const { state, asked, tell } = setUp((path) => {
       if (path === "/steps" && state.live.value.kind !== "live") tell({ kind: "live" });

@@ -17,9 +17,12 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
   let pending: AbortController | undefined;
   /** A load that has not requested any steps yet. */
   let early: AbortController | undefined;
+  /** True if the connection opened during an early load, which then has another chance if it fails. */
+  let again = false;
   async function refresh(): Promise<void> {
     pending?.abort();
     const request = (pending = early = new AbortController());
+    again = false;
     const { signal } = request;
     const requestsSteps = (): void => {
       if (early === request) early = undefined;
@@ -36,11 +39,13 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
       const refused = problem.status === 401;
       if (refused || state.load.value.kind !== "ready") state.load.value = { kind: "error", error: problem };
       if (refused) onRefused();
+      else if (again) void refresh();
     }
   }
   /** Load what has happened until the connection opened, unless it is all requested later: frames begin with the job. */
   function connected(): void {
-    if (!early) void refresh();
+    if (early) again = true;
+    else void refresh();
   }
   return { refresh, connected, cancel: () => pending?.abort() };
 }
