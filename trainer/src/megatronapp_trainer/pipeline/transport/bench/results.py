@@ -67,10 +67,11 @@ def _pair(pair: dict[str, Any]) -> str:
 def _run_ranks(ranks: int, pair: PairOptions) -> list[dict[str, Any]]:
     """Return what the first rank prints. A rank that fails ends all others."""
     with contextlib.ExitStack() as stack:
-        log = pathlib.Path(pair.directory, "errors")
-        errors = stack.enter_context(log.open("w"))
-        processes = []
+        logs, processes = [], []
         for rank in range(ranks):
+            log = pathlib.Path(pair.directory, f"errors-{rank}")
+            logs.append(log)
+            errors = stack.enter_context(log.open("w"))
             options = json.dumps(dataclasses.asdict(RankOptions(rank, ranks, pair)))
             process = subprocess.Popen(
                 [sys.executable, "-m", "megatronapp_trainer.pipeline.transport.bench.rank", options],
@@ -84,10 +85,18 @@ def _run_ranks(ranks: int, pair: PairOptions) -> list[dict[str, Any]]:
             processes.append(process)
         printed, _ = processes[0].communicate()
         if any(process.wait() for process in processes):
-            lines = log.read_text(encoding="utf-8").splitlines() or ["no rank says why"]
-            raise TransferError(f"a rank of the measurement failed: {lines[-1]}")
+            failed = [log for log, process in zip(logs, processes, strict=True) if process.poll()]
+            raise TransferError(f"a rank of the measurement failed: {_first_error(failed)}")
         pairs: list[dict[str, Any]] = json.loads(printed)
         return pairs
+
+
+def _first_error(logs: list[pathlib.Path]) -> str:
+    """Return the last line of the log that ended first: ranks that fail later may do so for want of that one."""
+    written = [log for log in logs if log.stat().st_size]
+    if not written:
+        return "no rank says why"
+    return min(written, key=lambda log: log.stat().st_mtime_ns).read_text(encoding="utf-8").splitlines()[-1]
 
 
 def _check_space(directory: str, needed: int) -> None:
