@@ -54,7 +54,7 @@ async def refusal(url: str, context: ssl.SSLContext) -> int:
     """Return the status by which a WebSocket is refused.
 
     The threaded client of `websockets` reads and writes a TLS connection at the same time, which OpenSSL does not
-    permit: 8 of 1,400 of its requests never arrived.
+    permit: 8 of 1,400 of its requests got no answer.
     """
     with pytest.raises(InvalidStatus) as refused:
         await connect(url, ssl=context, open_timeout=gateway.DEADLINE_S, proxy=None)
