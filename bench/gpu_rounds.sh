@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the measurements of a host with two or four GPUs in rounds of ten minutes, which is as long as a shared host may be
-# lent at a time. Results and logs are written to $OUT, by default to build/gpu.
+# lent at a time, or of $END_S seconds. Results and logs are written to $OUT, by default to build/gpu.
 # Usage: bench/gpu_rounds.sh two-costs|two-faults|two-data|four-layouts|four-faults|four-tracing
 #        (first bench/gpu_wheels.sh where there is a package index)
 set -uo pipefail
@@ -17,7 +17,7 @@ rm -f "$logs/failed"
 # shellcheck source=bench/gpu_setup.sh
 . bench/gpu_setup.sh > "$logs/setup.log" 2>&1 || { cat "$logs/setup.log"; exit 1; }
 export PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-END_S=580
+END_S="${END_S:-580}"
 
 # Run a command until the end of the round at most, with its output in a log of its own, and print the end of that.
 run() {
@@ -44,7 +44,7 @@ faults() {
   local layout="$1" cores="$2" minutes="$3"
   shift 3
   run "faults_$layout" taskset -c "$cores" python3 bench/gpu_faults.py --layout "$layout" --minutes "$minutes" \
-    --out "$out/faults_$layout.json" "$@"
+    --out "$out/faults_$layout.json" --records "$logs/records_$layout" "$@"
   python3 -m megatronapp_common.cli delete crowded --ignore-not-found >> "$logs/faults_$layout.log" 2>&1
 }
 four_kinds=(--only "all of" "1.10" "stopped" "copies from")
