@@ -86,10 +86,16 @@ class Disturbance(Generic[AnyDisturber]):
 
 @dataclasses.dataclass(kw_only=True)
 class Named:
-    """A verdict: the step of the job at which it was first seen, its state, and its newest state while confirmed."""
+    """A verdict: the step of the job at which it was first seen, and its newest state while confirmed."""
 
     seen_at: int
     verdict: dict[str, Any]
+    costs_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Its cost, as it was stated at steps of the job while it was confirmed."""
+
+    def cost_in(self, steps: range) -> float | None:
+        """Return what it said last in these steps; None if it was not confirmed in them."""
+        return next((cost for step, cost in sorted(self.costs_s.items(), reverse=True) if step in steps), None)
 
 
 class FaultCampaign(Generic[AnyDisturber]):
@@ -110,9 +116,10 @@ class FaultCampaign(Generic[AnyDisturber]):
             known = self.named.get(verdict["id"])
             if known is None:
                 self._log(f"step {step:4}  {verdict['sentence']}")
-                self.named[verdict["id"]] = Named(seen_at=step, verdict=verdict)
-            elif verdict["state"] == "confirmed":
+                known = self.named[verdict["id"]] = Named(seen_at=step, verdict=verdict)
+            if verdict["state"] == "confirmed":
                 known.verdict = verdict
+                known.costs_s[step] = verdict["effect"]["secondsPerStep"]
         return step
 
     def run(self, planned: Sequence[Disturbance[AnyDisturber]], *, deadline: float) -> list[Disturbance[AnyDisturber]]:
@@ -144,7 +151,8 @@ class FaultCampaign(Generic[AnyDisturber]):
     def judge(self, disturbances: Sequence[Disturbance[AnyDisturber]], *, least: float) -> list[dict[str, Any]]:
         """Return a row of each disturbance, and the last of verdicts that belong to none.
 
-        A disturbance matters if steps are longer by at least `least` of the healthy ones.
+        A disturbance matters if steps are longer by at least `least` of the healthy ones. A verdict that began before
+        it counts for it, too, by the cost that it had in it: where a rank was slow already, its verdict grows.
         """
         length_s = {step["step"]: step["durationNs"] * 1e-9 for step in self._hub.get("/api/v1/steps").json()}
         left = list(self.named.values())
@@ -152,7 +160,8 @@ class FaultCampaign(Generic[AnyDisturber]):
         for each in disturbances:
             own = [found for found in left if each.contains(found.verdict["since"]["step"])]
             left = [found for found in left if found not in own]
-            rows.append(_row(each, own, length_s, least))
+            earlier = [found for found in left if found.verdict["since"]["step"] < each.begin - 1]
+            rows.append(_row(each, own, earlier, length_s, least))
         rows.append({"name": "healthy steps", "matters": False, "parts": [], "others": _sentences(left)})
         return rows
 
@@ -167,9 +176,16 @@ def _sentences(found: Sequence[Named]) -> list[str]:
 
 
 def _row(
-    disturbance: Disturbance[Any], own: Sequence[Named], length_s: dict[int, float], least: float
+    disturbance: Disturbance[Any],
+    own: Sequence[Named],
+    earlier: Sequence[Named],
+    length_s: dict[int, float],
+    least: float,
 ) -> dict[str, Any]:
-    """Return the row of a disturbance: what was named with the right subject and cause, in part, and wrongly."""
+    """Return the row of a disturbance: what was named with the right subject and cause, in part, and wrongly.
+
+    In part is a verdict about some of the ranks of a subject, or about a tensor-parallel group with it among them.
+    """
     begin = disturbance.begin
     healthy_s = statistics.median(length_s[step] for step in range(begin - BEFORE, begin - 1) if step in length_s)
     slow_s = statistics.median(length_s[step] for step in range(begin + 5, disturbance.end) if step in length_s)
@@ -181,10 +197,16 @@ def _row(
         whole = next((tuple(subject) for subject in disturbance.subjects if set(subject) == ranks), None)
         if is_cause and whole is not None and whole not in right:
             right[whole] = found
-        elif is_cause and any(ranks < set(subject) for subject in disturbance.subjects):
+        elif is_cause and any(ranks < set(subject) or _is_one_of(found, subject) for subject in disturbance.subjects):
             parts.append(found)
         else:
             others.append(found)
+    estimates_s = {subject: found.verdict["effect"]["secondsPerStep"] for subject, found in right.items()}
+    for found in earlier:
+        subject, cost_s = tuple(found.verdict["subject"]["ranks"]), found.cost_in(range(begin + 5, disturbance.end))
+        is_cause = found.verdict["cause"] in {disturbance.cause, disturbance.also}
+        if is_cause and cost_s is not None and subject in set(map(tuple, disturbance.subjects)) - set(right):
+            right[subject], estimates_s[subject] = found, cost_s
     row: dict[str, Any] = {
         "name": disturbance.name,
         "truth": {"subjects": [list(subject) for subject in disturbance.subjects], "cause": disturbance.cause},
@@ -197,10 +219,16 @@ def _row(
         "others": _sentences(others),
     }
     if right:
-        row["estimate_s"] = sum(found.verdict["effect"]["secondsPerStep"] for found in right.values())
+        row["estimate_s"] = sum(estimates_s.values())
     if len(right) == len(disturbance.subjects):
         row["delay"] = max(found.seen_at for found in right.values()) - begin
     return row
+
+
+def _is_one_of(found: Named, subject: Sequence[int]) -> bool:
+    """Return whether a verdict is about one rank of several that cannot be told apart, with a subject among them."""
+    named = found.verdict["subject"]
+    return named["type"] == "rank" and set(named["ranks"]) > set(subject)
 
 
 def is_right(rows: Sequence[dict[str, Any]]) -> bool:

@@ -3,8 +3,8 @@
     CUDA_VISIBLE_DEVICES=0,1 python bench/gpu_faults.py --layout tensor --out faults_tensor.json
     python bench/gpu_faults.py --layout tensor-data --out faults_tensor_data.json    # four GPUs
 
-Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 and PP4. A disturbance lasts 35 steps,
-between healthy stretches of 30. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
+Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 and PP4. A disturbance lasts 25 steps,
+between healthy stretches of 25. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
 the other; a kernel of known length runs after each pass of a rank; a rank's host stalls; its process is stopped and
 continued, or shares its processor with busy loops. The truth of a cost is the median step in the disturbance less
 that of the healthy steps before it. A disturbance that makes steps less than 3 % longer may be named or not. Exit
@@ -42,7 +42,7 @@ LAYOUTS = {
     "pipeline-4": (1, 4, 1),
 }
 """Sizes of the tensor, pipeline and data-parallel groups."""
-FIRST, HOLD, CALM = 50, 35, 30
+FIRST, HOLD, CALM = 35, 25, 25
 HIDDEN, LENGTH = 4096, 4096
 SAMPLES = {"tensor": 4, "pipeline": 2, "data": 2, "tensor-data": 4, "pipeline-4": 2}
 """Hidden size, tokens of a sample and samples of a microbatch, with which devices decide the length of passes.

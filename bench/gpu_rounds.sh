@@ -38,8 +38,8 @@ costs() {
   run "$name" python3 bench/gpu_trace_cost.py --hidden 4096 --length 4096 --layers 8 --heads 32 --seconds "$seconds" \
     --out "$out/$name.json" "$@"
 }
-# A disturbance takes 65 steps: seven minutes hold all of them, half of that those of the four kinds. What is measured
-# next to it has other cores. A bench that is ended by its limit leaves its job.
+# A disturbance takes 50 steps, which are half as long with 8 samples. What is measured next to it has other cores. A
+# bench that is ended by its limit leaves its job.
 faults() {
   local layout="$1" cores="$2" minutes="$3"
   shift 3
@@ -52,6 +52,10 @@ bursts() {
   run bursts taskset -c "$1" python3 bench/cpu_faults.py --cores "$1" --bursts-only --minutes 7.5 \
     --output "$out/bursts-$round.json"
 }
+published() {
+  run published taskset -c "$1" python3 bench/bench_detectors.py --published --seed 1001 --windows 60 --detectors ours \
+    --processes 15 --json "$out/published-$round.json"
+}
 detector() {
   run "detector_$2" taskset -c "$1" python3 bench/bench_detector_scale.py --process --threads "$2" --steps "$3"
 }
@@ -62,16 +66,15 @@ case "$round" in
     costs cost 90 --layouts tp2 pp2 dp2
     ;;
   two-faults)
-    bursts 16-31 &
-    faults tensor 0-15 3.3 "${four_kinds[@]}"
-    faults pipeline 0-15 3.3 "${four_kinds[@]}"
+    published 16-31 &
+    faults tensor 0-15 4 --global-batch 8
+    faults pipeline 0-15 4 --global-batch 8
     wait
     ;;
   two-data)
-    detector 24-31 4 9 &
-    faults data 0-23 6.5
+    bursts 16-31 &
+    faults data 0-15 6.5
     wait
-    detector 24-31 1 3
     ;;
   four-layouts)
     bursts 48-63 &

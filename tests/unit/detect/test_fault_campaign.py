@@ -12,7 +12,12 @@ from fault_campaign import Disturbance, FaultCampaign, Named, ProcessDisturber, 
 
 
 def verdict(ranks: list[int], cause: str, since: int, cost_s: float = 0.1) -> Named:
-    found = {"subject": {"ranks": ranks}, "cause": cause, "since": {"step": since}, "sentence": f"{ranks} {cause}"}
+    found = {
+        "subject": {"type": "rank", "ranks": ranks},
+        "cause": cause,
+        "since": {"step": since},
+        "sentence": f"{ranks} {cause}",
+    }
     return Named(seen_at=since + 4, verdict=found | {"effect": {"secondsPerStep": cost_s}})
 
 
@@ -44,6 +49,24 @@ def test_a_part_of_a_worker_is_neither_right_nor_wrong() -> None:
     assert ("delay" in row, row["parts"], row["others"]) == (False, ["[3] host"], [])
     assert not is_right(rows)
     assert is_right(judged(verdict([3], "host", 52), slow_s=0.21))
+
+
+def test_a_group_with_the_rank_among_it_is_neither_right_nor_wrong() -> None:
+    row, _ = rows = judged(verdict([2, 3], "host", 52), subjects=((2,),))
+    assert ("delay" in row, row["parts"], row["others"]) == (False, ["[2, 3] host"], [])
+    assert not is_right(rows)
+    both = judged(verdict([2, 3], "host", 52), verdict([2], "host", 52), subjects=((2,),))
+    assert is_right(both)
+
+
+def test_a_verdict_that_grows_counts_by_its_cost_in_the_disturbance() -> None:
+    early = verdict([2, 3], "host", 41, 0.002)
+    early.costs_s |= {46: 0.002, 60: 0.08, 75: 0.1, 90: 0.002}
+    row, healthy = rows = judged(early)
+    assert (row["estimate_s"], row["delay"]) == (0.1, -5)
+    assert healthy["others"] == ["[2, 3] host"]
+    assert not is_right(rows)
+    assert "delay" not in judged(verdict([2, 3], "host", 41))[0]
 
 
 @pytest.mark.parametrize("wrong", [verdict([2, 3], "compute", 52), verdict([1], "host", 60), verdict([2], "host", 30)])

@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
-from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
+from megatronapp_analyzer.detect.findings.lifecycle import LEVEL_STEPS, MAX_EVIDENCE, FindingTrack, FindingTracker
 from megatronapp_analyzer.detect.findings.report import verdict_of
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, SubjectType, VerdictState, VerdictSubject
@@ -73,6 +74,40 @@ def test_a_member_continues_the_finding_of_its_unit() -> None:
     }
     assert changed[wide].until == JobMoment(attempt=0, step=2, time=2.0)
     assert [track.subject for track in step(tracker, 3, unit)] == [RANK]
+
+
+def test_a_suspected_member_takes_the_place_of_its_named_unit() -> None:
+    unit = dataclasses.replace(candidate(VerdictSubject(type=SubjectType.RANK, ranks=(0, 1))), columns=(3,))
+    suspect = dataclasses.replace(unit, subject=RANK, votes=3)
+    tracker = FindingTracker(DetectorSettings())
+    assert step(tracker, 1, suspect) == []
+    assert [track.subject for track in step(tracker, 2, unit)] == [unit.subject]
+    changed = {track.subject: track.state for track in step(tracker, 3, dataclasses.replace(suspect, votes=5))}
+    assert changed == {unit.subject: VerdictState.CLEARED, RANK: VerdictState.CONFIRMED}
+    assert [track.since.step for track in tracker.live.values()] == [2]
+
+
+@given(
+    before=st.lists(st.floats(0.9, 1.1), min_size=LEVEL_STEPS, max_size=12),
+    after=st.lists(st.floats(0.9, 1.1), min_size=LEVEL_STEPS, max_size=12),
+    times=st.sampled_from([0.1, 0.3, 1.0, 1.5, 3.0, 10.0]),
+)
+def test_a_finding_follows_a_change_of_level_in_four_steps(
+    before: list[float], after: list[float], times: float
+) -> None:
+    track = FindingTrack(candidate=candidate(RANK), since=BEGIN)
+    for size in [*before, *(times * each for each in after)]:
+        track.occurrences.append(size)
+        track.ratios.append(1 + size)
+        track.follow_level()
+        track.add_cost(size)
+    if times in (1.0, 1.5):
+        assert len(track.occurrences) == len(track.lost_s) == min(len(before) + len(after), MAX_EVIDENCE)
+    else:
+        assert 0.9 * times <= track.occurrence_s <= 1.1 * times
+        assert 0.9 * times <= track.seconds_per_step <= 1.1 * times
+        assert 0.9 * times <= track.ratio - 1 <= 1.1 * times
+    assert track.replayed_s == pytest.approx(sum(before) + times * sum(after))
 
 
 def test_links_within_a_unit_are_not_narrowed_to_a_member() -> None:

@@ -11,7 +11,10 @@ from detect.suite import LAYOUTS, DetectionCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.graph.stops import lengthening_s
+from megatronapp_analyzer.graph.records import laid_out_s
+from megatronapp_analyzer.graph.stops import HOST_DRIVEN_KINDS, Stops, lengthened_by_stops_s, lengthening_s
+from megatronapp_analyzer.model import RANK_RECORD
+from megatronapp_common.trace import DURATION_UNIT_NS, Flag, RecordKind
 
 USUAL_S = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4)
 
@@ -44,6 +47,38 @@ def test_no_pass_is_longer_by_more_than_its_stop(passes: list[tuple[int, float, 
     found = lengthening_s(group, np.array([length for _, length, _ in passes]), stopped)
     assert (found >= 0).all()
     assert (found <= stopped).all()
+
+
+def device_span(kind: RecordKind, start_s: float, length_s: float, *, lead_s: float | None = None) -> np.void:
+    """Return a span of rank 0, whose host had launched it `lead_s` before it ended."""
+    out: np.void = np.zeros(1, RANK_RECORD)[0]
+    out["kind"], out["flags"] = kind, 0 if kind in (RecordKind.STOPPED, RecordKind.DATA) else Flag.DEVICE_CLOCK
+    out["start_ns"], out["duration"] = round(start_s * 1e9), round(length_s * 1e9) // DURATION_UNIT_NS
+    if lead_s is not None:
+        out["flags"] |= Flag.AUX_LEAD
+        out["aux"] = round(lead_s * 1e9) // DURATION_UNIT_NS
+    return out
+
+
+def lengthened(spans: list[np.void], stop: tuple[float, float]) -> list[float]:
+    """Return by how many seconds a stop, with its start and length, lengthened each span."""
+    records = np.array([*spans, device_span(RecordKind.STOPPED, *stop)], RANK_RECORD)
+    start, end = laid_out_s(records[:-1], 0)
+    return [float(each) for each in lengthened_by_stops_s(records[:-1], start, end, Stops(records, 0))]
+
+
+@given(lead_s=st.floats(0.0, 0.1), begin_s=st.floats(1.0, 1.1), length_s=st.floats(0.001, 0.2))
+def test_a_stop_lengthens_nothing_that_was_launched_before_it(lead_s: float, begin_s: float, length_s: float) -> None:
+    """The norm of the gradients lasts 0.1 s from second 1 on, and is launched until `lead_s` before its end."""
+    (found,) = lengthened([device_span(RecordKind.GRAD_NORM, 1.0, 0.1, lead_s=lead_s)], (begin_s, length_s))
+    launched_s = 1.1 - lead_s
+    assert found == pytest.approx(max(min(begin_s + length_s, launched_s) - begin_s, 0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(HOST_DRIVEN_KINDS | {RecordKind.RECV_WAIT, RecordKind.EMBED_REDUCE}))
+def test_a_stop_lengthens_what_a_host_drives_and_no_wait_for_others(kind: RecordKind) -> None:
+    (found,) = lengthened([device_span(kind, 1.0, 0.1)], (1.02, 0.05))
+    assert found == pytest.approx(0.05 if kind in HOST_DRIVEN_KINDS else 0.0, abs=1e-6)
 
 
 def scored(layout: str, text: str, *, stops_devices: bool) -> Score:

@@ -72,15 +72,16 @@ class Remedy:
 def off_cpu_times(graph: StepGraph, view: StepRecords) -> OffCpuTimes:
     """Return the seconds within each edge in which the rank was stopped, and in which it waited for a processor.
 
-    On a device's clock, by which stops lengthened the passes. Together they are at most as long as the edge.
+    On a device's clock, by which stops lengthened the spans that its host drives. Together they are at most as long as
+    the edge.
     """
     edges, spans = graph.edges, graph.spans
     is_gap = np.isin(edges.kind, GAPS)
     if (spans["flags"] & Flag.DEVICE_CLOCK).any():
         stops = Stops(view.records, int(spans["start_ns"].min()))
         longer = lengthened_by_stops_s(spans, graph.start_s, graph.end_s, stops)
-        passes: Floats = np.minimum(np.where(is_gap, 0.0, longer[edges.span]), edges.weight)
-        return OffCpuTimes(stopped_s=passes, queued_s=np.zeros(len(passes)))
+        by_stops: Floats = np.minimum(np.where(is_gap, 0.0, longer[edges.span]), edges.weight)
+        return OffCpuTimes(stopped_s=by_stops, queued_s=np.zeros(len(by_stops)))
     end = np.where(is_gap, graph.start_s[edges.span], graph.end_s[edges.span])
     origin_ns = int(spans["start_ns"].min()) if len(spans) else 0
     within = Stops(view.records, origin_ns).within(spans["rank"][edges.span], end - edges.weight, end)
@@ -117,11 +118,12 @@ def seconds_lost(
 
 
 def _first_inputs_s(graph: StepGraph) -> Floats:
-    """Return for each rank of the graph, in order, how long after the begin of a step its first input is ready.
+    """Return for each rank of the graph, in order, how long after the begin of a step it may begin without delaying it.
 
-    The begin is that of the rank at the start of the chain of messages that ends with this input, such as one of the
-    first stage; 0 for a rank that waits for no input. A rank's own begin is no reference: what it did at the end of the
-    step before has made it later.
+    That is when its first input is ready, less what it does before, such as to read its own data. The begin of the step
+    is that of the rank at the start of the chain of messages that ends with this input, such as one of the first stage;
+    0 for a rank that waits for no input. A rank's own begin is no reference: what it did at the end of the step before
+    has made it later.
     """
     spans, messages = graph.spans, graph.messages
     begin = np.flatnonzero(np.diff(spans["rank"], prepend=-1))
@@ -130,13 +132,15 @@ def _first_inputs_s(graph: StepGraph) -> Floats:
     post[messages.recv_wait[messages.matched]] = messages.send_post[messages.matched]
     active = np.flatnonzero(~is_kind(spans["kind"], BEFORE_INPUT))
     first = np.append(active, len(spans))[np.searchsorted(active, begin)]
+    until_s = np.append(0.0, np.cumsum(graph.end_s - graph.start_s))
+    prepared_s = until_s[first] - until_s[begin]
     number = np.arange(len(begin))
     sent = np.where(np.append(place, -1)[first] == number, post[first], -1)
     waits = sent >= 0
     origin = np.where(waits, place[sent], number)
     for _ in range(len(begin).bit_length()):  # follows twice as many messages each time
         origin = origin[origin]
-    ready_s = np.where(waits, graph.end_s[sent], 0.0) - graph.start_s[begin[origin]]
+    ready_s = np.where(waits, graph.end_s[sent], 0.0) - graph.start_s[begin[origin]] - prepared_s
     out: Floats = np.where(waits, np.maximum(ready_s, 0.0), 0.0)
     return out
 

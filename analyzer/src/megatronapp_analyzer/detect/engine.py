@@ -99,8 +99,11 @@ class Detector:
             return ended
         if self._steps_seen > self._settings.warmup_steps:
             self._layers.read(aligned.step.view_of_kinds(LAYER_KINDS), self._channels.healthy_ranks)
+        has_collectives = _has_all_collectives(aligned.step)
+        if has_collectives:
+            self._narrowing.read_details(aligned.step)
         # Recording details costs ranks time: such steps are not compared with plain ones.
-        if not self._is_alike(bool(kinds[list(LAYER_KINDS)].any()) or _has_all_collectives(aligned.step)):
+        if not self._is_alike(has_collectives or bool(kinds[list(LAYER_KINDS)].any())):
             return ended
         features = extract_matched(aligned.step, self._layout, self._work, self._threads)
         features = _without_doubtful_links(features, aligned.clocks)
@@ -169,7 +172,7 @@ class Detector:
         evidence = self._channels.read(features, transfers, budget, whole=view.lost == 0)
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.data, evidence.link)):
             self._microbatch_s.add(np.array([step_s / self._microbatches]), np.array([True]))
-        found = self._candidates(evidence, view, features, budget)
+        found = self._candidates(evidence, aligned.step, features, budget)
         self._tracks.propose(
             found,
             lambda votes: self._since(view, votes),
@@ -197,7 +200,7 @@ class Detector:
         return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
     def _candidates(
-        self, evidence: StepEvidence, view: StepRecords, features: StepFeatures, step_s: float
+        self, evidence: StepEvidence, step: MatchedStep, features: StepFeatures, step_s: float
     ) -> list[SuspectCandidate]:
         """Return the subjects that the last steps are evidence against."""
         host, data = (
@@ -213,7 +216,8 @@ class Detector:
         link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link
         compute = cand.without_explained(compute, others, self._places)
-        compute = [self._narrowing.narrow(view, candidate, self._places) for candidate in compute]
+        growth = evidence.growth.optimizer
+        compute = [self._narrowing.narrow(step, candidate, growth, self._places) for candidate in compute]
         others += cand.of_replicas(evidence.work, self._active(evidence.work), features.work, self._places)
         found = self._worth_telling(compute + others, step_s, on_device=on_device)
         found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)
@@ -267,6 +271,7 @@ class Detector:
                 )
                 track.off_cpu.append((float(parts.off_cpu_s[where].max()), off_cpu))
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
+            track.follow_level()
         return hit, int(part.votes[where].min())
 
     def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:

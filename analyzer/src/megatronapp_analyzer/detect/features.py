@@ -15,7 +15,8 @@ crowded   run-queue delay of the whole step per microbatch
 work      reported work of the microbatches; where there is any, the lengths of passes are those of usual work
 optimizer seconds of OPTIMIZER on a device's clock, which multiplies no matrices and waits for memory
 stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others.
-          On a device's clock, by which its stops lengthened the passes: a device continues while its host is stopped
+          On a device's clock, by which its stops lengthened passes, norm, optimizer and the wait for data: a device
+          continues with what was launched while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
           (median over the messages of a directed pair; where ranks run other passes meanwhile, the mean: a late link
           then costs the few waits that no pass could fill, often one in a step)
@@ -31,7 +32,7 @@ from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
 from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
-from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
+from megatronapp_analyzer.graph.stops import Stops, launched_s, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
@@ -161,8 +162,8 @@ def extract_matched(
     idle_s = threads.begin(size, lambda: _idle(laid, world, step_s, step_queue_s, forwards))
     stall_s = threads.begin(size, lambda: _stalls(laid, world))
     deliveries = threads.begin(size, lambda: _deliveries(laid, step.messages, world))
-    launched_late = _launched_late(step)
-    own = _own_times(laid, layout, launched_late)
+    late = launched_late(step)
+    own = _own_times(laid, layout, late)
     stopped_s = _sums(columns.rank, laid.lengthened, step_s) if laid.on_device else _stopped(laid, steps, step, world)
     nothing = np.full(world, np.nan)
     pairs, delivery, count = deliveries()
@@ -177,7 +178,7 @@ def extract_matched(
         crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
         stopped_s=_over(stopped_s, forwards),
         work=laid.work,
-        optimizer_s=_optimizer(columns, launched_late, laid.process_stops, world) if laid.on_device else nothing,
+        optimizer_s=_optimizer(columns, late, laid.process_stops, world) if laid.on_device else nothing,
         step_s=step_s,
         forwards=forwards,
         on_device=laid.on_device,
@@ -233,15 +234,16 @@ class _OwnTimes:
     queue_s: Floats
 
 
-def _own_times(laid: _StepSpans, layout: JobLayout, launched_late: Mask) -> _OwnTimes:
+def _own_times(laid: _StepSpans, layout: JobLayout, late_spans: Mask) -> _OwnTimes:
     columns = laid.columns
     passes = _Passes.of(laid.spans, columns, layout)
-    late = launched_late[passes.where]
+    late = late_spans[passes.where]
     every = np.ones(len(passes.where), np.bool_)
     calm = every
-    if laid.on_device:  # what a device does while its process is stopped is not known exactly enough to compare it
+    if laid.on_device:  # how long a device waited for a stopped process is not known exactly enough to compare passes
         start, end = columns.start_s[passes.where], columns.end_s[passes.where]
-        calm = laid.process_stops.within(passes.rank, start, end) <= 0
+        launched = launched_s(laid.spans[passes.where], start, end)
+        calm = laid.process_stops.within(passes.rank, start, launched) <= 0
     passes_s = _positive(passes.seconds(laid.clean, calm))
     waited = _may_have_waited(late, passes)
     compute_s = _positive(passes.seconds(laid.clean, calm & ~waited)) if waited.any() else passes_s
@@ -300,7 +302,7 @@ def _has_flag(step: MatchedStep, flag: Flag) -> bool:
     return bool(step.record_columns.flags & flag) and bool((step.columns.flags & flag).any())
 
 
-def _launched_late(step: MatchedStep) -> Mask:
+def launched_late(step: MatchedStep) -> Mask:
     """Return spans that a device ended right after the host's last launch; none where the lead is not recorded."""
     spans = step.spans
     if not _has_flag(step, Flag.AUX_LEAD):

@@ -1,7 +1,7 @@
 """Times in which the process of a rank was stopped, and by how much that lengthened what its device did.
 
 A device continues with what has been launched while its host is stopped, and waits for the rest: a stop lengthens a
-pass by anything from nothing to its own length.
+span by anything from nothing to its own length, and by nothing after the last launch for the span.
 """
 
 import numpy as np
@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
 
 Seconds = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 Groups = NDArray[np.int64]
+HOST_DRIVEN_KINDS = PASS_KINDS | {RecordKind.DATA, RecordKind.GRAD_NORM, RecordKind.OPTIMIZER}
+"""Spans that a stop lengthens. In the others a device waits for other ranks, whatever its host does."""
 UNDISTURBED_PART = 0.25
-"""Part of a rank's alike passes that must lie between stops to be what is usual for it."""
+"""Part of a rank's alike spans that must lie between stops to be what is usual for it."""
 
 
 class Stops:
@@ -49,28 +51,35 @@ class Stops:
         return out
 
 
-def lengthened_by_stops_s(spans: RankRecords, start_s: Seconds, end_s: Seconds, stops: Stops) -> Seconds:
-    """Return by how much stops lengthened each pass of a device, in seconds; 0 for all other spans.
+def launched_s(spans: RankRecords, start_s: Seconds, end_s: Seconds) -> Seconds:
+    """Return when the host had launched each span, between its start and end; its end where that is not recorded."""
+    has_lead = (spans["flags"] & Flag.AUX_LEAD) != 0
+    lead_s = np.where(has_lead, spans["aux"].astype(np.float64) * (DURATION_UNIT_NS * rec.NS), 0.0)
+    out: Seconds = np.maximum(end_s - lead_s, start_s)
+    return out
 
-    `spans` may be of several ranks; passes of a kind and chunk on one rank are alike.
+
+def lengthened_by_stops_s(spans: RankRecords, start_s: Seconds, end_s: Seconds, stops: Stops) -> Seconds:
+    """Return by how much stops lengthened each host-driven span of a device, in seconds; 0 for all other spans.
+
+    `spans` may be of several ranks; those of a kind and chunk on one rank are alike.
     """
     out = np.zeros(len(spans))
-    passes = np.flatnonzero(rec.is_kind(spans["kind"], PASS_KINDS)) if stops.any else np.empty(0, np.int64)
-    if not len(passes):
+    driven = np.flatnonzero(rec.is_kind(spans["kind"], HOST_DRIVEN_KINDS)) if stops.any else np.empty(0, np.int64)
+    if not len(driven):
         return out
-    chosen = spans[passes]
+    chosen, start, end = spans[driven], start_s[driven], end_s[driven]
     work = (chosen["kind"].astype(np.int64) << 8) | chosen["chunk"]
-    stopped = stops.within(chosen["rank"], start_s[passes], end_s[passes])
-    length = (end_s - start_s)[passes]
-    out[passes] = lengthening_s((chosen["rank"].astype(np.int64) << 16) | work, length, stopped)
+    stopped = stops.within(chosen["rank"], start, launched_s(chosen, start, end))
+    out[driven] = lengthening_s((chosen["rank"].astype(np.int64) << 16) | work, end - start, stopped)
     return out
 
 
 def lengthening_s(group: Groups, seconds: Seconds, stopped_s: Seconds) -> Seconds:
-    """Return by how much each pass is longer than usual for its group, up to the time in which it was stopped.
+    """Return by how much each span is longer than usual for its group, up to the time in which it was stopped.
 
-    What makes all passes of a group longer is none of it. Usual is the median of the passes that no stop disturbed;
-    where these are too few, the median of all without their stops, which is too low for a device that continued.
+    What makes all spans of a group longer is none of it. Usual is the median of those that no stop disturbed; where
+    these are too few, the median of all without their stops, which is too low for a device that continued.
     """
     out = np.zeros(len(seconds))
     disturbed = stopped_s > LEAST_STOP_S

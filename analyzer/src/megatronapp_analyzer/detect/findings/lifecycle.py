@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectTyp
 
 Key = tuple[str, tuple[int, ...], str]
 MAX_EVIDENCE = 16
+LEVEL_STEPS = 4
+"""Newest steps that are a new level of a fault if all of them are unlike those before."""
+LEVEL_RATIO = 2.0
+"""How many times larger, or smaller, they are then."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -143,6 +148,19 @@ class FindingTrack:
         if count < 2:
             return -math.inf
         return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
+
+    def follow_level(self) -> None:
+        """Forget what was measured before a change of level, such as a second fault of the same subject and cause."""
+        sizes = list(self.occurrences)
+        earlier, newest = sizes[:-LEVEL_STEPS], sizes[-LEVEL_STEPS:]
+        if len(earlier) < LEVEL_STEPS:
+            return
+        usual = float(np.median(earlier))
+        if not (min(newest) > LEVEL_RATIO * usual or max(newest) < usual / LEVEL_RATIO):
+            return
+        for measured in (self.ratios, self.occurrences, self.gaps, self.off_cpu, self.late, self.parts):
+            _drop_all_but(measured, LEVEL_STEPS)
+        _drop_all_but(self.lost_s, LEVEL_STEPS - 1)  # that of the newest step follows
 
     def add_cost(self, seconds: float) -> None:
         """Add the cost of one step."""
@@ -317,11 +335,14 @@ class FindingTracker:
                 and known.columns == candidate.columns
                 and set(candidate.subject.ranks) < set(known.subject.ranks)
                 and track.cause not in LINK_CAUSES
-                and candidate.key not in self.live
+                and not self._is_named(candidate.key)
             ):
                 if track.named:
                     self._narrowed.append(dataclasses.replace(track))
                 self.live[candidate.key] = self.live.pop(key)
+
+    def _is_named(self, key: Key) -> bool:
+        return key in self.live and self.live[key].named
 
     def _covered(self, candidate: SuspectCandidate) -> bool:
         """Return true if a named finding of the same cause has these columns; a larger subject replaces it."""
@@ -336,6 +357,12 @@ class FindingTracker:
                 if candidate.votes >= self._settings.confirm_votes and not track.named:
                     del self.live[key]
         return False
+
+
+def _drop_all_but(measured: collections.deque[Any], count: int) -> None:
+    """Keep the newest values."""
+    while len(measured) > count:
+        measured.popleft()
 
 
 def _have_the_same_columns(first: SuspectCandidate, second: SuspectCandidate) -> bool:

@@ -2,14 +2,16 @@
 
 from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobLayout, SubjectType, VerdictState, VerdictSubject
 
+FEW_TIMES = 1.5
+"""Slowdown below which two digits after the point are shown."""
 _DOES = {
-    Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
-    Cause.MEMORY: "computes {ratio:.2f} times as long as expected, its memory-bound work most: its memory is busy",
+    Cause.COMPUTE: "computes {times} as long as expected",
+    Cause.MEMORY: "computes {times} as long as expected, its memory-bound work most: its memory is busy",
     Cause.DATA: "waits for its data loader for {excess_ms:.1f} ms per microbatch",
-    Cause.DATA_IMBALANCE: "gets more work than the others: its passes take {ratio:.2f} times as long for their tokens",
-    Cause.REGRESSION: "takes {ratio:.2f} times as long as before in every pass",
+    Cause.DATA_IMBALANCE: "gets more work than the others: its passes take {times} as long for their tokens",
+    Cause.REGRESSION: "takes {times} as long as before in every pass",
     Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
-    Cause.UNDETERMINED: "takes {ratio:.1f} times as long as the others: stage imbalance or slow rank, undetermined",
+    Cause.UNDETERMINED: "takes {times} as long as the others: stage imbalance or slow rank, undetermined",
 }
 
 
@@ -70,11 +72,16 @@ def sentence(
     elif cause is Cause.HOST and not_running:
         does = f"does not run for {excess_s * 1e3:.1f} ms per microbatch: it is stopped, or waits for a processor"
     else:
-        does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
+        does = _DOES[cause].format(times=_times(ratio), excess_ms=excess_s * 1e3)
     if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:
         does += "; they meet inside every span, so the slow one cannot be identified"
     when = f"since step {since}" if state is not VerdictState.CLEARED else f"from step {since}; it is over"
     return f"{name(subject, layout)} {does} {when}; it costs {lost_s:.3f} s per step."
+
+
+def _times(ratio: float) -> str:
+    """Write a slowdown with two digits after the point where one would hide it."""
+    return f"{ratio:.2f} times" if ratio < FEW_TIMES else f"{ratio:.1f} times"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -1,0 +1,155 @@
+"""The slow member of a tensor-parallel group without replicas, whose members meet inside every pass."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.model import RANK_RECORD, Cause, JobLayout, StepRecords, Verdict, VerdictState, VerdictSubject
+from megatronapp_common.trace import DURATION_UNIT_NS, NO_COMM, NO_MICROBATCH, Flag, RecordKind, pass_ordinal
+
+Floats = NDArray[np.float64]
+MICROBATCHES, MEETINGS = 4, 8
+TRANSFER_S = 5e-5
+BEGIN = 16
+"""First step of a fault."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemberFault:
+    """What makes a member of the group slow: factors on its work, or a kernel after each pass, as a part of it."""
+
+    member: int
+    passes: float = 1.0
+    optimizer: float = 1.0
+    after: float = 0.0
+
+
+class GroupRun:
+    """Steps of a group of `size` ranks on devices with a common clock."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self._rng = np.random.default_rng(seed)
+        self._now = np.full(size, 1000.0)
+        self._rows: list[np.void] = []
+
+    def step(self, number: int, fault: MemberFault | None, *, in_detail: bool = False) -> StepRecords:
+        """Record a step; with all collectives if it is recorded in detail, else with the first of each pass."""
+        self._rows = []
+        begin = self._now.copy()
+        for microbatch in range(MICROBATCHES):
+            for kind, length_s in ((RecordKind.FORWARD, 0.015), (RecordKind.BACKWARD, 0.03)):
+                self._run_pass(kind, length_s, microbatch, fault, in_detail=in_detail)
+        self._now = np.full(self.size, self._now.max())
+        factor = self._factors(fault.optimizer if fault else 1.0, fault)
+        self._add(RecordKind.OPTIMIZER, self._now, self._now + 0.008 * factor * self._noise())
+        self._now = np.full(self.size, self._now.max() + 0.02)
+        self._add(RecordKind.STEP, begin, self._now)
+        records = np.array(self._rows, RANK_RECORD)
+        records = records[np.lexsort((records["start_ns"], records["rank"]))]
+        return StepRecords(attempt=0, step=number, records=records, comms={}, real_time_s=float(self._now[0]))
+
+    def _run_pass(
+        self, kind: RecordKind, length_s: float, microbatch: int, fault: MemberFault | None, *, in_detail: bool
+    ) -> None:
+        begin = self._now
+        factor = self._factors(fault.passes if fault else 1.0, fault)
+        for number in range(MEETINGS):
+            arrive = self._now + length_s / MEETINGS * factor * self._noise()
+            self._now = np.full(self.size, arrive.max() + TRANSFER_S)
+            if number == 0 or in_detail:
+                ordinal = pass_ordinal(kind, 0, microbatch, number)
+                self._add(RecordKind.TP_REDUCE, arrive, self._now, microbatch=microbatch, ordinal=ordinal)
+        self._now = self._now + length_s * (self._factors(1.0 + (fault.after if fault else 0.0), fault) - 1.0)
+        self._add(kind, begin, self._now, microbatch=microbatch)
+
+    def _factors(self, factor: float, fault: MemberFault | None) -> Floats:
+        factors = np.ones(self.size)
+        if fault is not None:
+            factors[fault.member] = factor
+        return factors
+
+    def _noise(self) -> Floats:
+        return self._rng.uniform(0.998, 1.002, self.size)
+
+    def _add(
+        self,
+        kind: RecordKind,
+        start_s: Floats,
+        end_s: Floats,
+        *,
+        microbatch: int = NO_MICROBATCH,
+        ordinal: int = 0,
+    ) -> None:
+        for rank, (start, end) in enumerate(zip(start_s, end_s, strict=True)):
+            row: np.void = np.zeros(1, RANK_RECORD)[0]
+            row["rank"], row["kind"], row["microbatch"], row["ordinal"] = rank, kind, microbatch, ordinal
+            row["comm"], row["flags"] = NO_COMM, Flag.DEVICE_CLOCK
+            row["start_ns"], row["duration"] = round(start * 1e9), round((end - start) * 1e9) // DURATION_UNIT_NS
+            self._rows.append(row)
+
+
+def named(
+    size: int,
+    fault: Callable[[int], MemberFault | None],
+    *,
+    seed: int = 1,
+    steps: int = 32,
+    details: range = range(0),
+) -> list[tuple[VerdictSubject, Cause]]:
+    """Return what is confirmed after the last step; `fault` gives that of each step, `details` those with details."""
+    detector, run = Detector(JobLayout.grid(tp=size)), GroupRun(size, seed)
+    newest: dict[str, Verdict] = {}
+    for number in range(steps):
+        step = run.step(number, fault(number), in_detail=number in details)
+        newest |= {verdict.id: verdict for verdict in detector.observe(step)}
+    return [(each.subject, each.cause) for each in newest.values() if each.state is VerdictState.CONFIRMED]
+
+
+SIGNS: dict[str, tuple[Callable[[int], MemberFault], range]] = {
+    "its optimizer is as slow": (lambda member: MemberFault(member=member, passes=1.6, optimizer=1.7), range(0)),
+    "it leaves passes late": (lambda member: MemberFault(member=member, after=0.1), range(0)),
+    "others wait for it": (lambda member: MemberFault(member=member, passes=1.1), range(BEGIN + 8, BEGIN + 11)),
+}
+"""A fault of a member, and the steps with details."""
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@given(size=st.sampled_from([2, 4]), member=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_the_slow_member_is_named(sign: str, size: int, member: int, seed: int) -> None:
+    fault_of, details = SIGNS[sign]
+    fault = fault_of(member % size)
+    found = named(size, lambda step: fault if step >= BEGIN else None, seed=seed, details=details)
+    assert [(subject.ranks, cause) for subject, cause in found] == [((fault.member,), Cause.COMPUTE)]
+
+
+def test_without_details_only_the_group_is_named_for_passes_of_which_all_parts_are_slow() -> None:
+    fault = MemberFault(member=1, passes=1.1)
+    ((subject, _),) = named(2, lambda step: fault if step >= BEGIN else None)
+    assert subject.ranks == (0, 1)
+
+
+def test_details_before_a_fault_say_nothing_of_it() -> None:
+    """Rank 0 is slow in steps with details, which are no fault; then rank 1 is, without details."""
+    early, late = MemberFault(member=0, passes=1.1), MemberFault(member=1, passes=1.1)
+    details = range(BEGIN - 4, BEGIN - 1)
+    ((subject, _),) = named(
+        2, lambda step: late if step >= BEGIN else early if step in details else None, details=details
+    )
+    assert subject.ranks == (0, 1)
+
+
+def test_an_earlier_fault_of_another_member_says_nothing_of_the_next_one() -> None:
+    first, second = MemberFault(member=0, after=0.1), MemberFault(member=1, passes=1.1)
+    found = named(
+        2,
+        lambda step: first if BEGIN <= step < BEGIN + 8 else second if step >= BEGIN + 40 else None,
+        steps=BEGIN + 60,
+    )
+    assert [subject.ranks for subject, _ in found] == [(0, 1)]
