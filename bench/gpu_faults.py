@@ -4,7 +4,8 @@
     python bench/gpu_faults.py --layout tensor-data --out faults_tensor_data.json    # four GPUs
 
 Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 and PP4. A disturbance lasts 25 steps,
-between healthy stretches of 25. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
+between healthy stretches of 25, and is about ranks 1 and 0 in turns: a fault that returns to a rank within 60 steps is
+one that stops and starts. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
 the other; a kernel of known length runs after each pass of a rank; a rank's host stalls; its process is stopped and
 continued, or shares its processor with busy loops. The truth of a cost is the median step in the disturbance less
 that of the healthy steps before it. A disturbance that makes steps less than 3 % longer may be named or not. Exit
@@ -13,6 +14,7 @@ code 1 if another one is not named with its subject and cause, or a healthy subj
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -74,25 +76,25 @@ class GpuDisturber(ProcessDisturber):
         self._fault: str | None = None
         self._crowded: int | None = None
 
-    def compete(self, device: str, what: str, duty: float) -> None:
-        """Use a GPU from another process, for a part of the time."""
-        self.run([sys.executable, "-c", COMPETITOR, device, what, str(duty)])
+    def compete(self, rank: int, what: str, duty: float) -> None:
+        """Use the GPU of a rank from another process, for a part of the time."""
+        self.run([sys.executable, "-c", COMPETITOR, f"cuda:{rank}", what, str(duty)])
 
-    def inject(self, kind: str, factor: float) -> None:
-        """Let rank 1 slow itself, by a kernel after each pass or a stall before it."""
+    def inject(self, rank: int, kind: str, factor: float) -> None:
+        """Let a rank slow itself, by a kernel after each pass or a stall before it."""
         step = newest_step(self._hub)
-        fault = {"rank": 1, "kind": kind, "factor": factor, "fromStep": step + 2, "steps": 10 * HOLD}
+        fault = {"rank": rank, "kind": kind, "factor": factor, "fromStep": step + 2, "steps": 10 * HOLD}
         answer = self._hub.post("/api/v1/faults", json=fault)
         answer.raise_for_status()
         self._fault = answer.json()["id"]
 
-    def stop(self, duty: float, cycle_s: float) -> None:
-        """Stop the process of rank 1 for a part of each cycle."""
-        self.stop_processes([process_of_rank(1)], duty, cycle_s)
+    def stop(self, rank: int, duty: float, cycle_s: float) -> None:
+        """Stop the process of a rank for a part of each cycle."""
+        self.stop_processes([process_of_rank(rank)], duty, cycle_s)
 
-    def crowd(self, loops: int) -> None:
-        """Let rank 1 share a single processor with busy loops."""
-        self._crowded = process_of_rank(1)
+    def crowd(self, rank: int, loops: int) -> None:
+        """Let a rank share a single processor with busy loops."""
+        self._crowded = process_of_rank(rank)
         cpu = {min(os.sched_getaffinity(0))}
         pin(self._crowded, cpu)
         for _ in range(loops):
@@ -110,35 +112,39 @@ class GpuDisturber(ProcessDisturber):
 
 
 def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
-    """Return the disturbances whose name contains one of these texts, in order."""
-    found: list[Disturbance[GpuDisturber]] = [
-        Disturbance(
-            name="products, all of the time", start=lambda d: d.compete("cuda:1", "products", 1.0), cause="compute"
-        ),
-        Disturbance(name="products, 15 %", start=lambda d: d.compete("cuda:1", "products", 0.15), cause="compute"),
-        Disturbance(
-            name="memory copies, half",
-            start=lambda d: d.compete("cuda:1", "memory", 0.5),
-            cause="memory",
-            also="compute",  # processes that take turns on a device slow all of its work
-        ),
-        Disturbance(name="kernels after passes, 1.10", start=lambda d: d.inject("compute", 1.10), cause="compute"),
-        Disturbance(name="kernels after passes, 1.05", start=lambda d: d.inject("compute", 1.05), cause="compute"),
-        Disturbance(name="host stalls, 0.5 of a pass", start=lambda d: d.inject("host", 1.5), cause="host"),
-        Disturbance(name="stopped half of 0.2 s", start=lambda d: d.stop(0.5, 0.2), cause="host"),
-        Disturbance(name="processor shared with 2 loops", start=lambda d: d.crowd(2), cause="host"),
-        Disturbance(
-            name="copies from GPU 0 to 1",
-            start=lambda d: d.compete("cuda:0", "peer", 1.0),
-            cause="nvlink-pcie",
-            subjects=[[0, 1]],
-        ),
+    """Return the disturbances whose name contains one of these texts, in order, of ranks 1 and 0 in turns."""
+    kinds: list[tuple[str, str, str, Callable[[GpuDisturber, int], None]]] = [
+        ("products, all of the time", "compute", "", lambda d, rank: d.compete(rank, "products", 1.0)),
+        ("products, 15 %", "compute", "", lambda d, rank: d.compete(rank, "products", 0.15)),
+        # Processes that take turns on a device slow all of its work.
+        ("memory copies, half", "memory", "compute", lambda d, rank: d.compete(rank, "memory", 0.5)),
+        ("kernels after passes, 1.10", "compute", "", lambda d, rank: d.inject(rank, "compute", 1.10)),
+        ("kernels after passes, 1.05", "compute", "", lambda d, rank: d.inject(rank, "compute", 1.05)),
+        ("host stalls, 0.5 of a pass", "host", "", lambda d, rank: d.inject(rank, "host", 1.5)),
+        ("stopped half of 0.2 s", "host", "", lambda d, rank: d.stop(rank, 0.5, 0.2)),
+        ("processor shared with 2 loops", "host", "", lambda d, rank: d.crowd(rank, 2)),
+        ("copies from GPU 0 to 1", "nvlink-pcie", "", lambda d, rank: d.compete(0, "peer", 1.0)),
     ]
-    found = [each for each in found if any(part in each.name for part in chosen)]
-    for number, disturbance in enumerate(found):
-        disturbance.begin = FIRST + number * (HOLD + CALM)
-        disturbance.end = disturbance.begin + HOLD
+    kinds = [kind for kind in kinds if any(part in kind[0] for part in chosen)]
+    found = []
+    for number, (name, cause, also, start) in enumerate(kinds):
+        rank, begin = 1 - number % 2, FIRST + number * (HOLD + CALM)
+        found.append(
+            Disturbance(
+                name=name,
+                start=functools.partial(_start, start, rank),
+                cause=cause,
+                also=also,
+                subjects=[[0, 1]] if name.startswith("copies") else [[rank]],
+                begin=begin,
+                end=begin + HOLD,
+            )
+        )
     return found
+
+
+def _start(start: Callable[[GpuDisturber, int], None], rank: int, disturber: GpuDisturber) -> None:
+    start(disturber, rank)
 
 
 def manifest_of(options: argparse.Namespace, steps: int) -> dict[str, Any]:

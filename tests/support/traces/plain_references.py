@@ -19,6 +19,7 @@ from megatronapp_analyzer.detect.statistics.two_references import ReferenceLimit
 CLIP = 8.0
 """Deviations to which a single value is limited, so that a disturbed step weighs no more than a few others."""
 LARGEST_ERROR = 2.0
+COMMON_RATE = 0.1
 RECENT = 4
 """Newest steps that must agree with a shift for it to be there now."""
 OWN_PART = 0.5
@@ -107,6 +108,10 @@ class RecentValues:
             self._values[0, known] = values[known]
         self._count += known
 
+    def keep(self, columns: Mask, steps: int) -> None:
+        """Forget all but the newest values of `columns`."""
+        self._count = np.where(columns, np.minimum(self._count, steps), self._count)
+
     def grow(self, columns: int) -> None:
         """Add columns without values up to `columns`."""
         missing = columns - len(self._count)
@@ -171,6 +176,12 @@ class PlainReferences:
         self._learned = np.zeros(columns, np.int64)
         self._offset = np.full(columns, np.nan)
         self._before = np.full(columns, np.nan)
+        self._ended = np.full(columns, -1, np.int64)
+        self._over = np.zeros(columns, np.bool_)
+        self._calm = np.zeros(columns, np.int64)
+        """Steps since a column was over, or all others were."""
+        self._common = np.nan
+        """What columns that were not over had in common in the last steps."""
         self._residuals = ColumnHistory(columns, settings.window)
         self._shifts = RecentValues(columns)
         self._distances = RecentValues(columns)
@@ -190,6 +201,9 @@ class PlainReferences:
         self._level = np.pad(self._level, (0, missing), constant_values=np.nan)
         self._before = np.pad(self._before, (0, missing), constant_values=np.nan)
         self._learned = np.pad(self._learned, (0, missing))
+        self._ended = np.pad(self._ended, (0, missing), constant_values=-1)
+        self._over = np.pad(self._over, (0, missing))
+        self._calm = np.pad(self._calm, (0, missing))
         self._offset = np.pad(self._offset, (0, missing), constant_values=np.nan)
         self._residuals.grow(len(peers))
         self._shifts.grow(len(peers))
@@ -210,7 +224,8 @@ class PlainReferences:
         self._level = np.where(np.isnan(self._level), values, self._level)
         deviation = self._deviation(limits)
         own = values - self._level
-        change = own - np.nan_to_num(plain_median_of_others(own))
+        reference, is_last = self._reference(own)
+        change = own - reference
         distance = self._distance(values)
         shift, relative = self._without_replica(change, deviation), self._without_replica(distance, deviation)
         warm = self._learned >= self._settings.min_history
@@ -225,17 +240,50 @@ class PlainReferences:
         compared = self._reading(distant, relative, limits.peers, limits.cap, doubts[1])
         compared = compared.within((relative > limits.cap) | (self._residuals.count >= LEAST_STEPS))
         reading = _stronger(history, compared, warm)
-        calm = ~reading.over & (True if usual is None else usual)
+        calm = ~reading.over & ~is_last & (True if usual is None else usual)
         score = np.maximum(np.where(warm, changed.score, 0.0), distant.score)
         low = np.where(warm, changed.lowest, 0.0)
         learns = calm & (score < self._limit / 2) & (low > -self._limit / 2) & np.isfinite(values)
         self._learn_level(own, distance, learns, limits)
         self._learn_noise(shift)
         calm &= warm & (score < self._limit) & (low > -self._limit)
-        self._errors.add(np.where(calm, changed.means, np.nan))
+        self._calm = np.where(reading.over | is_last, 0, self._calm + np.isfinite(shift))
+        lengths = np.array(WINDOWS)[:, None]
+        self._errors.add(np.where(calm & (lengths <= self._calm), changed.means, np.nan))
         if self._replicas is not None:
             self._replica_part.learn(np.where(calm, change, np.nan), self._replicas, deviation)
+        self._forget_shifts_that_ended(reading.over, np.isfinite(values), score)
+        self._over = reading.over
         return reading
+
+    def _reference(self, own: Floats) -> tuple[Floats, Mask]:
+        """Return what the others have in common with each column, and the columns of which all others are over.
+
+        Left out are those that were over in the step before; without others, it is what columns had in common before.
+        """
+        healthy = np.where(self._over, np.nan, own)
+        known = np.sort(healthy[np.isfinite(healthy)])
+        of_healthy = known[(len(known) - 1) // 2] if len(known) else np.nan
+        is_last = np.isfinite(healthy) & (len(known) == 1) & ~np.isnan(self._common)
+        reference = np.where(is_last, self._common, plain_median_of_others(healthy))
+        if len(known) >= 2:
+            middle = float(np.median(known))
+            before = self._common
+            self._common = middle if np.isnan(before) else before + COMMON_RATE * (middle - before)
+        return np.nan_to_num(np.where(self._over, of_healthy, reference)), is_last
+
+    def _forget_shifts_that_ended(self, over: Mask, known: Mask, score: Floats) -> None:
+        """Forget a shift of which no sign is left in the newest steps, though windows with it are above the limit.
+
+        A smaller one after it would not be seen, nothing could be learned, and in a job of few columns it would at last
+        be learned as noise.
+        """
+        above = np.where(score > self._limit, self._ended + 1, 0)
+        self._ended = np.where(over, 0, np.where((self._ended >= 0) & known, above, self._ended))
+        forgotten = self._ended == RECENT
+        self._shifts.keep(forgotten, RECENT)
+        self._distances.keep(forgotten, RECENT)
+        self._ended[forgotten] = -1
 
     def _distance(self, values: Floats) -> Floats:
         out: Floats = np.where(self._peers >= 0, values - plain_median_of_others_by(values, self._peers), np.nan)

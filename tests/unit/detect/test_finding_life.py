@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.candidates import SuspectCandidate
-from megatronapp_analyzer.detect.findings.lifecycle import LEVEL_STEPS, MAX_EVIDENCE, FindingTrack, FindingTracker
+from megatronapp_analyzer.detect.findings.lifecycle import (
+    GROWN_RATIO,
+    GROWN_STEPS,
+    MAX_EVIDENCE,
+    FindingTrack,
+    FindingTracker,
+)
 from megatronapp_analyzer.detect.findings.report import verdict_of
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, SubjectType, VerdictState, VerdictSubject
@@ -88,20 +94,18 @@ def test_a_suspected_member_takes_the_place_of_its_named_unit() -> None:
 
 
 @given(
-    before=st.lists(st.floats(0.9, 1.1), min_size=LEVEL_STEPS, max_size=12),
-    after=st.lists(st.floats(0.9, 1.1), min_size=LEVEL_STEPS, max_size=12),
-    times=st.sampled_from([0.1, 0.3, 1.0, 1.5, 3.0, 10.0]),
+    before=st.lists(st.floats(0.9, 1.1), min_size=GROWN_STEPS, max_size=12),
+    after=st.lists(st.floats(0.9, 1.1), min_size=GROWN_STEPS, max_size=12),
+    times=st.sampled_from([0.3, 1.0, 1.5, 3.0, 10.0]),
 )
-def test_a_finding_follows_a_change_of_level_in_four_steps(
-    before: list[float], after: list[float], times: float
-) -> None:
+def test_a_finding_follows_its_growth_in_four_steps(before: list[float], after: list[float], times: float) -> None:
     track = FindingTrack(candidate=candidate(RANK), since=BEGIN)
     for size in [*before, *(times * each for each in after)]:
         track.occurrences.append(size)
         track.ratios.append(1 + size)
-        track.follow_level()
+        track.follow_growth()
         track.add_cost(size)
-    if times in (1.0, 1.5):
+    if times < GROWN_RATIO:
         assert len(track.occurrences) == len(track.lost_s) == min(len(before) + len(after), MAX_EVIDENCE)
     else:
         assert 0.9 * times <= track.occurrence_s <= 1.1 * times

@@ -104,6 +104,43 @@ def test_steps_without_peers_do_not_end_what_is_known_of_them(
     assert np.array(found[90:]).mean(axis=0).tolist() == [1.0, 0.0]
 
 
+def judged(values: Floats, references: type[TwoReferences | PlainReferences] = TwoReferences) -> NDArray[np.bool_]:
+    """Return which columns without peers are over in each step."""
+    test = references(np.full(values.shape[1], -1), SETTINGS)
+    zeros = np.zeros(values.shape[1])
+    return np.array([test.read(row, DEVICE, lambda shift: zeros).over for row in values])
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_a_small_shift_after_large_ones_is_found(columns: int, seed: int) -> None:
+    """Two shifts of the last column by 0.6 end, and what follows them is no noise: one of 8 % is clear."""
+    values = np.random.default_rng(seed).normal(0.0, 0.008, (150, columns))
+    for begin, size in ((30, 0.6), (75, 0.6), (120, 0.08)):
+        values[begin : begin + 20, -1] += size
+    over = judged(values)
+    assert over[35:50, -1].all()
+    assert over[80:95, -1].all()
+    assert over[128:140, -1].all()
+    assert not over[:, :-1].any()
+    assert not over[56:75, -1].any()
+    assert not over[101:120, -1].any()
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_a_second_of_two_columns_is_judged_while_the_first_is_slow(seed: int) -> None:
+    values = np.random.default_rng(seed).normal(0.0, 0.008, (90, 2))
+    values += np.linspace(0.0, 0.01, 90)[:, None]
+    values[30:, 0] += 0.6
+    values[60:, 1] += 0.1
+    over = judged(values)
+    assert over[35:, 0].all()
+    assert over[66:, 1].all()
+    assert not over[:60, 1].any()
+
+
 @given(
     rows=st.lists(
         st.tuples(st.integers(-1, 4), st.sampled_from([0.0, 1.0, -1.0, 2.5, math.nan, math.inf]) | st.floats(-9, 9)),

@@ -271,7 +271,7 @@ class Detector:
                 )
                 track.off_cpu.append((float(parts.off_cpu_s[where].max()), off_cpu))
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
-            track.follow_level()
+            track.follow_growth()
         return hit, int(part.votes[where].min())
 
     def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:

@@ -4,11 +4,14 @@
 /// tests/support/traces/plain_references.py; results are equal to the last bit.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
+
+#include "megatronapp/detect/medians.hpp"
 
 namespace megatronapp::detect {
 
@@ -69,6 +72,8 @@ class RecentValues {
     void grow(std::size_t columns);
     [[nodiscard]] std::size_t memory_bytes() const { return values_.capacity() * sizeof(double); }
     void add(std::size_t column, double value);
+    /// Forget all but the newest values.
+    void keep(std::size_t column, std::int64_t steps) { count_[column] = std::min(count_[column], steps); }
     /// `bias`: standard error of what the values are compared with; `deviation`: of a single step.
     [[nodiscard]] ColumnShift test(std::size_t column, double deviation, double bias, const MeanErrors& errors) const;
     /// The median of the values in the window of a shift.
@@ -120,8 +125,9 @@ class ColumnTest {
     /// Add columns for new peers; there may be as many as before, with other peers.
     void grow(std::span<const std::int64_t> peers);
 
-    /// First half of a step: the deviation of each column, its change against its level relative to the others, and
-    /// its distance from its peers. Throws std::invalid_argument where sizes differ from the number of columns.
+    /// First half of a step: the deviation of each column, its change against its level relative to the others that
+    /// were not over in the step before, or without any to what columns had in common then, and its distance from its
+    /// peers. Throws std::invalid_argument where sizes differ from the number of columns.
     void compare(std::span<const double> values, const ColumnLimits& limits, std::span<double> deviation,
                  std::span<double> change, std::span<double> distance);
 
@@ -146,6 +152,7 @@ class ColumnTest {
     [[nodiscard]] Judged judge_column(std::size_t column, double shift, double relative, double shift_doubt,
                                       double relative_doubt, double spread) const;
     void add_values(std::size_t column, double change, double distance);
+    void forget_shift_that_ended(std::size_t column, bool is_known, const Judged& found);
     void learn_levels(std::span<const std::uint8_t> learns);
     void learn_noise(std::span<const double> shift);
     void check(std::size_t size, const char* name) const;
@@ -158,6 +165,10 @@ class ColumnTest {
     std::vector<std::int64_t> learned_;
     std::vector<double> offset_;
     std::vector<double> before_;
+    std::vector<std::int64_t> ended_;  // steps since a shift ended whose values are kept; -1 without such a shift
+    std::vector<std::uint8_t> over_;   // in the step before
+    std::vector<std::int64_t> calm_;   // steps since a column was over, or all others were
+    double common_ = kUnknown;         // what columns that were not over had in common in the last steps
     SortedHistory residuals_;
     RecentValues shifts_;
     RecentValues distances_;
@@ -165,6 +176,7 @@ class ColumnTest {
     // Of the step between its halves:
     std::vector<double> values_;
     std::vector<double> own_;
+    std::vector<std::uint8_t> is_last_;  // columns of which all others were over in the step before
     std::vector<double> distance_;
     std::vector<double> deviation_;
 };

@@ -16,10 +16,10 @@ from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectTyp
 
 Key = tuple[str, tuple[int, ...], str]
 MAX_EVIDENCE = 16
-LEVEL_STEPS = 4
-"""Newest steps that are a new level of a fault if all of them are unlike those before."""
-LEVEL_RATIO = 2.0
-"""How many times larger, or smaller, they are then."""
+GROWN_STEPS = 4
+"""Newest steps in all of which a fault must be larger than before to have grown."""
+GROWN_RATIO = 2.0
+"""How many times larger it is then."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -149,18 +149,15 @@ class FindingTrack:
             return -math.inf
         return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
 
-    def follow_level(self) -> None:
-        """Forget what was measured before a change of level, such as a second fault of the same subject and cause."""
+    def follow_growth(self) -> None:
+        """Forget what was measured before the fault grew, such as before another one of the same subject and cause."""
         sizes = list(self.occurrences)
-        earlier, newest = sizes[:-LEVEL_STEPS], sizes[-LEVEL_STEPS:]
-        if len(earlier) < LEVEL_STEPS:
-            return
-        usual = float(np.median(earlier))
-        if not (min(newest) > LEVEL_RATIO * usual or max(newest) < usual / LEVEL_RATIO):
+        earlier, newest = sizes[:-GROWN_STEPS], sizes[-GROWN_STEPS:]
+        if len(earlier) < GROWN_STEPS or min(newest) <= GROWN_RATIO * float(np.median(earlier)):
             return
         for measured in (self.ratios, self.occurrences, self.gaps, self.off_cpu, self.late, self.parts):
-            _drop_all_but(measured, LEVEL_STEPS)
-        _drop_all_but(self.lost_s, LEVEL_STEPS - 1)  # that of the newest step follows
+            _drop_all_but(measured, GROWN_STEPS)
+        _drop_all_but(self.lost_s, GROWN_STEPS - 1)  # that of the newest step follows
 
     def add_cost(self, seconds: float) -> None:
         """Add the cost of one step."""
