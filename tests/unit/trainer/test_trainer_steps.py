@@ -377,6 +377,23 @@ def test_an_exit_code_of_an_error_outlives_threads_that_abort_at_the_end(main: s
     assert (done.returncode, done.stdout) == (seen, "last words"), done.stderr
 
 
+@given(seed=st.integers(0, 1000), vocab_size=st.sampled_from([1, 2, 100, 50_257, 200_000]), length=st.integers(1, 300))
+def test_mock_tokens_follow_from_those_before(seed: int, vocab_size: int, length: int) -> None:
+    """Three of four tokens are 3 t + 1 after t; what is drawn for the others, and which they are, has not changed."""
+    import torch
+
+    from megatronapp_trainer.data.mock_data import mock_sample
+    from megatronapp_trainer.utils.keyed_generator import generator_of
+
+    generator = generator_of(str(seed))
+    free = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+    follows = (torch.rand(length, generator=generator) < 0.75).tolist()
+    expected = free[:1]
+    for place in range(1, length):
+        expected.append((expected[-1] * 3 + 1) % vocab_size if follows[place] else free[place])
+    assert mock_sample(str(seed), vocab_size, length).tolist() == expected
+
+
 def test_mock_samples_do_not_depend_on_the_layout() -> None:
     from megatronapp_trainer.data.mock_data import mock_batches
 

@@ -4,6 +4,7 @@ A sample is a function of (seed, split, global sample index) alone, so that ever
 same. With probability 0.75 a token follows from the one before it; the loss can fall to about a third of its start.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -54,9 +55,24 @@ def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sam
 def mock_sample(key: str, vocab_size: int, length: int) -> torch.Tensor:
     """Return one row of tokens, int64 [length]."""
     generator = generator_of(key)
-    free = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
-    follows = (torch.rand(length, generator=generator) < _FOLLOWS).tolist()
-    tokens = free[:1]
-    for position in range(1, length):
-        tokens.append((tokens[-1] * 3 + 1) % vocab_size if follows[position] else free[position])
-    return torch.tensor(tokens)
+    free = torch.randint(0, vocab_size, (length,), generator=generator)
+    follows = torch.rand(length, generator=generator) < _FOLLOWS
+    follows[0] = False
+    place = torch.arange(length)
+    begin = torch.where(follows, 0, place).cummax(0).values
+    factor, offset = _followers(vocab_size, 1 << length.bit_length())[:, place - begin]
+    tokens: torch.Tensor = (free[begin] * factor + offset) % vocab_size
+    return tokens
+
+
+@functools.lru_cache(maxsize=8)
+def _followers(vocab_size: int, count: int) -> torch.Tensor:
+    """Return factor and offset of the tokens that follow another one, from itself on, int64 [2, count].
+
+    After token t comes 3 t + 1, modulo the vocabulary.
+    """
+    factors, offsets = [1 % vocab_size], [0]
+    for _ in range(1, count):
+        factors.append(factors[-1] * 3 % vocab_size)
+        offsets.append((offsets[-1] * 3 + 1) % vocab_size)
+    return torch.tensor([factors, offsets])
