@@ -409,6 +409,22 @@ async def test_the_coordinators_parting_is_a_loss_too(endpoint: Endpoint) -> Non
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("stage", ["connected", "answered", "greeted"])
+async def test_a_closing_coordinator_disconnects_a_worker_that_has_not_joined(endpoint: Endpoint, stage: str) -> None:
+    """A worker that is early for the next attempt must not wait for a table from the coordinator of the last one."""
+    async with coordinating(endpoint):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        if stage == "answered":
+            await reader.readline()
+        if stage == "greeted":
+            await SecureChannel.greet(reader, writer, token=TOKEN, side="worker")
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionError):  # reset, if the coordinator has not read the greeting
+            await reader.read()
+    writer.close()
+
+
+@pytest.mark.asyncio
 async def test_parting_in_order_is_none(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
         done = EndNotice(worker=1, code=ExitCode.OK)
