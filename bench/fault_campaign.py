@@ -16,6 +16,8 @@ LATE = 20
 """Steps after a disturbance in which its verdict still counts for it."""
 BEFORE = 20
 """Steps before a disturbance that are its healthy steps, without the newest."""
+LEAST_GROWN = 0.5
+"""Part of the cost of a disturbance that a verdict which began before it must state in it to count for it."""
 POLL_S = 0.1
 BUSY = "while True: pass"
 """A program that uses a processor all the time."""
@@ -205,7 +207,8 @@ def _row(
     for found in earlier:
         subject, cost_s = tuple(found.verdict["subject"]["ranks"]), found.cost_in(range(begin + 5, disturbance.end))
         is_cause = found.verdict["cause"] in {disturbance.cause, disturbance.also}
-        if is_cause and cost_s is not None and subject in set(map(tuple, disturbance.subjects)) - set(right):
+        is_missing = subject in set(map(tuple, disturbance.subjects)) - set(right)
+        if is_cause and is_missing and cost_s is not None and cost_s > LEAST_GROWN * (slow_s - healthy_s):
             right[subject], estimates_s[subject] = found, cost_s
     row: dict[str, Any] = {
         "name": disturbance.name,
@@ -221,7 +224,8 @@ def _row(
     if right:
         row["estimate_s"] = sum(estimates_s.values())
     if len(right) == len(disturbance.subjects):
-        row["delay"] = max(found.seen_at for found in right.values()) - begin
+        delays = [found.seen_at - begin for found in right.values() if found not in earlier]
+        row["delay"] = max(delays) if delays else "before it"
     return row
 
 

@@ -186,8 +186,9 @@ def main() -> int:
             over = campaign.run(planned, deadline=time.monotonic() + 60 * options.minutes)
             rows = campaign.judge(over, least=LEAST)
         finally:
-            if options.records:
-                shutil.copytree(jobs_dir() / JOB / "hub" / "traces", options.records)
+            traces = jobs_dir() / JOB / "hub" / "traces"
+            if options.records and traces.exists():
+                shutil.copytree(traces, options.records, dirs_exist_ok=True)
             subprocess.run([*MEGATRONAPP, "delete", JOB], check=True)
     print(options.layout)
     print(table(rows))

@@ -227,8 +227,10 @@ class Counter(enum.IntEnum):
     """Share of the time in which the device's memory was read or written, in percent."""
 
 
-_PASS_NUMBERS = {RecordKind.FORWARD: 0, RecordKind.BACKWARD: 1, RecordKind.WEIGHT: 2}
+PASS_NUMBERS = {RecordKind.FORWARD: 0, RecordKind.BACKWARD: 1, RecordKind.WEIGHT: 2}
 _COLLECTIVE_BITS, _CHUNK_BITS, _MICROBATCH_BITS = 12, 6, 12
+PASS_KIND_SHIFT = _COLLECTIVE_BITS + _CHUNK_BITS + _MICROBATCH_BITS
+"""Place of the number of the pass's kind in `pass_ordinal`."""
 FIRST_COLLECTIVE_MASK = (1 << _COLLECTIVE_BITS) - 1
 """Bits of `pass_ordinal` that are 0 for the first collective of a kind in a pass."""
 
@@ -238,7 +240,7 @@ def pass_ordinal(kind: RecordKind, chunk: int, microbatch: int, number: int) -> 
 
     So collectives match also between ranks that record different ones of a step. Each number is cut to its bits.
     """
-    place = (_PASS_NUMBERS[kind] << _MICROBATCH_BITS) | (microbatch & ((1 << _MICROBATCH_BITS) - 1))
+    place = (PASS_NUMBERS[kind] << _MICROBATCH_BITS) | (microbatch & ((1 << _MICROBATCH_BITS) - 1))
     place = (place << _CHUNK_BITS) | (chunk & ((1 << _CHUNK_BITS) - 1))
     return (place << _COLLECTIVE_BITS) | (number & ((1 << _COLLECTIVE_BITS) - 1))
 

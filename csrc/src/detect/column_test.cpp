@@ -19,7 +19,6 @@ constexpr double kMemory = 0.99;
 constexpr double kPriorWeight = 20.0;
 /// Newest steps that must agree with a shift for it to be there now.
 constexpr std::int64_t kRecent = 4;
-constexpr double kCommonRate = 0.1;
 /// Part of a shift that must show in the column itself, and not only in the others being smaller.
 constexpr double kOwnPart = 0.5;
 /// Steps over which a level is the plain mean; from then on it forgets, at the rate of the next constant.
@@ -122,16 +121,19 @@ ColumnShift RecentValues::test(std::size_t column, double deviation, double bias
             best = ratio;
             found.best = window;
         }
-        lowest = std::min(lowest, ratio);
+        if (ratio < lowest) {
+            lowest = ratio;
+            found.worst = window;
+        }
     }
     found.score = std::isfinite(best) ? best : 0.0;
     found.lowest = found.filled < kWindows.size() ? std::min(lowest, 0.0) : lowest;
     return found;
 }
 
-double RecentValues::size_of(std::size_t column, const ColumnShift& shift) const {
+double RecentValues::median_of(std::size_t column, std::size_t window) const {
     std::array<double, kLongest> values{};
-    const auto length = static_cast<std::size_t>(kWindows[shift.best]);
+    const auto length = static_cast<std::size_t>(kWindows[window]);
     for (std::size_t age = 0; age < length; ++age) {
         values[age] = at(column, age);
     }
@@ -241,8 +243,7 @@ void ColumnTest::grow(std::span<const std::int64_t> peers) {
     peers_.assign(peers.begin(), peers.end());
     level_.resize(peers.size(), kUnknown);
     before_.resize(peers.size(), kUnknown);
-    ended_.resize(peers.size(), -1);
-    over_.resize(peers.size(), 0);
+    last_.resize(peers.size());
     calm_.resize(peers.size(), 0);
     learned_.resize(peers.size(), 0);
     offset_.resize(peers.size(), kUnknown);
@@ -258,9 +259,9 @@ std::size_t ColumnTest::memory_bytes() const {
     for (const auto* column : {&level_, &offset_, &before_, &values_, &own_, &distance_, &deviation_}) {
         numbers += column->capacity();
     }
-    numbers += peers_.capacity() + learned_.capacity() + ended_.capacity() + calm_.capacity();
-    return (numbers * sizeof(double)) + over_.capacity() + residuals_.memory_bytes() + shifts_.memory_bytes() +
-           distances_.memory_bytes();
+    numbers += peers_.capacity() + learned_.capacity() + calm_.capacity();
+    return (numbers * sizeof(double)) + (last_.capacity() * sizeof(LastShift)) + residuals_.memory_bytes() +
+           shifts_.memory_bytes() + distances_.memory_bytes();
 }
 
 void ColumnTest::check(std::size_t size, const char* name) const {
@@ -284,31 +285,22 @@ void ColumnTest::compare(std::span<const double> values, const ColumnLimits& lim
     limits_ = limits;
     values_.assign(values.begin(), values.end());
     own_.resize(columns());
-    is_last_.assign(columns(), 0);
     std::vector<double> known;
     for (std::size_t column = 0; column < columns(); ++column) {
         level_[column] = std::isnan(level_[column]) ? values[column] : level_[column];
         own_[column] = values[column] - level_[column];
-        if (std::isfinite(own_[column]) && over_[column] == 0) {
+        if (std::isfinite(own_[column])) {
             known.push_back(own_[column]);
         }
         deviation[column] = deviation_of(column, limits.floor);
     }
-    const double of_healthy = lower_median(known);
     const MedianOfOthers others(known);
-    const double common = common_;
-    const std::size_t healthy = known.size();
-    if (const double middle = median(known); healthy >= 2) {
-        common_ = std::isnan(common_) ? middle : common_ + kCommonRate * (middle - common_);
-    }
     known.assign(deviation.begin(), deviation.end());
     const double usual = median(known);
     median_of_others(values, peers_, distance);
     for (std::size_t column = 0; column < columns(); ++column) {
         const double own = own_[column];
-        is_last_[column] = healthy == 1 && over_[column] == 0 && std::isfinite(own) && !std::isnan(common) ? 1 : 0;
-        const double reference = is_last_[column] != 0 ? common : others.without(own);
-        change[column] = own - zero_if_unknown(over_[column] != 0 ? of_healthy : reference);
+        change[column] = own - (std::isfinite(own) ? zero_if_unknown(others.without(own)) : 0.0);
         distance[column] = peers_[column] >= 0 ? values[column] - distance[column] : kUnknown;
         deviation[column] = std::max(deviation[column], usual);
     }
@@ -337,7 +329,7 @@ ColumnTest::Side ColumnTest::side(const RecentValues& values, std::size_t column
     bool clear = found.score > limit_ && kWindows[found.best] >= settings_.least_window;
     double size = newest;
     if (clear) {  // medians are for the few columns that need them
-        const double shift = values.size_of(column, found);
+        const double shift = values.median_of(column, found.best);
         clear = shift > least && values.is_recent(column, found, shift, deviation_[column], errors_);
         size = clear ? shift : newest;
     }
@@ -392,23 +384,21 @@ void ColumnTest::judge(std::span<const double> shift, std::span<const double> re
         const Judged found =
             judge_column(column, shift[column], relative[column], shift_doubt[column], relative_doubt[column], spread);
         reading.known[column] = found.side.known ? 1 : 0;
-        reading.over[column] = over_[column] = found.side.over ? 1 : 0;
+        reading.over[column] = found.side.over ? 1 : 0;
         reading.size[column] = found.side.size;
         reading.strength[column] = found.side.strength;
         reading.by_history[column] = found.by_history ? 1 : 0;
-        const bool is_calm = !found.side.over && usual[column] != 0 && is_last_[column] == 0;
+        const bool is_calm = !found.side.over && usual[column] != 0;
         const double half = limit_ / 2;
         learns[column] = is_calm && found.score < half && found.low > -half && std::isfinite(values_[column]) ? 1 : 0;
         reading.calm[column] = is_calm && is_warm && found.score < limit_ && found.low > -limit_ ? 1 : 0;
+        follow_shift(column, shift[column], relative[column], found);
         // Noise is learned from windows of calm steps alone: those that contain the end of a shift would look like it.
-        const bool is_disturbed = found.side.over || is_last_[column] != 0;
-        calm_[column] = is_disturbed ? 0 : calm_[column] + (std::isfinite(shift[column]) ? 1 : 0);
         for (std::size_t window = 0; reading.calm[column] != 0 && window < found.changed.filled; ++window) {
             if (kWindows[window] <= calm_[column]) {
                 means[window].push_back(std::abs(found.changed.means[window]));
             }
         }
-        forget_shift_that_ended(column, std::isfinite(values_[column]), found);
     }
     learn_levels(learns);
     learn_noise(shift);
@@ -416,18 +406,36 @@ void ColumnTest::judge(std::span<const double> shift, std::span<const double> re
     deviation_.clear();
 }
 
-// The windows of the steps after a large shift would stay above the limit for as long as they contain it: a smaller one
-// would not be seen, nothing could be learned, and in a job of few columns it would at last be learned as noise.
-void ColumnTest::forget_shift_that_ended(std::size_t column, bool is_known, const Judged& found) {
+// Forget a shift of which the newest steps show no sign. The windows that contain it would stay above the limit: a
+// smaller shift would not be seen, and in a job of two columns what they contain would at last be learned as noise.
+// Of two columns each is compared with the other, so that the shift of one is that of the other, downwards.
+void ColumnTest::follow_shift(std::size_t column, double shift, double relative, const Judged& found) {
+    LastShift& last = last_[column];
+    const double margin = 2.0 * deviation_[column];
     if (found.side.over) {
-        ended_[column] = 0;
-    } else if (ended_[column] >= 0 && is_known) {
-        ended_[column] = found.score > limit_ ? ended_[column] + 1 : 0;
+        last = {.size = found.side.size, .is_by_history = found.by_history, .ended = 0};
+        calm_[column] = 0;
+        return;
     }
-    if (ended_[column] == kRecent) {
+    if (found.low < -limit_) {
+        const double size = shifts_.median_of(column, found.changed.worst);
+        if (size < -limits_.own && shift < 0.5 * size + margin) {
+            last = {.size = size, .is_by_history = true, .ended = 0};
+            calm_[column] = 0;
+            return;
+        }
+    }
+    calm_[column] += std::isfinite(shift) ? 1 : 0;
+    const double value = last.is_by_history ? shift : relative;
+    if (std::isnan(last.size) || !std::isfinite(value)) {
+        return;
+    }
+    const bool has_ended = last.size > 0 ? value < 0.5 * last.size - margin : value > 0.5 * last.size + margin;
+    last.ended = has_ended ? last.ended + 1 : 0;
+    if (last.ended == kRecent && settings_.least_window <= 1) {
         shifts_.keep(column, kRecent);
         distances_.keep(column, kRecent);
-        ended_[column] = -1;
+        last = {};
     }
 }
 
@@ -455,6 +463,10 @@ void ColumnTest::learn_levels(std::span<const std::uint8_t> learns) {
         if (learns[column] != 0 && std::isfinite(own_[column])) {
             healthy.push_back(own_[column]);
         }
+    }
+    const auto is_known = [](double own) { return std::isfinite(own); };
+    if (healthy.size() == 1 && std::ranges::count_if(own_, is_known) > 1) {
+        return;  // without others, what all have in common is not known
     }
     const MedianOfOthers others(healthy);
     for (std::size_t column = 0; column < columns(); ++column) {

@@ -19,7 +19,6 @@ from megatronapp_analyzer.detect.statistics.two_references import ReferenceLimit
 CLIP = 8.0
 """Deviations to which a single value is limited, so that a disturbed step weighs no more than a few others."""
 LARGEST_ERROR = 2.0
-COMMON_RATE = 0.1
 RECENT = 4
 """Newest steps that must agree with a shift for it to be there now."""
 OWN_PART = 0.5
@@ -47,6 +46,8 @@ class Shift:
     """Length of that window."""
     size: Floats
     """Median over that window."""
+    low_size: Floats
+    """Median over the window with the smallest ratio."""
     present: Mask
     """True if the newest steps agree with the shift: it is not over."""
     means: Floats
@@ -132,6 +133,7 @@ class RecentValues:
         ratios = means / np.sqrt(errors.value[:, None] ** 2 + offset**2)
         scores = np.where(filled, ratios, -np.inf)
         best = scores.argmax(axis=0)
+        worst = np.where(filled, ratios, np.inf).argmin(axis=0)
         score = scores[best, np.arange(len(best))]
         size = self._medians(lengths[best])
         steps = np.minimum(lengths[best], RECENT)
@@ -140,6 +142,7 @@ class RecentValues:
             lowest=np.where(filled, ratios, 0.0).min(axis=0),
             window=lengths[best],
             size=size,
+            low_size=self._medians(lengths[worst]),
             present=self._is_recent(size, steps, deviation, errors),
             means=means,
         )
@@ -176,12 +179,13 @@ class PlainReferences:
         self._learned = np.zeros(columns, np.int64)
         self._offset = np.full(columns, np.nan)
         self._before = np.full(columns, np.nan)
-        self._ended = np.full(columns, -1, np.int64)
-        self._over = np.zeros(columns, np.bool_)
+        self._last_size = np.full(columns, np.nan)
+        """Size of the last clear shift, until it is forgotten."""
+        self._last_by_history = np.zeros(columns, np.bool_)
+        self._ended = np.zeros(columns, np.int64)
+        """Steps in a row that show no sign of it."""
         self._calm = np.zeros(columns, np.int64)
-        """Steps since a column was over, or all others were."""
-        self._common = np.nan
-        """What columns that were not over had in common in the last steps."""
+        """Steps since the last that was part of a shift."""
         self._residuals = ColumnHistory(columns, settings.window)
         self._shifts = RecentValues(columns)
         self._distances = RecentValues(columns)
@@ -201,8 +205,9 @@ class PlainReferences:
         self._level = np.pad(self._level, (0, missing), constant_values=np.nan)
         self._before = np.pad(self._before, (0, missing), constant_values=np.nan)
         self._learned = np.pad(self._learned, (0, missing))
-        self._ended = np.pad(self._ended, (0, missing), constant_values=-1)
-        self._over = np.pad(self._over, (0, missing))
+        self._last_size = np.pad(self._last_size, (0, missing), constant_values=np.nan)
+        self._last_by_history = np.pad(self._last_by_history, (0, missing))
+        self._ended = np.pad(self._ended, (0, missing))
         self._calm = np.pad(self._calm, (0, missing))
         self._offset = np.pad(self._offset, (0, missing), constant_values=np.nan)
         self._residuals.grow(len(peers))
@@ -224,8 +229,7 @@ class PlainReferences:
         self._level = np.where(np.isnan(self._level), values, self._level)
         deviation = self._deviation(limits)
         own = values - self._level
-        reference, is_last = self._reference(own)
-        change = own - reference
+        change = own - np.nan_to_num(plain_median_of_others(own))
         distance = self._distance(values)
         shift, relative = self._without_replica(change, deviation), self._without_replica(distance, deviation)
         warm = self._learned >= self._settings.min_history
@@ -240,50 +244,52 @@ class PlainReferences:
         compared = self._reading(distant, relative, limits.peers, limits.cap, doubts[1])
         compared = compared.within((relative > limits.cap) | (self._residuals.count >= LEAST_STEPS))
         reading = _stronger(history, compared, warm)
-        calm = ~reading.over & ~is_last & (True if usual is None else usual)
+        calm = ~reading.over & (True if usual is None else usual)
         score = np.maximum(np.where(warm, changed.score, 0.0), distant.score)
         low = np.where(warm, changed.lowest, 0.0)
         learns = calm & (score < self._limit / 2) & (low > -self._limit / 2) & np.isfinite(values)
+        if learns.sum() == 1 and np.isfinite(own).sum() > 1:  # without others, what all have in common is not known
+            learns[:] = False
         self._learn_level(own, distance, learns, limits)
         self._learn_noise(shift)
         calm &= warm & (score < self._limit) & (low > -self._limit)
-        self._calm = np.where(reading.over | is_last, 0, self._calm + np.isfinite(shift))
+        below = np.where((low < -self._limit) & (changed.low_size < -limits.own), changed.low_size, np.nan)
+        self._follow_shifts(reading, shift, relative, below, deviation)
         lengths = np.array(WINDOWS)[:, None]
         self._errors.add(np.where(calm & (lengths <= self._calm), changed.means, np.nan))
         if self._replicas is not None:
             self._replica_part.learn(np.where(calm, change, np.nan), self._replicas, deviation)
-        self._forget_shifts_that_ended(reading.over, np.isfinite(values), score)
-        self._over = reading.over
         return reading
 
-    def _reference(self, own: Floats) -> tuple[Floats, Mask]:
-        """Return what the others have in common with each column, and the columns of which all others are over.
+    def _follow_shifts(
+        self, reading: ShiftReading, shift: Floats, relative: Floats, below: Floats, deviation: Floats
+    ) -> None:
+        """Forget shifts of which the newest steps show no sign.
 
-        Left out are those that were over in the step before; without others, it is what columns had in common before.
+        The windows that contain one would stay above the limit: a smaller shift would not be seen, and in a job of two
+        columns what they contain would at last be learned as noise. Of two columns each is compared with the other, so
+        that the shift of one is that of the other, downwards: by `below`, NaN for others.
         """
-        healthy = np.where(self._over, np.nan, own)
-        known = np.sort(healthy[np.isfinite(healthy)])
-        of_healthy = known[(len(known) - 1) // 2] if len(known) else np.nan
-        is_last = np.isfinite(healthy) & (len(known) == 1) & ~np.isnan(self._common)
-        reference = np.where(is_last, self._common, plain_median_of_others(healthy))
-        if len(known) >= 2:
-            middle = float(np.median(known))
-            before = self._common
-            self._common = middle if np.isnan(before) else before + COMMON_RATE * (middle - before)
-        return np.nan_to_num(np.where(self._over, of_healthy, reference)), is_last
-
-    def _forget_shifts_that_ended(self, over: Mask, known: Mask, score: Floats) -> None:
-        """Forget a shift of which no sign is left in the newest steps, though windows with it are above the limit.
-
-        A smaller one after it would not be seen, nothing could be learned, and in a job of few columns it would at last
-        be learned as noise.
-        """
-        above = np.where(score > self._limit, self._ended + 1, 0)
-        self._ended = np.where(over, 0, np.where((self._ended >= 0) & known, above, self._ended))
-        forgotten = self._ended == RECENT
+        margin = 2.0 * deviation
+        with np.errstate(invalid="ignore"):
+            goes_on_below = ~reading.over & (shift < 0.5 * below + margin)
+        part = reading.over | goes_on_below
+        self._last_size = np.where(reading.over, reading.size, np.where(goes_on_below, below, self._last_size))
+        self._last_by_history = np.where(part, goes_on_below | reading.by_history, self._last_by_history)
+        self._calm = np.where(part, 0, self._calm + np.isfinite(shift))
+        value = np.where(self._last_by_history, shift, relative)
+        half = 0.5 * self._last_size
+        with np.errstate(invalid="ignore"):
+            is_over = np.where(self._last_size > 0, value < half - margin, value > half + margin)
+        known = np.isfinite(self._last_size) & np.isfinite(value)
+        ended = np.where(known, np.where(is_over, self._ended + 1, 0), self._ended)
+        self._ended = np.where(part, 0, ended)
+        forgotten = ~part & known & (self._ended == RECENT) & (self._least_window <= 1)
         self._shifts.keep(forgotten, RECENT)
         self._distances.keep(forgotten, RECENT)
-        self._ended[forgotten] = -1
+        self._last_size = np.where(forgotten, np.nan, self._last_size)
+        self._last_by_history &= ~forgotten
+        self._ended = np.where(forgotten, 0, self._ended)
 
     def _distance(self, values: Floats) -> Floats:
         out: Floats = np.where(self._peers >= 0, values - plain_median_of_others_by(values, self._peers), np.nan)

@@ -63,10 +63,11 @@ def test_a_verdict_that_grows_counts_by_its_cost_in_the_disturbance() -> None:
     early = verdict([2, 3], "host", 41, 0.002)
     early.costs_s |= {46: 0.002, 60: 0.08, 75: 0.1, 90: 0.002}
     row, healthy = rows = judged(early)
-    assert (row["estimate_s"], row["delay"]) == (0.1, -5)
+    assert (row["estimate_s"], row["delay"]) == (0.1, "before it")
     assert healthy["others"] == ["[2, 3] host"]
     assert not is_right(rows)
-    assert "delay" not in judged(verdict([2, 3], "host", 41))[0]
+    early.costs_s |= {60: 0.002, 75: 0.003}
+    assert "delay" not in judged(early)[0]
 
 
 @pytest.mark.parametrize("wrong", [verdict([2, 3], "compute", 52), verdict([1], "host", 60), verdict([2], "host", 30)])

@@ -90,7 +90,7 @@ def test_a_suspected_member_takes_the_place_of_its_named_unit() -> None:
     assert [track.subject for track in step(tracker, 2, unit)] == [unit.subject]
     changed = {track.subject: track.state for track in step(tracker, 3, dataclasses.replace(suspect, votes=5))}
     assert changed == {unit.subject: VerdictState.CLEARED, RANK: VerdictState.CONFIRMED}
-    assert [track.since.step for track in tracker.live.values()] == [2]
+    assert [track.since.step for track in tracker.live.values()] == [1]
 
 
 @given(

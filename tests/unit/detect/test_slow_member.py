@@ -1,7 +1,7 @@
 """The slow member of a tensor-parallel group without replicas, whose members meet inside every pass."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -10,8 +10,27 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.model import RANK_RECORD, Cause, JobLayout, StepRecords, Verdict, VerdictState, VerdictSubject
-from megatronapp_common.trace import DURATION_UNIT_NS, NO_COMM, NO_MICROBATCH, Flag, RecordKind, pass_ordinal
+from megatronapp_analyzer.detect.localize import DetailedStep, waited_for
+from megatronapp_analyzer.graph.matched_step import MatchedStep
+from megatronapp_analyzer.model import (
+    RANK_RECORD,
+    Cause,
+    JobLayout,
+    RankRecords,
+    StepRecords,
+    Verdict,
+    VerdictState,
+    VerdictSubject,
+)
+from megatronapp_common.trace import (
+    DURATION_UNIT_NS,
+    FIRST_COLLECTIVE_MASK,
+    NO_COMM,
+    NO_MICROBATCH,
+    Flag,
+    RecordKind,
+    pass_ordinal,
+)
 
 Floats = NDArray[np.float64]
 MICROBATCHES, MEETINGS = 4, 8
@@ -31,24 +50,31 @@ class MemberFault:
 
 
 class GroupRun:
-    """Steps of a group of `size` ranks on devices with a common clock."""
+    """Steps of a group of `size` ranks on devices with a common clock; `optimizers`: their usual factors."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, optimizers: Sequence[float] = ()) -> None:
         self.size = size
+        self._optimizers = np.array(optimizers or [1.0] * size)
         self._rng = np.random.default_rng(seed)
         self._now = np.full(size, 1000.0)
         self._rows: list[np.void] = []
 
-    def step(self, number: int, fault: MemberFault | None, *, in_detail: bool = False) -> StepRecords:
-        """Record a step; with all collectives if it is recorded in detail, else with the first of each pass."""
+    def step(
+        self, number: int, fault: MemberFault | None, *, in_detail: bool = False, pause: tuple[int, float] = (0, 0.0)
+    ) -> StepRecords:
+        """Record a step; with all collectives if it is recorded in detail, else with the first of each pass.
+
+        `pause`: a member that pauses for some seconds before the first pass.
+        """
         self._rows = []
         begin = self._now.copy()
+        self._now[pause[0]] += pause[1]
         for microbatch in range(MICROBATCHES):
             for kind, length_s in ((RecordKind.FORWARD, 0.015), (RecordKind.BACKWARD, 0.03)):
                 self._run_pass(kind, length_s, microbatch, fault, in_detail=in_detail)
         self._now = np.full(self.size, self._now.max())
         factor = self._factors(fault.optimizer if fault else 1.0, fault)
-        self._add(RecordKind.OPTIMIZER, self._now, self._now + 0.008 * factor * self._noise())
+        self._add(RecordKind.OPTIMIZER, self._now, self._now + 0.008 * self._optimizers * factor * self._noise())
         self._now = np.full(self.size, self._now.max() + 0.02)
         self._add(RecordKind.STEP, begin, self._now)
         records = np.array(self._rows, RANK_RECORD)
@@ -102,12 +128,18 @@ def named(
     seed: int = 1,
     steps: int = 32,
     details: range = range(0),
+    optimizers: Sequence[float] = (),
+    pauses: Mapping[int, tuple[int, float]] | None = None,
 ) -> list[tuple[VerdictSubject, Cause]]:
-    """Return what is confirmed after the last step; `fault` gives that of each step, `details` those with details."""
-    detector, run = Detector(JobLayout.grid(tp=size)), GroupRun(size, seed)
+    """Return what is confirmed after the last step; `fault` gives that of each step, `details` those with details.
+
+    `pauses`: members that pause once, by step.
+    """
+    detector, run = Detector(JobLayout.grid(tp=size)), GroupRun(size, seed, optimizers)
     newest: dict[str, Verdict] = {}
     for number in range(steps):
-        step = run.step(number, fault(number), in_detail=number in details)
+        pause = (pauses or {}).get(number, (0, 0.0))
+        step = run.step(number, fault(number), in_detail=number in details, pause=pause)
         newest |= {verdict.id: verdict for verdict in detector.observe(step)}
     return [(each.subject, each.cause) for each in newest.values() if each.state is VerdictState.CONFIRMED]
 
@@ -127,6 +159,57 @@ def test_the_slow_member_is_named(sign: str, size: int, member: int, seed: int) 
     fault = fault_of(member % size)
     found = named(size, lambda step: fault if step >= BEGIN else None, seed=seed, details=details)
     assert [(subject.ranks, cause) for subject, cause in found] == [((fault.member,), Cause.COMPUTE)]
+
+
+def always(fault: MemberFault) -> Callable[[int], MemberFault | None]:
+    """Return a fault that begins with step BEGIN."""
+    return lambda step: fault if step >= BEGIN else None
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_pause_of_another_member_in_a_step_with_details_is_no_sign(size: int) -> None:
+    fault, details = always(MemberFault(member=0, passes=1.06)), range(BEGIN + 8, BEGIN + 11)
+    ((subject, _),) = named(size, fault, details=details, pauses={details[-1]: (1, 0.04)})
+    assert subject.ranks == (0,)
+
+
+@pytest.mark.parametrize("details", [range(0), range(BEGIN + 8, BEGIN + 11)])
+def test_a_member_whose_optimizer_always_takes_longer_is_not_the_slow_one(details: range) -> None:
+    fault = always(MemberFault(member=0, passes=1.1))
+    ((subject, _),) = named(4, fault, details=details, optimizers=(1.0, 1.0, 1.2, 1.0))
+    assert subject.ranks == ((0,) if details else (0, 1, 2, 3))
+
+
+def test_a_long_window_with_details_shows_as_much_as_a_short_one() -> None:
+    fault = always(MemberFault(member=1, passes=1.1))
+    ((subject, _),) = named(2, fault, steps=BEGIN + 40, details=range(BEGIN + 8, BEGIN + 28))
+    assert subject.ranks == (1,)
+
+
+def records_with_details(*, keep: Callable[[RankRecords], NDArray[np.bool_]]) -> DetailedStep:
+    """Return the records of a step with details of four ranks, of which the last is slow, that are kept."""
+    view = GroupRun(4, 1).step(0, MemberFault(member=3, passes=1.2), in_detail=True)
+    return DetailedStep.of(MatchedStep(dataclasses.replace(view, records=view.records[keep(view.records)])))
+
+
+def test_records_of_a_part_of_the_group_say_nothing_of_the_waits_in_it() -> None:
+    def is_collective(records: RankRecords) -> NDArray[np.bool_]:
+        return np.array(records["kind"] == RecordKind.TP_REDUCE)
+
+    def is_first(records: RankRecords) -> NDArray[np.bool_]:
+        return np.array((records["ordinal"] & FIRST_COLLECTIVE_MASK) == 0)
+
+    whole = waited_for(records_with_details(keep=lambda records: np.ones(len(records), np.bool_)), (0, 1, 2, 3))
+    assert whole is not None
+    assert whole.argmax() == 3
+    assert whole[3] == pytest.approx(0.2 / 1.2, rel=0.1)
+    of_two = records_with_details(
+        keep=lambda records: ~is_collective(records) | is_first(records) | (records["rank"] < 2)
+    )
+    assert waited_for(of_two, (0, 1, 2, 3)) is None
+    lost = records_with_details(keep=lambda records: ~is_collective(records) | (np.arange(len(records)) % 3 > 0))
+    assert waited_for(lost, (0, 1, 2, 3)) is None
+    assert waited_for(records_with_details(keep=lambda records: records["rank"] > 9), (0, 1)) is None
 
 
 def test_without_details_only_the_group_is_named_for_passes_of_which_all_parts_are_slow() -> None:

@@ -75,6 +75,13 @@ def test_a_stop_lengthens_nothing_that_was_launched_before_it(lead_s: float, beg
     assert found == pytest.approx(max(min(begin_s + length_s, launched_s) - begin_s, 0.0), abs=1e-6)
 
 
+def test_a_stop_while_a_device_waits_for_the_norm_of_another_lengthens_nothing() -> None:
+    """The other rank begins its norm after 0.06 s; then a stop of 0.05 s has 0.01 s left."""
+    other = device_span(RecordKind.GRAD_NORM, 1.06, 0.04)
+    other["rank"] = 1
+    assert lengthened([device_span(RecordKind.GRAD_NORM, 1.0, 0.1), other], (1.02, 0.05)) == pytest.approx([0.01, 0.0])
+
+
 @pytest.mark.parametrize("kind", sorted(HOST_DRIVEN_KINDS | {RecordKind.RECV_WAIT, RecordKind.EMBED_REDUCE}))
 def test_a_stop_lengthens_what_a_host_drives_and_no_wait_for_others(kind: RecordKind) -> None:
     (found,) = lengthened([device_span(kind, 1.0, 0.1)], (1.02, 0.05))

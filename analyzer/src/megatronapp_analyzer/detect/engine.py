@@ -216,8 +216,8 @@ class Detector:
         link += [group for group in groups if not has_other_reason(group, evidence, self._units)]
         others = host + data + link
         compute = cand.without_explained(compute, others, self._places)
-        growth = evidence.growth.optimizer
-        compute = [self._narrowing.narrow(step, candidate, growth, self._places) for candidate in compute]
+        self._narrowing.begin_step()
+        compute = [self._narrowing.narrow(step, each, evidence.growth, self._places) for each in compute]
         others += cand.of_replicas(evidence.work, self._active(evidence.work), features.work, self._places)
         found = self._worth_telling(compute + others, step_s, on_device=on_device)
         found += cand.of_job(evidence.regression, self._active(evidence.regression), self._places)

@@ -178,7 +178,7 @@ def extract_matched(
         crowded_s=_over(np.where(np.isfinite(step_s), step_queue_s, np.nan), forwards),
         stopped_s=_over(stopped_s, forwards),
         work=laid.work,
-        optimizer_s=_optimizer(columns, late, laid.process_stops, world) if laid.on_device else nothing,
+        optimizer_s=_optimizer(laid.spans, columns, late, laid.process_stops, world) if laid.on_device else nothing,
         step_s=step_s,
         forwards=forwards,
         on_device=laid.on_device,
@@ -417,11 +417,12 @@ def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
     return out
 
 
-def _optimizer(columns: rec.SpanColumns, late: Mask, stops: Stops, world: int) -> Floats:
+def _optimizer(spans: RankRecords, columns: rec.SpanColumns, late: Mask, stops: Stops, world: int) -> Floats:
     """Return the seconds of the optimizer's arithmetic of each rank; NaN where its device's own time is not known."""
     own = np.flatnonzero(columns.kind == RecordKind.OPTIMIZER)
     rank = columns.rank[own]
-    doubtful = late[own] | (stops.within(rank, columns.start_s[own], columns.end_s[own]) > 0)
+    start, end = columns.start_s[own], columns.end_s[own]
+    doubtful = late[own] | (stops.within(rank, start, launched_s(spans[own], start, end)) > 0)
     total = np.zeros(world)
     np.add.at(total, rank, columns.duration_s[own])
     return np.where(np.bincount(rank[doubtful], minlength=world) > 0, np.nan, _positive(total))

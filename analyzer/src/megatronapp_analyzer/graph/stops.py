@@ -68,7 +68,10 @@ def lengthened_by_stops_s(spans: RankRecords, start_s: Seconds, end_s: Seconds, 
     driven = np.flatnonzero(rec.is_kind(spans["kind"], HOST_DRIVEN_KINDS)) if stops.any else np.empty(0, np.int64)
     if not len(driven):
         return out
-    chosen, start, end = spans[driven], start_s[driven], end_s[driven]
+    chosen, start, end = spans[driven], start_s[driven].copy(), end_s[driven]
+    meets = chosen["kind"] == RecordKind.GRAD_NORM
+    if meets.any():  # until the last rank has come to it, a device waits for others
+        start[meets] = np.minimum(start[meets].max(), end[meets])
     work = (chosen["kind"].astype(np.int64) << 8) | chosen["chunk"]
     stopped = stops.within(chosen["rank"], start, launched_s(chosen, start, end))
     out[driven] = lengthening_s((chosen["rank"].astype(np.int64) << 16) | work, end - start, stopped)

@@ -61,7 +61,8 @@ class MeanErrors {
 struct ColumnShift {
     double score = 0;
     double lowest = 0;
-    std::size_t best = 0;  // of the windows
+    std::size_t best = 0;   // of the windows
+    std::size_t worst = 0;  // the window with the lowest ratio
     std::array<double, kWindows.size()> means{};
     std::size_t filled = 0;  // windows that have a mean
 };
@@ -76,8 +77,8 @@ class RecentValues {
     void keep(std::size_t column, std::int64_t steps) { count_[column] = std::min(count_[column], steps); }
     /// `bias`: standard error of what the values are compared with; `deviation`: of a single step.
     [[nodiscard]] ColumnShift test(std::size_t column, double deviation, double bias, const MeanErrors& errors) const;
-    /// The median of the values in the window of a shift.
-    [[nodiscard]] double size_of(std::size_t column, const ColumnShift& shift) const;
+    /// The median of the newest values in a window.
+    [[nodiscard]] double median_of(std::size_t column, std::size_t window) const;
     /// Whether the newest steps are not clearly below half of a shift of that size.
     [[nodiscard]] bool is_recent(std::size_t column, const ColumnShift& shift, double size, double deviation,
                                  const MeanErrors& errors) const;
@@ -107,6 +108,13 @@ class SortedHistory {
     std::vector<std::int64_t> next_;
 };
 
+/// The last clear shift of a column, until it is forgotten.
+struct LastShift {
+    double size = kUnknown;      // below 0 where the column is faster, or the others are slower
+    bool is_by_history = false;  // against its own level, or against its peers
+    std::int64_t ended = 0;      // steps in a row that show no sign of it
+};
+
 /// Judgement of one step, by column.
 struct ColumnReading {
     std::span<std::uint8_t> known;
@@ -125,9 +133,8 @@ class ColumnTest {
     /// Add columns for new peers; there may be as many as before, with other peers.
     void grow(std::span<const std::int64_t> peers);
 
-    /// First half of a step: the deviation of each column, its change against its level relative to the others that
-    /// were not over in the step before, or without any to what columns had in common then, and its distance from its
-    /// peers. Throws std::invalid_argument where sizes differ from the number of columns.
+    /// First half of a step: the deviation of each column, its change against its level relative to the others, and
+    /// its distance from its peers. Throws std::invalid_argument where sizes differ from the number of columns.
     void compare(std::span<const double> values, const ColumnLimits& limits, std::span<double> deviation,
                  std::span<double> change, std::span<double> distance);
 
@@ -152,7 +159,7 @@ class ColumnTest {
     [[nodiscard]] Judged judge_column(std::size_t column, double shift, double relative, double shift_doubt,
                                       double relative_doubt, double spread) const;
     void add_values(std::size_t column, double change, double distance);
-    void forget_shift_that_ended(std::size_t column, bool is_known, const Judged& found);
+    void follow_shift(std::size_t column, double shift, double relative, const Judged& found);
     void learn_levels(std::span<const std::uint8_t> learns);
     void learn_noise(std::span<const double> shift);
     void check(std::size_t size, const char* name) const;
@@ -165,10 +172,8 @@ class ColumnTest {
     std::vector<std::int64_t> learned_;
     std::vector<double> offset_;
     std::vector<double> before_;
-    std::vector<std::int64_t> ended_;  // steps since a shift ended whose values are kept; -1 without such a shift
-    std::vector<std::uint8_t> over_;   // in the step before
-    std::vector<std::int64_t> calm_;   // steps since a column was over, or all others were
-    double common_ = kUnknown;         // what columns that were not over had in common in the last steps
+    std::vector<LastShift> last_;
+    std::vector<std::int64_t> calm_;  // steps since the last that was part of a shift
     SortedHistory residuals_;
     RecentValues shifts_;
     RecentValues distances_;
@@ -176,7 +181,6 @@ class ColumnTest {
     // Of the step between its halves:
     std::vector<double> values_;
     std::vector<double> own_;
-    std::vector<std::uint8_t> is_last_;  // columns of which all others were over in the step before
     std::vector<double> distance_;
     std::vector<double> deviation_;
 };

@@ -20,16 +20,19 @@ class GrowthBaseline:
         self._peers = peers
         self._least = settings.min_history
         self._history = ColumnHistory(len(peers), settings.window)
+        self.own: Floats = np.full(len(peers), np.nan)
+        """Growth of the newest values over the columns' own healthy steps alone."""
 
     def read(self, values_s: Floats, healthy: Mask) -> Floats:
         """Return by how much each value is above the usual, in logarithms, NaN where unknown; learn healthy ones.
 
-        The larger one of both references: a column that was slow from the start is usual to itself.
+        The larger one of both references: a column that was slow from the start is usual to itself. `own` has that
+        against its own healthy steps.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.where(values_s > 0, np.log(values_s), np.nan)
-        own = np.where(self._history.count >= self._least, logs - self._history.median(), np.nan)
-        growth: Floats = np.fmax(own, logs - median_of_others_by(logs, self._peers))
+        self.own = np.where(self._history.count >= self._least, logs - self._history.median(), np.nan)
+        growth: Floats = np.fmax(self.own, logs - median_of_others_by(logs, self._peers))
         self._history.add(logs, healthy)
         return growth
 
@@ -40,6 +43,8 @@ class PartGrowth:
 
     optimizer: Floats
     """Growth of the optimizer of each rank."""
+    optimizer_own: Floats
+    """The same over its own healthy steps alone."""
     transfers: Floats
     """Growth of the collectives inside the passes of each unit."""
 
@@ -59,8 +64,10 @@ class PartBaselines:
 
     def read(self, features: StepFeatures, transfers: CollectiveTransfers, healthy: Mask) -> PartGrowth:
         """Judge one step, and learn from units that are `healthy`."""
+        optimizer = self._optimizer.read(features.optimizer_s, healthy[self._of_rank])
         return PartGrowth(
-            optimizer=self._optimizer.read(features.optimizer_s, healthy[self._of_rank]),
+            optimizer=optimizer,
+            optimizer_own=self._optimizer.own,
             transfers=self.transfers(transfers, healthy),
         )
 

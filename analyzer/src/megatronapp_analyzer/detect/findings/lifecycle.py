@@ -336,6 +336,9 @@ class FindingTracker:
             ):
                 if track.named:
                     self._narrowed.append(dataclasses.replace(track))
+                suspect = self.live.get(candidate.key)
+                if suspect is not None and suspect.since.step < track.since.step:
+                    track.since = suspect.since
                 self.live[candidate.key] = self.live.pop(key)
 
     def _is_named(self, key: Key) -> bool:
