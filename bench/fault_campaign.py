@@ -93,7 +93,7 @@ class Named:
     seen_at: int
     verdict: dict[str, Any]
     costs_s: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Its cost, as it was stated at steps of the job while it was confirmed."""
+    """Its stated cost while it was confirmed, by step of the job."""
 
     def cost_in(self, steps: range) -> float | None:
         """Return what it said last in these steps; None if it was not confirmed in them."""
@@ -199,7 +199,7 @@ def _row(
         whole = next((tuple(subject) for subject in disturbance.subjects if set(subject) == ranks), None)
         if is_cause and whole is not None and whole not in right:
             right[whole] = found
-        elif is_cause and any(ranks < set(subject) or _is_one_of(found, subject) for subject in disturbance.subjects):
+        elif is_cause and any(ranks < set(subject) or _is_among(found, subject) for subject in disturbance.subjects):
             parts.append(found)
         else:
             others.append(found)
@@ -229,8 +229,8 @@ def _row(
     return row
 
 
-def _is_one_of(found: Named, subject: Sequence[int]) -> bool:
-    """Return whether a verdict is about one rank of several that cannot be told apart, with a subject among them."""
+def _is_among(found: Named, subject: Sequence[int]) -> bool:
+    """Return whether a verdict is about one of several ranks, without saying which, with a subject among them."""
     named = found.verdict["subject"]
     return named["type"] == "rank" and set(named["ranks"]) > set(subject)
 

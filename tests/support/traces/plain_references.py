@@ -272,10 +272,10 @@ class PlainReferences:
         """
         margin = 2.0 * deviation
         with np.errstate(invalid="ignore"):
-            goes_on_below = ~reading.over & (shift < 0.5 * below + margin)
-        part = reading.over | goes_on_below
-        self._last_size = np.where(reading.over, reading.size, np.where(goes_on_below, below, self._last_size))
-        self._last_by_history = np.where(part, goes_on_below | reading.by_history, self._last_by_history)
+            continues_below = ~reading.over & (shift < 0.5 * below + margin)
+        part = reading.over | continues_below
+        self._last_size = np.where(reading.over, reading.size, np.where(continues_below, below, self._last_size))
+        self._last_by_history = np.where(part, continues_below | reading.by_history, self._last_by_history)
         self._calm = np.where(part, 0, self._calm + np.isfinite(shift))
         value = np.where(self._last_by_history, shift, relative)
         half = 0.5 * self._last_size

@@ -131,7 +131,7 @@ def test_a_small_shift_after_large_ones_is_found(columns: int, seed: int) -> Non
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=20)
 def test_a_change_of_all_columns_during_a_shift_is_over_with_it(seed: int) -> None:
-    """Both columns are slower for a time in which the first one is slower still: the second has no shift of its own."""
+    """Both columns are slower for a time in which the first one is slower still: the second has no shift."""
     values = np.random.default_rng(seed).normal(0.0, 0.006, (150, 2))
     values[60:] += 0.1
     values[30:80, 0] += 0.1

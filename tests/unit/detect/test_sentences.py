@@ -26,7 +26,7 @@ def test_a_link_is_named_with_the_roles_of_both_ends(layout: JobLayout, expected
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(1.013, "1.01 times"), (1.084, "1.08 times"), (1.87, "1.9 times")])
-def test_a_small_slowdown_is_not_rounded_away(ratio: float, expected: str) -> None:
+def test_a_small_slowdown_is_visible(ratio: float, expected: str) -> None:
     subject = VerdictSubject(type=SubjectType.RANK, ranks=(1,), node="n", worker=0)
     text = sentence(
         subject, Cause.COMPUTE, VerdictState.CONFIRMED, PLAIN, ratio=ratio, excess_s=0.01, lost_s=0.1, since=3

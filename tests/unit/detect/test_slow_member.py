@@ -41,7 +41,7 @@ BEGIN = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemberFault:
-    """What makes a member of the group slow: factors on its work, or a kernel after each pass, as a part of it."""
+    """A reason for which a member of the group is slow: factors on its work, or a kernel after each pass."""
 
     member: int
     passes: float = 1.0
@@ -62,7 +62,7 @@ class GroupRun:
     def step(
         self, number: int, fault: MemberFault | None, *, in_detail: bool = False, pause: tuple[int, float] = (0, 0.0)
     ) -> StepRecords:
-        """Record a step; with all collectives if it is recorded in detail, else with the first of each pass.
+        """Record a step; with all collectives if it is recorded in detail, otherwise with the first of each pass.
 
         `pause`: a member that pauses for some seconds before the first pass.
         """
@@ -174,13 +174,13 @@ def test_a_pause_of_another_member_in_a_step_with_details_is_no_sign(size: int) 
 
 
 @pytest.mark.parametrize("details", [range(0), range(BEGIN + 8, BEGIN + 11)])
-def test_a_member_whose_optimizer_always_takes_longer_is_not_the_slow_one(details: range) -> None:
+def test_a_member_whose_optimizer_always_takes_longer_is_healthy(details: range) -> None:
     fault = always(MemberFault(member=0, passes=1.1))
     ((subject, _),) = named(4, fault, details=details, optimizers=(1.0, 1.0, 1.2, 1.0))
     assert subject.ranks == ((0,) if details else (0, 1, 2, 3))
 
 
-def test_a_long_window_with_details_shows_as_much_as_a_short_one() -> None:
+def test_a_long_window_with_details_shows_the_slow_member() -> None:
     fault = always(MemberFault(member=1, passes=1.1))
     ((subject, _),) = named(2, fault, steps=BEGIN + 40, details=range(BEGIN + 8, BEGIN + 28))
     assert subject.ranks == (1,)
@@ -192,7 +192,7 @@ def records_with_details(*, keep: Callable[[RankRecords], NDArray[np.bool_]]) ->
     return DetailedStep.of(MatchedStep(dataclasses.replace(view, records=view.records[keep(view.records)])))
 
 
-def test_records_of_a_part_of_the_group_say_nothing_of_the_waits_in_it() -> None:
+def test_waits_are_unknown_where_a_part_of_the_group_has_no_records() -> None:
     def is_collective(records: RankRecords) -> NDArray[np.bool_]:
         return np.array(records["kind"] == RecordKind.TP_REDUCE)
 
@@ -218,7 +218,7 @@ def test_without_details_only_the_group_is_named_for_passes_of_which_all_parts_a
     assert subject.ranks == (0, 1)
 
 
-def test_details_before_a_fault_say_nothing_of_it() -> None:
+def test_details_before_a_fault_are_no_sign() -> None:
     """Rank 0 is slow in steps with details, which are no fault; then rank 1 is, without details."""
     early, late = MemberFault(member=0, passes=1.1), MemberFault(member=1, passes=1.1)
     details = range(BEGIN - 4, BEGIN - 1)
@@ -228,7 +228,7 @@ def test_details_before_a_fault_say_nothing_of_it() -> None:
     assert subject.ranks == (0, 1)
 
 
-def test_an_earlier_fault_of_another_member_says_nothing_of_the_next_one() -> None:
+def test_the_signs_of_an_earlier_fault_are_forgotten() -> None:
     first, second = MemberFault(member=0, after=0.1), MemberFault(member=1, passes=1.1)
     found = named(
         2,

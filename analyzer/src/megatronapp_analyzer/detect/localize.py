@@ -36,7 +36,7 @@ LONGEST_PAUSE = 3
 
 @dataclasses.dataclass(slots=True)
 class _MemberSigns:
-    """What shows which member of a suspected unit is the slow one; arrays over its members."""
+    """Signs that a member of a suspected unit is slow; arrays over its members."""
 
     newest: int
     """Number of the newest judged step in which the unit was suspected."""
@@ -45,7 +45,7 @@ class _MemberSigns:
     growth: Floats
     """Growth of each optimizer over its own usual time, in logarithms; a running mean."""
     waited: list[Floats] = dataclasses.field(default_factory=list)
-    """Of each of the newest steps with details: `waited_for`."""
+    """Results of `waited_for` in the newest steps with details."""
 
 
 class MemberLocalizer:
@@ -78,7 +78,7 @@ class MemberLocalizer:
     ) -> SuspectCandidate:
         """Return the candidate, narrowed to one rank if its unit has several and one of them is clearly slow.
 
-        What steps with details show comes before other signs; two of those that disagree name no member.
+        Steps with details decide where there are two of them. Other signs name no member where they disagree.
         """
         if len(candidate.columns) > 1 or len(candidate.subject.ranks) < 2:
             return candidate
@@ -145,7 +145,7 @@ class DetailedStep:
     late: Mask
     """Passes that their host launched late."""
     collectives: RankRecords
-    """Those of devices."""
+    """Collectives that were recorded by devices."""
 
     @classmethod
     def of(cls, step: MatchedStep) -> "DetailedStep":

@@ -15,7 +15,7 @@ Seconds = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 Groups = NDArray[np.int64]
 HOST_DRIVEN_KINDS = PASS_KINDS | {RecordKind.DATA, RecordKind.GRAD_NORM, RecordKind.OPTIMIZER}
-"""Spans that a stop lengthens. In the others a device waits for other ranks, whatever its host does."""
+"""Spans that a stop lengthens. In the others a device waits for other ranks, also while its host runs."""
 UNDISTURBED_PART = 0.25
 """Part of a rank's alike spans that must lie between stops to be what is usual for it."""
 

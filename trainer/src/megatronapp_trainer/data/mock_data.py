@@ -69,7 +69,7 @@ def mock_sample(key: str, vocab_size: int, length: int) -> torch.Tensor:
 def _followers(vocab_size: int, count: int) -> torch.Tensor:
     """Return factor and offset of the tokens that follow another one, from itself on, int64 [2, count].
 
-    After token t comes 3 t + 1, modulo the vocabulary.
+    Token t is followed by 3 t + 1, modulo the vocabulary.
     """
     factors, offsets = [1 % vocab_size], [0]
     for _ in range(1, count):
