@@ -13,6 +13,7 @@ from megatronapp_analyzer.detect.findings.lifecycle import (
     GROWN_RATIO,
     GROWN_STEPS,
     MAX_EVIDENCE,
+    SETTLED_HITS,
     FindingTrack,
     FindingTracker,
 )
@@ -112,6 +113,24 @@ def test_a_finding_follows_its_growth_in_four_steps(before: list[float], after: 
         assert 0.9 * times <= track.seconds_per_step <= 1.1 * times
         assert 0.9 * times <= track.ratio - 1 <= 1.1 * times
     assert track.replayed_s == pytest.approx(sum(before) + times * sum(after))
+
+
+def test_a_cause_is_judged_again_after_more_evidence() -> None:
+    tracker = FindingTracker(DetectorSettings())
+    causes = itertools.chain([Cause.MEMORY] * 3, itertools.repeat(Cause.COMPUTE))
+    states: list[dict[Cause, VerdictState]] = []
+    for number in range(1, SETTLED_HITS):
+        now = JobMoment(attempt=0, step=number, time=float(number))
+        tracker.propose([candidate(RANK)], lambda votes, now=now: now, lambda suspect: False, hits=lambda suspect: 3)  # type: ignore[misc]
+        changed = tracker.advance(now, lambda track: (True, 5))
+        cause = next(causes)
+        changed += tracker.confirm(now, lambda track: True, lambda track, cause=cause: cause)  # type: ignore[misc]
+        states.append({track.cause: track.state for track in changed})
+    (named,) = tracker.live.values()
+    assert named.hits > SETTLED_HITS
+    assert all(found == {Cause.MEMORY: VerdictState.CONFIRMED} for found in states[:3])
+    assert {Cause.MEMORY: VerdictState.CLEARED, Cause.COMPUTE: VerdictState.CONFIRMED} in states
+    assert states[-1] == {Cause.COMPUTE: VerdictState.CONFIRMED}
 
 
 def test_links_within_a_unit_are_not_narrowed_to_a_member() -> None:

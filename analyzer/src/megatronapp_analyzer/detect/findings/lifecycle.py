@@ -16,6 +16,11 @@ from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobMoment, SubjectTyp
 
 Key = tuple[str, tuple[int, ...], str]
 MAX_EVIDENCE = 16
+SETTLED_HITS = 8
+"""Steps of evidence after which the cause of a finding is judged again: the first ones may have coincided with others.
+
+Another process that uses a device for a part of the time may be at work in three optimizers in a row.
+"""
 GROWN_STEPS = 4
 """Newest steps in all of which a fault must be larger than before to have grown."""
 GROWN_RATIO = 2.0
@@ -250,8 +255,17 @@ class FindingTracker:
     ) -> list[FindingTrack]:
         """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`, with their `cause`.
 
-        Returns them, and the findings that end because one of these includes them, as a node does its ranks.
+        Returns them, and the findings that end because one of these includes them, as a node does its ranks; and
+        findings whose cause has changed with further evidence, each also as it was, which ends.
         """
+        revised = [
+            track
+            for track in self.live.values()
+            if track.named and track.hits == SETTLED_HITS and not track.clean and cause(track) is not track.cause
+        ]
+        before = [dataclasses.replace(track, state=VerdictState.CLEARED, until=now) for track in revised]
+        for track in revised:
+            track.confirmed_cause = cause(track)
         confirmed = [
             track
             for track in self.live.values()
@@ -259,7 +273,8 @@ class FindingTracker:
         ]
         for track in confirmed:
             track.state, track.confirmed_cause = VerdictState.CONFIRMED, cause(track)
-        return confirmed + [ended for track in confirmed for ended in self._end_parts(track, now)]
+        ended = [part for track in confirmed for part in self._end_parts(track, now)]
+        return before + revised + confirmed + ended
 
     def _pause_before(self, candidate: SuspectCandidate) -> int:
         """Return for how many steps a fault has paused whose verdict was cleared not long ago; 0 for others."""
