@@ -114,6 +114,25 @@ def test_messages_of_both_directions_are_apart() -> None:
     assert found == {(0, 1): (0, 2), (1, 0): (3, 1)}
 
 
+@pytest.mark.parametrize(("first_post_ms", "waiting"), [(1, 2), (9, 0)])
+def test_pairs_of_which_a_send_ended_before_its_receive_was_posted_are_eager(first_post_ms: int, waiting: int) -> None:
+    """Two messages: the first send ends after 5 ms, the second one after 15 ms, 1 ms after its receive was posted."""
+    comms = {0: {0: Communicator("p2p", (0, 1))}, 1: {0: Communicator("p2p", (0, 1))}}
+    rows = []
+    for ordinal, (end_ms, post_ms) in enumerate([(5, first_post_ms), (15, 14)]):
+        sent = 1_000_000 * (end_ms - 4)
+        posted = 1_000_000 * post_ms
+        rows += [
+            _record(0, RecordKind.SEND_POST, sent, 8, comm=0, ordinal=ordinal),
+            _record(0, RecordKind.SEND_WAIT, sent + 80, 4_000_000 - 80, comm=0, ordinal=ordinal),
+            _record(1, RecordKind.RECV_POST, posted, 8, comm=0, ordinal=ordinal),
+            _record(1, RecordKind.RECV_WAIT, posted + 80, 3_000_000, comm=0, ordinal=ordinal),
+        ]
+    records = np.array(sorted(rows, key=lambda row: (row[-1], row[0])), RANK_RECORD)
+    graph = build(StepRecords(attempt=0, step=0, records=records, comms=comms))
+    assert np.count_nonzero(graph.edges.kind == EdgeKind.READY) == waiting
+
+
 def test_waits_are_no_weights(sim: ModuleType) -> None:
     """A receive whose sender is twice as slow keeps its small weight: only the sender's span grew."""
     layout = JobLayout.grid(pp=2)

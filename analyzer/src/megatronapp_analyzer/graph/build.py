@@ -190,13 +190,27 @@ def _message_edges(
     ]
     both = (messages.send_wait >= 0) & (messages.recv_post >= 0)
     wait, post = messages.send_wait[both], messages.recv_post[both]
-    rendezvous = end[wait] >= end[post]
+    ended_before = end[wait] < end[post] - tolerance_s
+    rendezvous = (end[wait] >= end[post]) & ~_is_eager(messages.source[both], messages.destination[both], ended_before)
     wait, post = wait[rendezvous], post[rendezvous]
     free[wait] = False
     left = end[wait] - np.maximum(start[wait], end[post])
     parts.append(_edges(2 * wait, 2 * wait + 1, left, EdgeKind.SPAN, wait))
     parts.append(_edges(2 * post + 1, 2 * wait + 1, left, EdgeKind.READY, wait))
     return _joined(parts), free, int((messages.recv_wait >= 0).sum()) - len(recv)
+
+
+def _is_eager(source: Index, destination: Index, ended_before: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return messages of pairs whose sends do not wait for a posted receive: one of them `ended_before` that."""
+    if not ended_before.any():
+        return ended_before
+    # Messages are sorted by pair, so that few runs of equal pairs remain to be sorted.
+    pair = source * (int(destination.max()) + 1) + destination
+    begin = np.flatnonzero(np.diff(pair, prepend=-1))
+    _, of_run = np.unique(pair[begin], return_inverse=True)
+    where = np.repeat(of_run, np.diff(begin, append=len(pair)))
+    eager: NDArray[np.bool_] = np.bincount(where, ended_before)[where] > 0
+    return eager
 
 
 def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_event: int) -> tuple[Edges, Index]:

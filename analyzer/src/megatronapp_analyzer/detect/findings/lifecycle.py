@@ -256,7 +256,7 @@ class FindingTracker:
         """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`, with their `cause`.
 
         Returns them, and the findings that end because one of these includes them, as a node does its ranks; and
-        findings whose cause has changed with further evidence, each also as it was, which ends.
+        findings whose cause has changed with further evidence, which end with the old cause and continue with the new.
         """
         revised = [
             track
