@@ -20,21 +20,23 @@ class GrowthBaseline:
         self._peers = peers
         self._least = settings.min_history
         self._history = ColumnHistory(len(peers), settings.window)
-        self.own: Floats = np.full(len(peers), np.nan)
-        """Growth of the newest values over the columns' own healthy steps alone."""
 
     def read(self, values_s: Floats, healthy: Mask) -> Floats:
         """Return by how much each value is above the usual, in logarithms, NaN where unknown; learn healthy ones.
 
-        The larger one of both references: a column that was slow from the start is usual to itself. `own` has that
-        against its own healthy steps.
+        The larger one of both references: a column that was slow from the start is usual to itself.
         """
+        growth, _ = self.read_both(values_s, healthy)
+        return growth
+
+    def read_both(self, values_s: Floats, healthy: Mask) -> tuple[Floats, Floats]:
+        """Return the same as `read`, and that over each column's own healthy steps alone."""
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.where(values_s > 0, np.log(values_s), np.nan)
-        self.own = np.where(self._history.count >= self._least, logs - self._history.median(), np.nan)
-        growth: Floats = np.fmax(self.own, logs - median_of_others_by(logs, self._peers))
+        own: Floats = np.where(self._history.count >= self._least, logs - self._history.median(), np.nan)
+        growth: Floats = np.fmax(own, logs - median_of_others_by(logs, self._peers))
         self._history.add(logs, healthy)
-        return growth
+        return growth, own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +66,10 @@ class PartBaselines:
 
     def read(self, features: StepFeatures, transfers: CollectiveTransfers, healthy: Mask) -> PartGrowth:
         """Judge one step, and learn from units that are `healthy`."""
-        optimizer = self._optimizer.read(features.optimizer_s, healthy[self._of_rank])
+        optimizer, optimizer_own = self._optimizer.read_both(features.optimizer_s, healthy[self._of_rank])
         return PartGrowth(
             optimizer=optimizer,
-            optimizer_own=self._optimizer.own,
+            optimizer_own=optimizer_own,
             transfers=self.transfers(transfers, healthy),
         )
 

@@ -161,8 +161,8 @@ class FindingTrack:
         if len(earlier) < GROWN_STEPS or min(newest) <= GROWN_RATIO * float(np.median(earlier)):
             return
         for measured in (self.ratios, self.occurrences, self.gaps, self.off_cpu, self.late, self.parts):
-            _drop_all_but(measured, GROWN_STEPS)
-        _drop_all_but(self.lost_s, GROWN_STEPS - 1)  # that of the newest step follows
+            _keep_newest(measured, GROWN_STEPS)
+        _keep_newest(self.lost_s, GROWN_STEPS - 1)  # that of the newest step follows
 
     def add_cost(self, seconds: float) -> None:
         """Add the cost of one step."""
@@ -256,7 +256,7 @@ class FindingTracker:
         """Confirm suspects with enough votes, this step included, whose replayed cost is `costly`, with their `cause`.
 
         Returns them, and the findings that end because one of these includes them, as a node does its ranks; and
-        findings whose cause has changed with further evidence, which end with the old cause and continue with the new.
+        findings with the cause that they had before further evidence, which end, and continue with another cause.
         """
         revised = [
             track
@@ -274,7 +274,7 @@ class FindingTracker:
         for track in confirmed:
             track.state, track.confirmed_cause = VerdictState.CONFIRMED, cause(track)
         ended = [part for track in confirmed for part in self._end_parts(track, now)]
-        return before + revised + confirmed + ended
+        return before + confirmed + ended
 
     def _pause_before(self, candidate: SuspectCandidate) -> int:
         """Return for how many steps a fault has paused whose verdict was cleared not long ago; 0 for others."""
@@ -374,7 +374,7 @@ class FindingTracker:
         return False
 
 
-def _drop_all_but(measured: collections.deque[Any], count: int) -> None:
+def _keep_newest(measured: collections.deque[Any], count: int) -> None:
     """Keep the newest values."""
     while len(measured) > count:
         measured.popleft()
