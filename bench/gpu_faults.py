@@ -186,9 +186,10 @@ def main() -> int:
             over = campaign.run(planned, deadline=time.monotonic() + 60 * options.minutes)
             rows = campaign.judge(over, least=LEAST)
         finally:
-            traces = jobs_dir() / JOB / "hub" / "traces"
-            if options.records and traces.exists():
-                shutil.copytree(traces, options.records, dirs_exist_ok=True)
+            for part in ("traces", "store"):  # the records of an hour that is over are in the store
+                stored = jobs_dir() / JOB / "hub" / part
+                if options.records and stored.exists():
+                    shutil.copytree(stored, options.records / part, dirs_exist_ok=True)
             subprocess.run([*MEGATRONAPP, "delete", JOB], check=True)
     print(options.layout)
     print(table(rows))

@@ -29,6 +29,8 @@ BLOCK_VALUES = 6_000_000
 """Most span times in memory at once."""
 USUAL_TOKENS = 4096
 """Tokens of a usual microbatch."""
+REDUCED_LAST = 0.02
+"""Part of a pass whose gradients the last reduction has."""
 MEETINGS = 8
 """How often the members of a tensor-parallel unit meet inside a pass."""
 
@@ -79,6 +81,8 @@ class SimulatedJob:
     """Part of a pass that grows with its tokens."""
     transfer_part: float = 0.0
     """Part of a pass in which members of a tensor-parallel unit transfer; the first collective is recorded then."""
+    overlaps_reductions: bool = False
+    """True if replicas reduce their gradients during the last pass, and wait for each other inside of it."""
 
     def microbatches_at(self, step: int) -> int:
         return max([(self.microbatches)] + [count for first, count in self.events.ramp_up if first <= step], default=0)
@@ -278,7 +282,8 @@ class StageRun:
     def program(self) -> Program:
         """Run all passes, then the reduction of the gradients, up to the gradient norm."""
         grid, forwards = self.grid, 0
-        for task in sched.passes(self.stage, grid.pp, grid.vpp, self.block.microbatches):
+        tasks = list(sched.passes(self.stage, grid.pp, grid.vpp, self.block.microbatches))
+        for task in tasks:
             sender = sched.source(task, self.stage, grid.pp, grid.vpp)
             if sender is not None:
                 self._post(RecordKind.RECV_POST, (sender, self.stage), ("post", sender, self.stage, task), task)
@@ -292,7 +297,7 @@ class StageRun:
             if task.is_forward:
                 self._stall(forwards)
                 forwards += 1
-            self._compute(task)
+            self._compute(task, reduces=self.job.overlaps_reductions and task is tasks[-1])
             if (to := sched.target(task, self.stage, grid.pp, grid.vpp)) is not None:
                 key = ("sent", self.stage, *to)
                 number = self._post(RecordKind.SEND_POST, (self.stage, to[0]), key, task)
@@ -402,7 +407,7 @@ class StageRun:
             self.lead, seconds = self.lead - ahead, seconds - ahead
         self.now = self.now + seconds
 
-    def _compute(self, task: sched.Pass) -> None:
+    def _compute(self, task: sched.Pass, *, reduces: bool) -> None:
         begin = self.now
         base = self.forward_s * (1.0 if task.is_forward else self.job.backward_ratio)
         tokens = self.block.work[:, task.microbatch] * self.tokens
@@ -418,6 +423,8 @@ class StageRun:
             launched = work
         first_s = self._transfer_s(base) / MEETINGS
         self.now = begin + work if self.grid.tp == 1 else _met(begin, work) + MEETINGS * first_s
+        if reduces:  # the last kernels of the pass run after those of the reductions, for which all replicas are needed
+            self.now = np.maximum(self.now, self.now.max(axis=1, keepdims=True) - REDUCED_LAST * base)
         kind = RecordKind.FORWARD if task.is_forward else RecordKind.BACKWARD
         if self.noise.device:
             self.lead = np.maximum(self.lead + self.now - begin - launched, 0.0)

@@ -27,6 +27,7 @@ LAYOUTS = {
     "node: dp2-pp4": Grid(dp=2, pp=4),
     "node: dp2-pp2-tp2": Grid(dp=2, pp=2, tp=2),
     "nodes: dp4-tp4": Grid(dp=4, tp=4),
+    "node: dp2": Grid(dp=2),
     "dp4": Grid(dp=4, ranks_per_worker=2, ranks_per_node=2),
     "dp2-pp2": Grid(dp=2, pp=2, ranks_per_worker=2, ranks_per_node=2),
     "1k": Grid(dp=16, pp=8, tp=8),
@@ -62,6 +63,7 @@ class Row:
     reports_work: bool = False
     work_part: float = 1.0
     transfer_part: float = 0.0
+    overlaps_reductions: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ def draw(row: Row, seed: int, layouts: tuple[str, ...] = ()) -> DetectionCase:
         reports_work=row.reports_work,
         work_part=row.work_part,
         transfer_part=row.transfer_part,
+        overlaps_reductions=row.overlaps_reductions,
     )
     return DetectionCase(row=row.name, layout=layout, job=job, seed=seed, steps=row.steps, faults=faults)
 
@@ -245,6 +248,7 @@ PIPELINES = tuple(name for name in SMALL if LAYOUTS[name].pp > 1)
 DEEP = tuple(name for name in PIPELINES if LAYOUTS[name].pp > 2 and LAYOUTS[name].vpp == 1)
 TENSOR = ("node: dp2-pp2-tp2", "dp4-pp2-tp2", "nodes: dp4-tp4")
 REPLICAS = ("dp8", "node: dp2-pp4", "node: dp2-pp2-tp2")
+OVERLAPPED = ("node: dp2", "dp8", "dp4-pp2", "node: dp2-pp2-tp2", "nodes: dp4-tp4")
 CPU_LAYOUTS = ("dp4-pp2", "dp2-pp4")
 ROWS = {
     row.name: row
@@ -276,6 +280,13 @@ ROWS = {
         Row(
             name="compute and reported work", faults=compute(1.05, 3.0), events=uneven, reports_work=True, work_part=0.8
         ),
+        Row(
+            name="overlapped reductions",
+            faults=compute(1.05, 3.0),
+            layouts=OVERLAPPED,
+            microbatches=(1, 2, 4, 8),
+            overlaps_reductions=True,
+        ),
         Row(name="busy memory", faults=memory),
         Row(name="shared device", faults=shared_device),
         Row(name="2 to 5 faults", faults=several),
@@ -289,6 +300,12 @@ ROWS = {
         Row(name="healthy: uneven stages", spread=0.25, layouts=PIPELINES),
         Row(name="healthy: eventful", events=eventful),
         Row(name="healthy: uneven work", events=uneven),
+        Row(
+            name="healthy: overlapped reductions",
+            layouts=OVERLAPPED,
+            microbatches=(1, 2, 4, 8),
+            overlaps_reductions=True,
+        ),
         Row(name="healthy: transfers", layouts=TENSOR, transfer_part=0.2),
         Row(name="healthy: reported work", events=uneven, reports_work=True, work_part=0.8),
         Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.features import Floats, Ints
-from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
 from megatronapp_analyzer.graph.matching import Index, Messages
 from megatronapp_analyzer.graph.records import CommIndex, is_kind
 from megatronapp_analyzer.graph.replay import makespan_s

@@ -21,6 +21,8 @@ CLIP = 8.0
 LARGEST_ERROR = 2.0
 RECENT = 4
 """Newest steps that must agree with a shift for it to be there now."""
+GROWN = 1.5
+"""How many times larger than the shift over a longer window the newest steps must all be for it to have grown."""
 OWN_PART = 0.5
 """Part of a shift that must show in the column itself, and not only in the others being smaller."""
 SETTLED_STEPS = 500
@@ -46,6 +48,8 @@ class Shift:
     """Length of that window."""
     size: Floats
     """Median over that window."""
+    grown_size: Floats
+    """Median over the newest steps where all of them are much larger, as with a second fault; the same elsewhere."""
     low_size: Floats
     """Median over the window with the smallest ratio."""
     present: Mask
@@ -142,6 +146,7 @@ class RecentValues:
             lowest=np.where(filled, ratios, 0.0).min(axis=0),
             window=lengths[best],
             size=size,
+            grown_size=self._grown(size, lengths[best], deviation),
             low_size=self._medians(lengths[worst]),
             present=self._is_recent(size, steps, deviation, errors),
             means=means,
@@ -153,6 +158,11 @@ class RecentValues:
             columns = np.flatnonzero(window == length)
             out[columns] = np.median(self._values[:length, columns], axis=0)
         return out
+
+    def _grown(self, size: Floats, window: Ints, deviation: Floats) -> Floats:
+        newest = self._values[:RECENT]
+        grown = (newest > GROWN * size + 2.0 * deviation).all(axis=0) & (window > RECENT)
+        return np.where(grown, np.median(newest, axis=0), size)
 
     def _is_recent(self, size: Floats, steps: Ints, deviation: Floats, errors: MeanErrors) -> Mask:
         """Return columns whose newest steps, 1, 2 and more of them, are not clearly below half of the shift."""
@@ -310,7 +320,7 @@ class PlainReferences:
         return ShiftReading(
             known=known,
             over=known & (clear | extreme),
-            size=np.where(known, np.where(clear, found.size, newest), 0.0),
+            size=np.where(known, np.where(clear, found.grown_size, newest), 0.0),
             strength=np.where(known, found.score / self._limit, 0.0),
             by_history=np.zeros(len(known), np.bool_),
         )

@@ -201,3 +201,39 @@ def test_a_verdict_costs_the_seconds_lost_times_ranks(hub: Hub, attempt: int, en
     hub.verdicts.update([found])
     (view,) = views.verdicts(hub)
     assert view.effect.gpu_hours == pytest.approx(3.5 * 2 / 3600, rel=0.01)
+
+
+@pytest.mark.parametrize(("cause", "ranks", "is_known"), [(Cause.LINK, (0, 1), True), (Cause.COMPUTE, (0, 1), False)])
+def test_uneven_data_is_a_metric_of_ranks_that_are_not_named_for_their_passes(
+    hub: Hub, step_rows: Any, cause: Cause, ranks: tuple[int, ...], is_known: bool
+) -> None:
+    first = [0, 0]
+    for step in range(10):
+        for rank in (0, 1):
+            parts = [step_rows(rank, step, compute_ms=1.0 + microbatch % 2) for microbatch in range(4)]
+            for microbatch, part in enumerate(parts):
+                part["microbatch"] = microbatch
+                part["ordinal"] += microbatch
+            records = np.concatenate([part[:-1] if number < 3 else part for number, part in enumerate(parts)])
+            records = records[records["kind"] < RecordKind.METRIC]
+            header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
+            hub.ingest.add_records(0, header, records.tobytes())
+            first[rank] += len(records)
+    assert values_of(hub, "megascan_data_skew")["megascan_data_skew_correlation"] == pytest.approx(1.0)
+    kind = SubjectType.LINK if cause is Cause.LINK else SubjectType.STAGE
+    found = Verdict(
+        id="a",
+        subject=VerdictSubject(type=kind, ranks=ranks),
+        cause=cause,
+        state=VerdictState.CONFIRMED,
+        seconds_per_step=1.0,
+        seconds_lost=3.5,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(7, 8),
+        evidence_text=(),
+        since=JobMoment(attempt=0, step=5, time=1.0),
+        until=None,
+    )
+    hub.verdicts.update([found])
+    assert bool(values_of(hub, "megascan_data_skew")) is is_known

@@ -15,7 +15,8 @@ from plain_graph import plain_mixed_lengths_s, plain_usual_weights
 
 from megatronapp_analyzer.graph import usual
 from megatronapp_analyzer.graph.blame import StepBlame, find_blame
-from megatronapp_analyzer.graph.build import Seconds, StepGraph, build
+from megatronapp_analyzer.graph.build import StepGraph, build
+from megatronapp_analyzer.graph.edges import Seconds
 from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, makespan_s, mixed_lengths_s, replay
 from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
 from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view

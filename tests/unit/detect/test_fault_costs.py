@@ -15,7 +15,8 @@ from detect.simulation import SimulatedJob
 from detect.suite import LAYOUTS, DetectionCase
 
 from megatronapp_analyzer.detect.effect import OffCpuParts, OffCpuTimes, Remedy, seconds_lost
-from megatronapp_analyzer.graph.build import EdgeKind, build
+from megatronapp_analyzer.graph.build import build
+from megatronapp_analyzer.graph.edges import EdgeKind
 from megatronapp_analyzer.model import Cause, Communicator, JobLayout, StepRecords, SubjectType, VerdictSubject
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 

@@ -141,6 +141,22 @@ def test_a_change_of_all_columns_during_a_shift_is_over_with_it(seed: int) -> No
     assert not over[88:].any()
 
 
+@pytest.mark.parametrize("references", [TwoReferences, PlainReferences])
+@given(seed=st.integers(0, 2**32 - 1), size=st.floats(0.2, 0.8), columns=st.integers(4, 6))
+@settings(max_examples=15)
+def test_the_size_of_a_small_lasting_shift_follows_a_larger_shift(
+    references: type[TwoReferences | PlainReferences], seed: int, size: float, columns: int
+) -> None:
+    values = np.random.default_rng(seed).normal(0.0, 0.004, (150, columns))
+    values[30:, -1] += 0.025
+    values[90:110, -1] += size
+    test, zeros = references(np.full(columns, -1), SETTINGS), np.zeros(columns)
+    sizes = np.array([test.read(row, DEVICE, lambda shift: zeros).size[-1] for row in values])
+    assert np.median(sizes[60:90]) == pytest.approx(0.025, abs=0.01)
+    assert np.abs(sizes[94:110] - size - 0.025).max() < 0.04
+    assert np.median(sizes[114:]) == pytest.approx(0.025, abs=0.02)
+
+
 @given(
     rows=st.lists(
         st.tuples(st.integers(-1, 4), st.sampled_from([0.0, 1.0, -1.0, 2.5, math.nan, math.inf]) | st.floats(-9, 9)),

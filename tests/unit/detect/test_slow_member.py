@@ -54,6 +54,8 @@ class GroupRun:
 
     def __init__(self, size: int, seed: int, optimizers: Sequence[float] = ()) -> None:
         self.size = size
+        self.passes = self.optimizer = 1.0
+        """Factors of all members, as of devices that have become warm."""
         self._optimizers = np.array(optimizers or [1.0] * size)
         self._rng = np.random.default_rng(seed)
         self._now = np.full(size, 1000.0)
@@ -74,7 +76,11 @@ class GroupRun:
                 self._run_pass(kind, length_s, microbatch, fault, in_detail=in_detail)
         self._now = np.full(self.size, self._now.max())
         factor = self._factors(fault.optimizer if fault else 1.0, fault)
-        self._add(RecordKind.OPTIMIZER, self._now, self._now + 0.008 * self._optimizers * factor * self._noise())
+        self._add(
+            RecordKind.OPTIMIZER,
+            self._now,
+            self._now + 0.008 * self.optimizer * self._optimizers * factor * self._noise(),
+        )
         self._now = np.full(self.size, self._now.max() + 0.02)
         self._add(RecordKind.STEP, begin, self._now)
         records = np.array(self._rows, RANK_RECORD)
@@ -87,7 +93,7 @@ class GroupRun:
         begin = self._now
         factor = self._factors(fault.passes if fault else 1.0, fault)
         for number in range(MEETINGS):
-            arrive = self._now + length_s / MEETINGS * factor * self._noise()
+            arrive = self._now + self.passes * length_s / MEETINGS * factor * self._noise()
             self._now = np.full(self.size, arrive.max() + TRANSFER_S)
             if number == 0 or in_detail:
                 ordinal = pass_ordinal(kind, 0, microbatch, number)
@@ -236,3 +242,29 @@ def test_the_signs_of_an_earlier_fault_are_forgotten() -> None:
         steps=BEGIN + 60,
     )
     assert [subject.ranks for subject, _ in found] == [(0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_in_devices_that_have_become_slower_are_named_at_their_sizes(seed: int) -> None:
+    """After a first fault all passes stay 2 % longer, and optimizers 6 % shorter, as devices did that it had heated."""
+    faults = {
+        range(20, 36): MemberFault(member=1, passes=1.9, optimizer=1.8),
+        range(80, 105): MemberFault(member=0, passes=1.11, optimizer=1.19),
+        range(130, 155): MemberFault(member=1, passes=1.3, optimizer=1.5),
+        range(180, 205): MemberFault(member=0, after=0.1),
+    }
+    detector, run = Detector(JobLayout.grid(tp=2)), GroupRun(2, seed)
+    newest: dict[str, Verdict] = {}
+    for number in range(230):
+        if number == 20:
+            run.passes, run.optimizer = 1.02, 0.94
+        fault = next((fault for steps, fault in faults.items() if number in steps), None)
+        newest |= {verdict.id: verdict for verdict in detector.observe(run.step(number, fault))}
+        ended = next((fault for steps, fault in faults.items() if number == steps[-1]), None)
+        if ended is not None:
+            (found,) = [verdict for verdict in newest.values() if verdict.state is VerdictState.CONFIRMED]
+            assert found.subject.ranks == (ended.member,), number
+            assert found.slowdown == pytest.approx(1.02 * (ended.passes + ended.after), abs=0.025)
+        elif number >= 120 and number % 50 in range(20, 30):  # 15 steps after a fault its verdict has been cleared
+            named = [verdict for verdict in newest.values() if verdict.state is VerdictState.CONFIRMED]
+            assert all(len(verdict.subject.ranks) == 2 for verdict in named), number

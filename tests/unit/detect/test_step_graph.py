@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.errors import GraphError
-from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph, build
+from megatronapp_analyzer.graph.build import StepGraph, build
+from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
 from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.graph.waits import attribute

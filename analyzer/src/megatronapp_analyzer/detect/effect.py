@@ -8,7 +8,8 @@ import numpy as np
 
 from megatronapp_analyzer.detect.causes.collective_transfers import REPLICA_KINDS
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
-from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import EdgeKind
 from megatronapp_analyzer.graph.records import is_kind, run_queue_s
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s

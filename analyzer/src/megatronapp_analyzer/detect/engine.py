@@ -255,7 +255,7 @@ class Detector:
         """Return whether most of a track's columns are over in this step, and its votes."""
         part = evidence.part(track.candidate)
         where = list(track.candidate.columns)
-        hit = bool(part.over[where].mean() >= 0.5)
+        hit = bool(part.over[where].mean() >= 0.5) and track.is_as_before(float(part.occurrence_s[where].max()))
         if hit:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))

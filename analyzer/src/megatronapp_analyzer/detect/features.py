@@ -31,6 +31,7 @@ from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
+from megatronapp_analyzer.graph.overlapped_reductions import find_overlapped
 from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
 from megatronapp_analyzer.graph.stops import Stops, launched_s, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
@@ -208,6 +209,9 @@ def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> 
         reader, waiter = handovers_of(spans, meetings, end)
         awaited[waiter - 1] = np.maximum(np.minimum(end[reader], start[waiter]) - end[waiter - 1], 0.0)
         _hide_incomplete(clean, columns.rank, layout)
+    if on_device and layout.dp > 1:
+        reductions = find_overlapped(spans, end, step.collectives, clean)
+        clean[reductions.last_pass] -= reductions.waited_s
     work = None
     if model is not None:
         clean, work = model.normalise(step.of_kinds(WORK), spans, clean)

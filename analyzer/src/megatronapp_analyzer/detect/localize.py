@@ -129,11 +129,16 @@ def _by_lateness(signs: _MemberSigns, excess: float) -> dict[int, str]:
 
 
 def _by_growth(signs: _MemberSigns, passes_growth: float) -> dict[int, str]:
-    """Return the member whose optimizer has grown, and no other; `passes_growth` in logarithms."""
-    member = last_member(np.maximum(signs.growth, 0.0), max(LEAST_OWN_GROWTH * passes_growth, LEAST_OPTIMIZER))
+    """Return the member whose optimizer has grown, and no other; `passes_growth` in logarithms.
+
+    Where those of the others have become shorter, as after a change of their clocks, it is compared with them.
+    """
+    others = np.array([np.median(np.delete(signs.growth, member)) for member in range(len(signs.growth))])
+    grown = np.maximum(signs.growth - np.minimum(others, 0.0), 0.0)
+    member = last_member(grown, max(LEAST_OWN_GROWTH * passes_growth, LEAST_OPTIMIZER))
     if member is None:
         return {}
-    longer = math.expm1(signs.growth[member])
+    longer = math.expm1(grown[member])
     return {member: f"its optimizer takes {longer:.1%} longer than usual, those of the others of its group do not"}
 
 

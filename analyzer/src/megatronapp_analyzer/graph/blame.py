@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.graph.replay import Replayer, lanes_at_once, makespan_s, replay

@@ -7,51 +7,26 @@ communication keeps only what remains after the last participant was ready; wait
 """
 
 import dataclasses
-import enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.graph.edges import EdgeKind, Edges, Seconds, edges_of, joined, taken
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, handovers_of, meetings_of
+from megatronapp_analyzer.graph.overlapped_reductions import (
+    OverlappedReductions,
+    find_overlapped,
+    lengths_of_passes,
+    with_reductions,
+)
 from megatronapp_analyzer.model import RankRecords, StepRecords
 from megatronapp_native import sort_by_level
 
-Seconds = NDArray[np.float64]
 CLOCK_TOLERANCE_S = 1e-3
 """Seconds that a message may appear to arrive before it was sent."""
-
-
-class EdgeKind(enum.IntEnum):
-    """Meaning of an edge's weight; `edge_span` is the span that it belongs to."""
-
-    SPAN = 0
-    """Own duration of a span, or of a wait once its partner was ready."""
-    GAP = 1
-    """Time on the rank between the previous span and this one."""
-    DELIVERY = 2
-    """From the post of a send to the end of the matching receive, once both sides were ready."""
-    READY = 3
-    """From the post of a receive to the end of the matching send."""
-    ARRIVE = 4
-    """A member reaches its collective; weight 0."""
-    TRANSFER = 5
-    """Time from when the last member reached a collective to this member's end."""
-    HANDOVER = 6
-    """As GAP, from the end of the DATA of another member of the unit, which reads for this rank, too."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Edges:
-    """Parallel arrays, one entry per edge."""
-
-    source: Index
-    target: Index
-    weight: Seconds
-    kind: NDArray[np.int8]
-    span: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +40,8 @@ class StepGraph:
     collectives: Collectives
     meetings: Collectives
     """Compute spans of units of several ranks."""
+    overlapped: OverlappedReductions
+    """Reductions of gradients that ranks waited for in their last backward pass."""
     edges: Edges
     """Sorted by the target's level, then by target."""
     level_begin: Index
@@ -105,9 +82,12 @@ def build_matched(
     inside, in_meeting = _group_edges(meetings, start, end, 2 * len(spans) + len(collectives))
     free[in_meeting] = False
     own = np.flatnonzero(free)
-    plain = _edges(2 * own, 2 * own + 1, (end - start)[own], EdgeKind.SPAN, own)
-    edges = _joined([plain, parts, waits, groups, inside])
+    plain = edges_of(2 * own, 2 * own + 1, (end - start)[own], EdgeKind.SPAN, own)
+    edges = joined([plain, parts, waits, groups, inside])
     events = 2 * len(spans) + len(collectives) + len(meetings)
+    overlapped = find_overlapped(spans, end, collectives, lengths_of_passes(edges, spans))
+    edges = with_reductions(edges, overlapped, end, events)
+    events += len(overlapped)
     initial = np.zeros(events)
     initial[2 * roots] = start[roots]
     order, begin = _by_level(edges, events)
@@ -117,41 +97,12 @@ def build_matched(
         end_s=end,
         messages=messages,
         collectives=collectives,
-        edges=_taken(edges, order),
+        overlapped=overlapped,
+        edges=taken(edges, order),
         level_begin=begin,
         initial_s=initial,
         meetings=meetings,
         unmatched=unmatched + int((~collectives.complete).sum()),
-    )
-
-
-def _edges(source: Index, target: Index, weight: Seconds, kind: EdgeKind, span: Index) -> Edges:
-    return Edges(
-        source=source,
-        target=target,
-        weight=np.maximum(weight, 0.0),
-        kind=np.full(len(source), int(kind), np.int8),
-        span=span,
-    )
-
-
-def _joined(parts: list[Edges]) -> Edges:
-    return Edges(
-        source=np.concatenate([part.source for part in parts]),
-        target=np.concatenate([part.target for part in parts]),
-        weight=np.concatenate([part.weight for part in parts]),
-        kind=np.concatenate([part.kind for part in parts]),
-        span=np.concatenate([part.span for part in parts]),
-    )
-
-
-def _taken(edges: Edges, order: Index) -> Edges:
-    return Edges(
-        source=edges.source[order],
-        target=edges.target[order],
-        weight=edges.weight[order],
-        kind=edges.kind[order],
-        span=edges.span[order],
     )
 
 
@@ -169,9 +120,9 @@ def _stream_edges(
     reader, waiter = handovers
     ready = np.append(end[:1], end[:-1])
     ready[waiter] = np.maximum(ready[waiter], end[reader])
-    gaps = _edges(2 * (later - 1) + 1, 2 * later, start[later] - ready[later], EdgeKind.GAP, later)
-    handed = _edges(2 * reader + 1, 2 * waiter, start[waiter] - ready[waiter], EdgeKind.HANDOVER, waiter)
-    return _joined([gaps, handed]), first
+    gaps = edges_of(2 * (later - 1) + 1, 2 * later, start[later] - ready[later], EdgeKind.GAP, later)
+    handed = edges_of(2 * reader + 1, 2 * waiter, start[waiter] - ready[waiter], EdgeKind.HANDOVER, waiter)
+    return joined([gaps, handed]), first
 
 
 def _message_edges(
@@ -185,8 +136,8 @@ def _message_edges(
     free[recv] = False
     left = end[recv] - np.maximum(start[recv], end[send])
     parts = [
-        _edges(2 * recv, 2 * recv + 1, left, EdgeKind.SPAN, recv),
-        _edges(2 * send + 1, 2 * recv + 1, left, EdgeKind.DELIVERY, recv),
+        edges_of(2 * recv, 2 * recv + 1, left, EdgeKind.SPAN, recv),
+        edges_of(2 * send + 1, 2 * recv + 1, left, EdgeKind.DELIVERY, recv),
     ]
     both = (messages.send_wait >= 0) & (messages.recv_post >= 0)
     wait, post = messages.send_wait[both], messages.recv_post[both]
@@ -195,9 +146,9 @@ def _message_edges(
     wait, post = wait[rendezvous], post[rendezvous]
     free[wait] = False
     left = end[wait] - np.maximum(start[wait], end[post])
-    parts.append(_edges(2 * wait, 2 * wait + 1, left, EdgeKind.SPAN, wait))
-    parts.append(_edges(2 * post + 1, 2 * wait + 1, left, EdgeKind.READY, wait))
-    return _joined(parts), free, int((messages.recv_wait >= 0).sum()) - len(recv)
+    parts.append(edges_of(2 * wait, 2 * wait + 1, left, EdgeKind.SPAN, wait))
+    parts.append(edges_of(2 * post + 1, 2 * wait + 1, left, EdgeKind.READY, wait))
+    return joined(parts), free, int((messages.recv_wait >= 0).sum()) - len(recv)
 
 
 def _is_eager(source: Index, destination: Index, ended_before: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -222,9 +173,9 @@ def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_e
     last = np.full(len(collectives), -np.inf)
     np.maximum.at(last, instance, start[member])
     event = first_event + instance
-    arrive = _edges(2 * member, event, np.zeros(len(member)), EdgeKind.ARRIVE, member)
-    transfer = _edges(event, 2 * member + 1, end[member] - last[instance], EdgeKind.TRANSFER, member)
-    return _joined([arrive, transfer]), member
+    arrive = edges_of(2 * member, event, np.zeros(len(member)), EdgeKind.ARRIVE, member)
+    transfer = edges_of(event, 2 * member + 1, end[member] - last[instance], EdgeKind.TRANSFER, member)
+    return joined([arrive, transfer]), member
 
 
 def _by_level(edges: Edges, events: int) -> tuple[Index, Index]:

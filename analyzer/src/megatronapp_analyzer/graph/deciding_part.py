@@ -18,7 +18,7 @@ from megatronapp_common.trace import PASS_KINDS
 MOST_WHOLE = 16
 """Replicas of a job that is replayed whole."""
 LAST_OTHERS = 7
-"""Replicas without a slowness that are replayed: those whose passes end last, one of which is waited for next."""
+"""Replicas without a slowness that are replayed: those whose passes are last, one of which is waited for next."""
 LAST_SLOW = 4
 """The same of the replicas of one subject, as of a stage, which all replicas have."""
 
@@ -31,7 +31,7 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
     replicas = int(replica_of_rank.max(initial=-1)) + 1
     if replicas <= MOST_WHOLE or not len(step.view.records):
         return step
-    latest = _by_end_of_passes(step, replica_of_rank, replicas)
+    latest = _by_last_passes(step, replica_of_rank, replicas)
     place = np.argsort(latest)
     chosen = np.zeros(replicas, np.bool_)
     for ranks in subjects:
@@ -46,16 +46,16 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
     return part
 
 
-def _by_end_of_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:
-    """Return the replicas, that whose passes end last first."""
+def _by_last_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:
+    """Return the replicas by the begin of their last pass, latest first: if they reduce in it, they end together."""
     columns = step.columns
     begin = _begin_of_ranks(columns.rank, len(replica_of_rank))
     ranks = np.flatnonzero(np.diff(begin))
-    ends = np.full(replicas, -np.inf)
+    begins = np.full(replicas, -np.inf)
     if len(ranks):
-        ended = np.where(is_kind(columns.kind, PASS_KINDS), columns.end_s, -np.inf)
-        np.maximum.at(ends, replica_of_rank[ranks], np.maximum.reduceat(ended, begin[ranks]))
-    order: Index = np.argsort(-ends, kind="stable")
+        begun = np.where(is_kind(columns.kind, PASS_KINDS), columns.start_s, -np.inf)
+        np.maximum.at(begins, replica_of_rank[ranks], np.maximum.reduceat(begun, begin[ranks]))
+    order: Index = np.argsort(-begins, kind="stable")
     return order
 
 

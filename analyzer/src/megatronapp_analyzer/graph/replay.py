@@ -5,7 +5,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.build import Seconds, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import Seconds
 from megatronapp_native import latest_times, longest_paths
 
 MAX_NUMBERS = 10_000_000

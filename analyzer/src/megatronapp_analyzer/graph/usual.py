@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, MixedReplayer, mixed_lengths_s

@@ -9,7 +9,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.build import Seconds, StepGraph
+from megatronapp_analyzer.graph.build import StepGraph
+from megatronapp_analyzer.graph.edges import Seconds
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages
 from megatronapp_analyzer.model import RankRecords
@@ -39,6 +40,7 @@ def attribute(graph: StepGraph) -> Waits:
         _receives(graph.messages, graph.start_s, graph.end_s),
         _groups(graph.collectives, graph.spans, graph.start_s)[0],
         _groups(graph.meetings, graph.spans, graph.start_s)[0],
+        _overlapped(graph),
     ]
     return Waits(
         waiter=np.concatenate([part.waiter for part in parts]),
@@ -89,6 +91,17 @@ def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[
     late = start_s[member[last[instance]]] - start_s[member] if len(member) else np.empty(0)
     cause = rank[last[instance]] if len(member) else rank
     return _kept(rank, cause, late, member), instance[_real(rank, cause, late)]
+
+
+def _overlapped(graph: StepGraph) -> Waits:
+    """Return waits for the last member of a reduction inside passes with which it overlaps."""
+    found = graph.overlapped
+    rank = graph.spans["rank"][found.last_pass].astype(np.int64)
+    order = np.lexsort((found.ready_s, found.instance))
+    last = order[np.flatnonzero(np.diff(found.instance[order], append=-1))]
+    cause = rank[last][found.instance]
+    waits = found.waited_s > 0
+    return _kept(rank[waits], cause[waits], found.waited_s[waits], found.last_pass[waits])
 
 
 def _real(waiter: Index, cause: Index, seconds: Seconds) -> NDArray[np.bool_]:

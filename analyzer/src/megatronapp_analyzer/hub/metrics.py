@@ -30,7 +30,7 @@ from megatronapp_analyzer.hub.role_metrics import role_families
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
 from megatronapp_analyzer.hub.training_metrics import training_families
-from megatronapp_analyzer.model import SubjectType, Verdict
+from megatronapp_analyzer.model import LINK_CAUSES, SubjectType, Verdict
 
 TOP_RANKS = 32
 RECENT_STEPS = 16
@@ -194,7 +194,7 @@ class HubCollector(Collector):
         yield self._gauge(
             "megascan_data_skew_correlation",
             "Correlation of forward and backward times over microbatches, without named ranks.",
-            step_totals.skew_correlation(whole, self._named_ranks()),
+            step_totals.skew_correlation(whole, self._slow_ranks()),
         )
         state = self._hub.ingest.newest
         costs = {rank: ring.record_cost_ns for rank, ring in state.rings.items()} if state else {}
@@ -213,8 +213,10 @@ class HubCollector(Collector):
         count = max(1, int(np.searchsorted(spans, SCRAPE_SPANS, side="right")))
         return chosen[-count:]
 
-    def _named_ranks(self) -> set[int]:
-        return {rank for verdict in self._hub.verdicts.standing() for rank in verdict.subject.ranks}
+    def _slow_ranks(self) -> set[int]:
+        """Return the ranks whose passes a verdict may be about: a slow link makes none longer."""
+        standing = (verdict for verdict in self._hub.verdicts.standing() if verdict.cause not in LINK_CAUSES)
+        return {rank for verdict in standing for rank in verdict.subject.ranks}
 
     def _pod(self, worker: int) -> str:
         return f"{self._job}-worker-{worker}"

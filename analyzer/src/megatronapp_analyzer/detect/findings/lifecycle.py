@@ -25,6 +25,8 @@ GROWN_STEPS = 4
 """Newest steps in all of which a fault must be larger than before to have grown."""
 GROWN_RATIO = 2.0
 """How many times larger it is then."""
+SHRUNK_RATIO = 0.25
+"""Part of its usual size below which a step is no evidence for a fault any more: what is left is another one."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -153,6 +155,15 @@ class FindingTrack:
         if count < 2:
             return -math.inf
         return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
+
+    def is_as_before(self, occurrence_s: float) -> bool:
+        """Return false if slow compute is much less slow than in the evidence so far, as after the end of the fault.
+
+        Devices that it has heated may stay a little slower.
+        """
+        if self.candidate.cause is not Cause.COMPUTE or len(self.occurrences) < GROWN_STEPS:
+            return True
+        return occurrence_s >= SHRUNK_RATIO * self.occurrence_s
 
     def follow_growth(self) -> None:
         """Forget what was measured before the fault grew, such as before another one of the same subject and cause."""
