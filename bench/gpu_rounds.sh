@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Run the measurements of a host with two or four GPUs in rounds of ten minutes, which is as long as a shared host may be
 # lent at a time, or of $END_S seconds. Results and logs are written to $OUT, by default to build/gpu.
-# Usage: bench/gpu_rounds.sh two-costs|two-faults|two-data|four-layouts|four-faults|four-tracing
+# Usage: bench/gpu_rounds.sh two-costs|two-faults|two-data|two-data-costs|four-layouts|four-faults|four-tracing
 #        (first bench/gpu_wheels.sh where there is a package index)
 set -uo pipefail
-if [[ ! " two-costs two-faults two-data four-layouts four-faults four-tracing " == *" ${1:-none} "* ]]; then
+if [[ ! " two-costs two-faults two-data two-data-costs four-layouts four-faults four-tracing " == *" ${1:-none} "* ]]; then
   sed -n 's/^# Usage: /usage: /p' "$0" >&2
   exit 2
 fi
@@ -32,6 +32,7 @@ run() {
   tail -n 15 "$logs/$name.log"
   [[ "$code" == 0 ]] || echo "$name" >> "$logs/failed"
 }
+# Eight groups of blocks, with four comparisons of A with A, are what a difference is resolved by.
 costs() {
   local name="$1" seconds="$2"
   shift 2
@@ -62,8 +63,8 @@ detector() {
 
 case "$round" in
   two-costs)
-    run windows python3 -m pytest -q tests/gpu/test_tracing.py -k "windows or tensor_group"
-    costs cost 90 --layouts tp2 pp2 dp2
+    costs cost_tp2 175 --layouts tp2
+    costs cost_pp2 260 --layouts pp2
     ;;
   two-faults)
     published 16-31 &
@@ -75,6 +76,10 @@ case "$round" in
     bursts 16-31 &
     faults data 0-15 6.5
     wait
+    ;;
+  two-data-costs)
+    costs cost_dp2 300 --layouts dp2
+    run windows python3 -m pytest -q tests/gpu/test_tracing.py -k "windows or tensor_group"
     ;;
   four-layouts)
     bursts 48-63 &
