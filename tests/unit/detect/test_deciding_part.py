@@ -45,7 +45,7 @@ def test_few_replicas_give_the_cost_of_the_whole_step(faults: str, remedies: lis
     whole = step_of(faults)
     part = deciding_part(whole, REPLICA_OF_RANK, [remedy.subject.ranks for remedy in remedies])
     replicas = np.unique(REPLICA_OF_RANK[part.view.records["rank"]])
-    assert LAST_OTHERS < len(replicas) <= LAST_OTHERS + LAST_SLOW
+    assert LAST_OTHERS < len(replicas) <= 2 * (LAST_OTHERS + LAST_SLOW)
     expected = seconds_lost(build_matched(whole), remedies)
     graph = build_matched(part)
     assert graph.unmatched == 0

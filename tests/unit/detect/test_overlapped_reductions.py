@@ -1,5 +1,7 @@
 """Reductions of gradients that overlap with the last backward pass: fast replicas wait for the slow one inside it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from detect import noise
@@ -15,8 +17,10 @@ from megatronapp_analyzer.graph.build import StepGraph, build_matched
 from megatronapp_analyzer.graph.deciding_part import LAST_OTHERS, LAST_SLOW, deciding_part
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.replay import replay
+from megatronapp_analyzer.graph.usual import PeerSet, find_slowdowns
 from megatronapp_analyzer.graph.waits import attribute
-from megatronapp_analyzer.model import Cause, Communicator, StepRecords, SubjectType, VerdictSubject
+from megatronapp_analyzer.model import Cause, Communicator, JobLayout, StepRecords, SubjectType, VerdictSubject
+from megatronapp_common.trace import RecordKind
 
 FAULT = "compute rank=1 factor=1.5 from=14"
 
@@ -83,21 +87,70 @@ def test_waits_inside_the_last_pass_have_the_slow_replica_as_their_cause(microba
     assert waited[0] == pytest.approx(0.5 * 3 * job.forward_s * microbatches, rel=0.2)
 
 
-def test_without_overlap_nothing_waits_inside_passes() -> None:
-    graph = graph_of(job_of(LAYOUTS["dp8"], FAULT, microbatches=4, overlaps=False))
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_without_overlap_nothing_waits_inside_passes(microbatches: int) -> None:
+    graph = graph_of(job_of(LAYOUTS["dp8"], FAULT, microbatches=microbatches, overlaps=False))
     assert len(graph.overlapped) == 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_few_replicas_give_the_cost_of_the_whole_step(microbatches: int) -> None:
+def test_a_replica_without_records_hides_no_waits_of_the_others(microbatches: int) -> None:
+    whole = last_step(job_of(LAYOUTS["dp8"], FAULT, microbatches=microbatches), 20)
+    records = whole.view.records
+    found = build_matched(whole).overlapped
+    left = MatchedStep(dataclasses.replace(whole.view, records=records[records["rank"] != 5]))
+    assert len(build_matched(left).overlapped.waited_s) == len(found.waited_s) - 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("late_ns", [-2000, 200_000])
+def test_of_reductions_of_several_groups_the_largest_counts(microbatches: int, late_ns: int) -> None:
+    """Experts are reduced in groups of their own, before or after what all replicas have."""
+    job = job_of(Grid(dp=4), "compute rank=1 factor=1.5", microbatches=microbatches)
+    step = last_step(job, 4)
+    records, comms = step.view.records, {rank: dict(table) for rank, table in step.view.comms.items()}
+    experts = records[records["kind"] == RecordKind.GRAD_REDUCE].copy()
+    experts["comm"], experts["duration"] = 7, 1
+    experts["start_ns"] = experts["start_ns"].astype(np.int64) + late_ns
+    for rank, table in comms.items():
+        table[7] = Communicator("edp", (rank % 2, rank % 2 + 2))
+    records = np.concatenate([records, experts])
+    records = records[np.lexsort((records["start_ns"], records["rank"]))]
+    graph = build_matched(MatchedStep(dataclasses.replace(step.view, records=records, comms=comms)))
+    subject = VerdictSubject(type=SubjectType.RANK, ranks=(1,))
+    remedy = Remedy(subject=subject, cause=Cause.COMPUTE, ratio=1.5, excess_s=0.0)
+    healthy = JobSimulation(dataclasses.replace(job, faults=()), 5, 4).step_lengths_s()[3]
+    true_s = JobSimulation(job, 5, 4).step_lengths_s()[3] - healthy
+    assert seconds_lost(graph, [remedy])[0] == pytest.approx(true_s, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["node: dp2-pp2-tp2", "nodes: dp4-tp4"])
+@pytest.mark.parametrize("faults", ["", FAULT])
+def test_what_is_left_after_a_wait_is_no_usual_length_of_a_pass(layout: str, faults: str) -> None:
+    grid = LAYOUTS[layout]
+    steps = range(16, 22)
+    graphs = [graph_of(job_of(grid, faults, microbatches=4), steps=step + 1) for step in steps]
+    job_layout = JobLayout.grid(tp=grid.tp, pp=grid.pp, dp=grid.dp)
+    lengths = [
+        JobSimulation(job_of(grid, text, microbatches=4), 5, steps[-1] + 1).step_lengths_s()[steps[0] :].sum()
+        for text in (faults, "")
+    ]
+    slowdown = find_slowdowns(graphs, job_layout, PeerSet.WORK).slowdown
+    assert slowdown == pytest.approx(lengths[0] / lengths[1], rel=0.06)
+    assert slowdown >= 1.0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_few_replicas_give_the_cost_of_the_whole_step(microbatches: int, overlaps: bool, seed: int) -> None:
     grid = Grid(dp=40)
-    whole = last_step(
-        job_of(grid, "compute rank=7 factor=1.5; compute rank=20 factor=1.3", microbatches=microbatches), 3
-    )
+    faults = "compute rank=7 factor=1.5" if seed % 2 else "compute rank=7 factor=1.5; compute rank=20 factor=1.3"
+    whole = last_step(job_of(grid, faults, microbatches=microbatches, overlaps=overlaps), 3, seed)
     subject = VerdictSubject(type=SubjectType.RANK, ranks=(7,))
     remedy = Remedy(subject=subject, cause=Cause.COMPUTE, ratio=1.5, excess_s=0.0)
     part = deciding_part(whole, np.arange(grid.world), [(7,)])
-    assert len(np.unique(part.view.records["rank"])) <= LAST_OTHERS + LAST_SLOW
+    assert len(np.unique(part.view.records["rank"])) <= 2 * (LAST_OTHERS + LAST_SLOW)
     expected = seconds_lost(build_matched(whole), [remedy])
     assert expected[0] > 0.02 * float(np.ptp(whole.times_s[1]))
     assert seconds_lost(build_matched(part), [remedy]) == pytest.approx(expected, rel=0.05)

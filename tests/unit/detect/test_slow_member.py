@@ -186,6 +186,11 @@ def test_a_member_whose_optimizer_always_takes_longer_is_healthy(details: range)
     assert subject.ranks == ((0,) if details else (0, 1, 2, 3))
 
 
+def test_a_member_is_not_named_because_the_optimizer_of_the_other_became_shorter() -> None:
+    ((subject, _),) = named(2, always(MemberFault(member=1, passes=1.1, optimizer=0.8)))
+    assert subject.ranks == (0, 1)
+
+
 def test_a_long_window_with_details_shows_the_slow_member() -> None:
     fault = always(MemberFault(member=1, passes=1.1))
     ((subject, _),) = named(2, fault, steps=BEGIN + 40, details=range(BEGIN + 8, BEGIN + 28))

@@ -255,7 +255,9 @@ class Detector:
         """Return whether most of a track's columns are over in this step, and its votes."""
         part = evidence.part(track.candidate)
         where = list(track.candidate.columns)
-        hit = bool(part.over[where].mean() >= 0.5) and track.is_as_before(float(part.occurrence_s[where].max()))
+        hit = bool(part.over[where].mean() >= 0.5)
+        if hit and self._is_member(track):
+            hit = track.is_of_member(float(part.ratio[where].max()))
         if hit:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))
@@ -273,6 +275,12 @@ class Detector:
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
             track.follow_growth()
         return hit, int(part.votes[where].min())
+
+    def _is_member(self, track: FindingTrack) -> bool:
+        """Return whether slow compute is that of a rank whose unit has others."""
+        candidate = track.candidate
+        is_rank = candidate.cause is Cause.COMPUTE and len(candidate.subject.ranks) == len(candidate.columns) == 1
+        return is_rank and len(self._units.ranks(candidate.columns[0])) > 1
 
     def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""

@@ -24,6 +24,8 @@ LEAST_WAITED = 0.5
 """Part of this excess for which the others must wait for it in the collectives of steps with details."""
 LEAST_OWN_GROWTH = 0.5
 """Growth of its optimizer, which meets no other rank, as a part of that of the passes, in logarithms."""
+LEAST_ALONE = 1 / 3
+"""Part of the least growth of an optimizer that must be its own, and not the others having become shorter."""
 LEAST_WHOLE = 0.9
 """Part of the collectives of a step with details of which all members must have a record."""
 DETAILED_STEPS = 2
@@ -134,12 +136,13 @@ def _by_growth(signs: _MemberSigns, passes_growth: float) -> dict[int, str]:
     Where those of the others have become shorter, as after a change of their clocks, it is compared with them.
     """
     others = np.array([np.median(np.delete(signs.growth, member)) for member in range(len(signs.growth))])
-    grown = np.maximum(signs.growth - np.minimum(others, 0.0), 0.0)
+    has_grown = signs.growth > LEAST_ALONE * LEAST_OPTIMIZER
+    grown = np.where(has_grown, signs.growth - np.minimum(others, 0.0), 0.0)
     member = last_member(grown, max(LEAST_OWN_GROWTH * passes_growth, LEAST_OPTIMIZER))
     if member is None:
         return {}
     longer = math.expm1(grown[member])
-    return {member: f"its optimizer takes {longer:.1%} longer than usual, those of the others of its group do not"}
+    return {member: f"its optimizer has become {longer:.1%} longer than those of the others of its group"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

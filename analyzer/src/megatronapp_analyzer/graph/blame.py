@@ -174,6 +174,7 @@ def _causes(graph: StepGraph) -> Index:
     found[edges.kind == EdgeKind.TRANSFER] = order.index(BlamedCause.COLLECTIVE)
     found[is_kind(kinds, P2P_KINDS)] = order.index(BlamedCause.LINK)
     found[is_kind(kinds, COMPUTE_KINDS)] = order.index(BlamedCause.COMPUTE)
+    found[edges.kind == EdgeKind.REDUCED] = order.index(BlamedCause.COLLECTIVE)
     gaps = np.isin(edges.kind, (EdgeKind.GAP, EdgeKind.HANDOVER))
     found[(kinds == RecordKind.DATA) | gaps] = order.index(BlamedCause.HOST)
     return found

@@ -4,11 +4,12 @@ Until they meet in a collective, data-parallel replicas do not depend on each ot
 So a replay without a slowness needs the replicas that have it, and those that are the last without them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.graph.edges import Seconds
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import CommIndex, is_kind
@@ -18,12 +19,14 @@ from megatronapp_common.trace import PASS_KINDS
 MOST_WHOLE = 16
 """Replicas of a job that is replayed whole."""
 LAST_OTHERS = 7
-"""Replicas without a slowness that are replayed: those whose passes are last, one of which is waited for next."""
+"""Replicas without a slowness that are replayed: those whose passes end last, one of which is waited for next, and as
+many whose last pass starts last.
+"""
 LAST_SLOW = 4
 """The same of the replicas of one subject, as of a stage, which all replicas have."""
 
 
-def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[tuple[int, ...]]) -> MatchedStep:
+def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Sequence[tuple[int, ...]]) -> MatchedStep:
     """Return the records of the replicas that decide the step, with and without the slowness of any of `subjects`.
 
     The step itself where the job is small or most replicas are needed. `subjects` are the ranks of each.
@@ -31,14 +34,18 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
     replicas = int(replica_of_rank.max(initial=-1)) + 1
     if replicas <= MOST_WHOLE or not len(step.view.records):
         return step
-    latest = _by_last_passes(step, replica_of_rank, replicas)
-    place = np.argsort(latest)
     chosen = np.zeros(replicas, np.bool_)
-    for ranks in subjects:
-        own = np.unique(replica_of_rank[list(ranks)])
-        chosen[own[np.argsort(place[own])][:LAST_SLOW]] = True
-    others = latest[~chosen[latest]]
-    chosen[others[:LAST_OTHERS]] = True
+    orders = [
+        _latest(step, times_s, replica_of_rank, replicas) for times_s in (step.columns.end_s, step.columns.start_s)
+    ]
+    for latest in orders:
+        place = np.argsort(latest)
+        for ranks in subjects:
+            own = np.unique(replica_of_rank[list(ranks)])
+            chosen[own[np.argsort(place[own])][:LAST_SLOW]] = True
+    slow = chosen.copy()
+    for latest in orders:
+        chosen[latest[~slow[latest]][:LAST_OTHERS]] = True
     if chosen.sum() > replicas / 2:
         return step
     part = MatchedStep(_of_ranks(step.view, chosen[replica_of_rank]))
@@ -46,16 +53,19 @@ def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Iterable[
     return part
 
 
-def _by_last_passes(step: MatchedStep, replica_of_rank: Index, replicas: int) -> Index:
-    """Return the replicas by the begin of their last pass, latest first: if they reduce in it, they end together."""
+def _latest(step: MatchedStep, times_s: Seconds, replica_of_rank: Index, replicas: int) -> Index:
+    """Return the replicas, the one with the latest of these times of a pass first.
+
+    Those that wait for each other in their last pass end it together: which of them is slow shows when it starts.
+    """
     columns = step.columns
     begin = _begin_of_ranks(columns.rank, len(replica_of_rank))
     ranks = np.flatnonzero(np.diff(begin))
-    begins = np.full(replicas, -np.inf)
+    newest = np.full(replicas, -np.inf)
     if len(ranks):
-        begun = np.where(is_kind(columns.kind, PASS_KINDS), columns.start_s, -np.inf)
-        np.maximum.at(begins, replica_of_rank[ranks], np.maximum.reduceat(begun, begin[ranks]))
-    order: Index = np.argsort(-begins, kind="stable")
+        of_passes = np.where(is_kind(columns.kind, PASS_KINDS), times_s, -np.inf)
+        np.maximum.at(newest, replica_of_rank[ranks], np.maximum.reduceat(of_passes, begin[ranks]))
+    order: Index = np.argsort(-newest, kind="stable")
     return order
 
 

@@ -28,6 +28,8 @@ class EdgeKind(enum.IntEnum):
     """Time from when the last member reached a collective to this member's end."""
     HANDOVER = 6
     """As GAP, from the end of the DATA of another member of the unit, which reads for this rank, too."""
+    REDUCED = 7
+    """From when the last replica was ready to reduce gradients to the end of a pass that waited for it inside."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

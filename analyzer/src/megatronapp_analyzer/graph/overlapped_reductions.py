@@ -1,9 +1,9 @@
 """Waits for other replicas inside the last backward pass of a step, with which reductions of gradients overlap.
 
 A device with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs no kernel that was launched after a reduction
-before that reduction can begin, and a second one begins when all replicas have reduced the first. So the last pass of a
-fast replica lasts until the slowest one is there, as two H200 showed. The passes of the other microbatches overlap with
-nothing: they show how long it would have taken alone.
+before that reduction can start, and a second one starts when all replicas have reduced the first. So the last pass of a
+fast replica lasts until the slowest one is there, and both end together, as two H200 showed. The passes of the other
+microbatches overlap with nothing: they show how long it would have taken alone.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from megatronapp_analyzer.graph.edges import EdgeKind, Edges, Seconds, edges_of,
 from megatronapp_analyzer.graph.matching import Collectives, Index
 from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import Flag, RecordKind
+from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
 from megatronapp_native import segment_medians
 
 LEAST_WAIT = 0.05
@@ -23,23 +23,24 @@ LEAST_WAIT = 0.05
 """
 LEAST_SINGLE_WAIT = 0.01
 """The same with a single microbatch, where last passes are compared with those of other replicas."""
-MOST_AFTER = 0.25
-"""Part of a last pass that may follow the begin of the last reduction, from which on no rank waits."""
-BACKWARD = frozenset({RecordKind.BACKWARD})
-PASSES = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD})
+MOST_APART = 0.05
+"""Part of a last pass by which the ends of all members may differ if they wait for each other inside it."""
+_KINDS = 256
+LAST_PASSES = frozenset({RecordKind.BACKWARD, RecordKind.WEIGHT})
+"""Passes with gradients; of split ones WEIGHT has those that are reduced."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OverlappedReductions:
-    """Reductions for which a member waited in its last pass: members of number i are those of `begin[i]` and on."""
+    """Reductions for which a member waited in its last pass. Members of number i are `begin[i]` to `begin[i + 1]`."""
 
     begin: Index
     last_pass: Index
-    """Span of the last backward pass of each member."""
+    """Span of the last pass of each member."""
     ready_s: Seconds
-    """When it would have begun the last reduction for which any of them waits."""
+    """When it would have started the last reduction for which any of them waits."""
     waited_s: Seconds
-    """How long it waited; 0 for the member that was the last to be ready, and others that did not wait."""
+    """How long it waited; 0 for the member that was the last to be ready, and for others that did not wait."""
 
     def __len__(self) -> int:
         return len(self.begin) - 1
@@ -66,50 +67,50 @@ NO_REDUCTIONS = OverlappedReductions(
 def find_overlapped(
     spans: RankRecords, end_s: Seconds, collectives: Collectives, length_s: Seconds
 ) -> OverlappedReductions:
-    """Return the reductions of gradients for which ranks waited in their last backward pass on a device.
+    """Return the reductions of gradients for which ranks waited in their last pass on a device.
 
     `length_s`: how long each pass took once all ranks that meet inside it had begun; NaN where that is not known, and
-    for other spans. Of a rank with several reductions after its last pass it is the first.
+    for other spans. Of several reductions after the last pass of a rank, that with the most members is used.
     """
-    backward = np.flatnonzero(is_kind(spans["kind"], BACKWARD) & ((spans["flags"] & Flag.DEVICE_CLOCK) != 0))
+    gradients = np.flatnonzero(is_kind(spans["kind"], LAST_PASSES) & ((spans["flags"] & Flag.DEVICE_CLOCK) != 0))
     instance = np.repeat(np.arange(len(collectives)), np.diff(collectives.begin))
-    chosen = ((collectives.kind == RecordKind.GRAD_REDUCE) & collectives.complete)[instance]
-    member, instance = collectives.record[chosen], instance[chosen]
-    if not len(backward) or not len(member):
+    reduces = (collectives.kind == RecordKind.GRAD_REDUCE)[instance]
+    member, instance = collectives.record[reduces], instance[reduces]
+    if not len(gradients) or not len(member):
         return NO_REDUCTIONS
-    before = np.searchsorted(backward, member) - 1
-    last = backward[np.maximum(before, 0)]
+    before = np.searchsorted(gradients, member) - 1
+    last = gradients[np.maximum(before, 0)]
     known = (before >= 0) & (spans["rank"][last] == spans["rank"][member]) & np.isfinite(length_s[last])
-    known[known] &= _is_first(last[known], member[known])
-    whole = np.bincount(instance[~known], minlength=len(collectives)) == 0
-    last, instance = last[whole[instance]], instance[whole[instance]]
-    usual_s, least = _usual_s(spans, backward, last, instance, length_s)
+    known[known] &= _is_largest(last[known], member[known], collectives.expected[instance[known]])
+    last, instance = last[known], instance[known]
+    usual_s, least = _usual_s(spans, gradients, last, instance, length_s)
     own_s = np.fmin(length_s[last], usual_s)
     longer_s = length_s[last] - own_s
     ready_s = end_s[last] - longer_s
-    latest_s = np.full(len(collectives), -np.inf)
-    np.maximum.at(latest_s, instance, ready_s)
-    before_s = latest_s[instance] - end_s[last]
-    waits = (longer_s > least * own_s) & (before_s <= MOST_AFTER * own_s)
-    after_s = np.zeros(len(collectives))
-    np.maximum.at(after_s, instance[waits], before_s[waits])
-    with_waits = np.bincount(instance[waits], minlength=len(collectives)) > 0
-    chosen_rows = with_waits[instance]
-    order = np.argsort(instance[chosen_rows], kind="stable")
-    _, begin = np.unique(instance[chosen_rows][order], return_index=True)
+    count = len(collectives)
+    latest_s, last_end_s = _maxima(ready_s, instance, count), _maxima(end_s[last], instance, count)
+    apart_s = last_end_s + _maxima(-end_s[last], instance, count)
+    together = apart_s <= MOST_APART * -_maxima(-own_s, instance, count)
+    waited_s = np.minimum(longer_s, latest_s[instance] - ready_s)
+    waits = together[instance] & (waited_s > least * own_s)
+    after_s = np.maximum(_maxima(np.where(waits, latest_s[instance] - end_s[last], 0.0), instance, count), 0.0)
+    with_waits = np.bincount(instance[waits], minlength=count) > 0
+    rows = np.flatnonzero(with_waits[instance])
+    rows = rows[np.argsort(instance[rows], kind="stable")]
+    _, begin = np.unique(instance[rows], return_index=True)
     return OverlappedReductions(
-        begin=np.append(begin, len(order)).astype(np.int64),
-        last_pass=last[chosen_rows][order],
-        ready_s=(ready_s - after_s[instance])[chosen_rows][order],
-        waited_s=np.where(waits, longer_s, 0.0)[chosen_rows][order],
+        begin=np.append(begin, len(rows)).astype(np.int64),
+        last_pass=last[rows],
+        ready_s=(ready_s - after_s[instance])[rows],
+        waited_s=np.where(waits, waited_s, 0.0)[rows],
     )
 
 
 def lengths_of_passes(edges: Edges, spans: RankRecords) -> Seconds:
-    """Return the length of each backward and forward pass by the edges that lead to its end; NaN for other spans."""
+    """Return the length of each pass by the edges that lead to its end; NaN for other spans."""
     length_s = np.full(len(spans), np.nan)
     own = edges.target == 2 * edges.span + 1
-    own &= is_kind(spans["kind"], PASSES)[edges.span]
+    own &= is_kind(spans["kind"], PASS_KINDS)[edges.span]
     length_s[edges.span[own]] = edges.weight[own]
     return length_s
 
@@ -134,42 +135,49 @@ def with_reductions(edges: Edges, overlapped: OverlappedReductions, end_s: Secon
     )
     waiter = np.flatnonzero(overlapped.waited_s)
     span = overlapped.last_pass[waiter]
-    transfers = edges_of(event[waiter], 2 * span + 1, left_s[waiter], EdgeKind.TRANSFER, span)
+    transfers = edges_of(event[waiter], 2 * span + 1, left_s[waiter], EdgeKind.REDUCED, span)
     weight = edges.weight.copy()
     waiting = overlapped.waited_s[member] > 0
     weight[own[waiting]] = shorter_s[waiting]
     return joined([dataclasses.replace(edges, weight=weight), reached, transfers])
 
 
-def _is_first(last: Index, member: Index) -> NDArray[np.bool_]:
-    """Return which members are the first of those with the same last pass."""
-    order = np.lexsort((member, last))
-    first = np.empty(len(order), np.bool_)
-    first[order] = np.diff(last[order], prepend=-1) != 0
-    return first
+def _is_largest(last: Index, member: Index, size: Index) -> NDArray[np.bool_]:
+    """Return which members are those of the largest reduction after their last pass; of equal ones, of the first."""
+    order = np.lexsort((member, -size, last))
+    out = np.empty(len(order), np.bool_)
+    out[order] = np.diff(last[order], prepend=-1) != 0
+    return out
+
+
+def _maxima(values: Seconds, group: Index, groups: int) -> Seconds:
+    """Return the largest known value of each group; -inf without any."""
+    out = np.full(groups, -np.inf)
+    np.fmax.at(out, group, values)
+    return out
 
 
 def _usual_s(
-    spans: RankRecords, backward: Index, last: Index, instance: Index, length_s: Seconds
+    spans: RankRecords, gradients: Index, last: Index, instance: Index, length_s: Seconds
 ) -> tuple[Seconds, NDArray[np.float64]]:
     """Return how long each last pass would usually take, and the part of that by which one that waits is longer.
 
-    That is the median of its rank's other backward passes of the same chunk. Where there is one microbatch, it is that
-    of its forward pass times the least ratio of both in the reduction: that of the member which waits least.
+    That is the median of its rank's other passes of this kind and chunk. With one microbatch, it is the length of its
+    forward pass times the least ratio of both in the reduction, which the member has that waits least.
     """
     chunks = 1 + int(spans["chunk"].max(initial=0))
     group = spans["rank"].astype(np.int64) * chunks + spans["chunk"]
     groups = int(group.max()) + 1
+    of_kind = group * _KINDS + spans["kind"]
     may_wait = np.zeros(len(spans), np.bool_)
     may_wait[last] = True
-    others = backward[~may_wait[backward] & np.isfinite(length_s[backward])]
-    usual_s = segment_medians(group[others], length_s[others], groups)[group[last]]
+    others = gradients[~may_wait[gradients] & np.isfinite(length_s[gradients])]
+    usual_s = segment_medians(of_kind[others], length_s[others], groups * _KINDS)[of_kind[last]]
     alone = np.isnan(usual_s)
-    forward = np.flatnonzero((spans["kind"] == RecordKind.FORWARD) & np.isfinite(length_s))
+    if not alone.any():
+        return usual_s, np.full(len(last), LEAST_WAIT)
+    forward = np.flatnonzero((spans["kind"] == RecordKind.FORWARD) & (length_s > 0))
     forward_s = segment_medians(group[forward], length_s[forward], groups)[group[last]]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(alone, length_s[last] / forward_s, np.nan)
-    least = np.full(int(instance.max(initial=-1)) + 1, np.inf)
-    np.fmin.at(least, instance, ratio)
-    by_forward = forward_s * least[instance]
-    return np.where(alone, by_forward, usual_s), np.where(alone, LEAST_SINGLE_WAIT, LEAST_WAIT)
+    least = -_maxima(np.where(alone, -length_s[last] / forward_s, -np.inf), instance, int(instance.max()) + 1)
+    least[~np.isfinite(least)] = np.nan
+    return np.where(alone, forward_s * least[instance], usual_s), np.where(alone, LEAST_SINGLE_WAIT, LEAST_WAIT)

@@ -30,10 +30,11 @@ from megatronapp_analyzer.hub.role_metrics import role_families
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
 from megatronapp_analyzer.hub.training_metrics import training_families
-from megatronapp_analyzer.model import LINK_CAUSES, SubjectType, Verdict
+from megatronapp_analyzer.model import Cause, SubjectType, Verdict
 
 TOP_RANKS = 32
 RECENT_STEPS = 16
+SLOW_RANK_CAUSES = frozenset({Cause.COMPUTE, Cause.MEMORY, Cause.HOST})
 SCRAPE_SPANS = 100_000
 """Number of spans that one scrape reads, about 20 ms."""
 
@@ -193,7 +194,7 @@ class HubCollector(Collector):
         whole = self._newest_whole()
         yield self._gauge(
             "megascan_data_skew_correlation",
-            "Correlation of forward and backward times over microbatches, without named ranks.",
+            "Correlation of forward and backward times over microbatches, without ranks named as slow.",
             step_totals.skew_correlation(whole, self._slow_ranks()),
         )
         state = self._hub.ingest.newest
@@ -214,8 +215,8 @@ class HubCollector(Collector):
         return chosen[-count:]
 
     def _slow_ranks(self) -> set[int]:
-        """Return the ranks whose passes a verdict may be about: a slow link makes none longer."""
-        standing = (verdict for verdict in self._hub.verdicts.standing() if verdict.cause not in LINK_CAUSES)
+        """Return the ranks that a verdict names for long passes of their own."""
+        standing = (verdict for verdict in self._hub.verdicts.standing() if verdict.cause in SLOW_RANK_CAUSES)
         return {rank for verdict in standing for rank in verdict.subject.ranks}
 
     def _pod(self, worker: int) -> str:

@@ -25,8 +25,8 @@ GROWN_STEPS = 4
 """Newest steps in all of which a fault must be larger than before to have grown."""
 GROWN_RATIO = 2.0
 """How many times larger it is then."""
-SHRUNK_RATIO = 0.25
-"""Part of its usual size below which a step is no evidence for a fault any more: what is left is another one."""
+SHRUNK_PART = 0.25
+"""Part of the slowdown of a member of a group below which that of the group need not be the member's any more."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -156,14 +156,14 @@ class FindingTrack:
             return -math.inf
         return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
 
-    def is_as_before(self, occurrence_s: float) -> bool:
-        """Return false if slow compute is much less slow than in the evidence so far, as after the end of the fault.
+    def is_of_member(self, ratio: float) -> bool:
+        """Return whether a slowdown of its group may still be that of the named member, and not what is left after it.
 
-        Devices that it has heated may stay a little slower.
+        Devices that a fault has heated may all stay a little slower.
         """
-        if self.candidate.cause is not Cause.COMPUTE or len(self.occurrences) < GROWN_STEPS:
+        if not self.named or len(self.ratios) < GROWN_STEPS:
             return True
-        return occurrence_s >= SHRUNK_RATIO * self.occurrence_s
+        return ratio - 1.0 >= SHRUNK_PART * (self.ratio - 1.0)
 
     def follow_growth(self) -> None:
         """Forget what was measured before the fault grew, such as before another one of the same subject and cause."""

@@ -39,7 +39,7 @@ def skew_correlation(steps: Iterable[StoredStep], left_out: Collection[int]) -> 
     """Return the correlation of forward and backward times over microbatches of each rank and step; None with too few.
 
     Deviations are from the mean of the rank in the step, so that neither a slow rank nor a slow step makes one; ranks
-    that a verdict names are omitted. Near 1 where some microbatches hold more work than others.
+    in `left_out` are omitted. Near 1 where some microbatches hold more work than others.
     """
     pairs = [_deviations(step.view.records, left_out) for step in steps]
     table = np.concatenate([np.empty((0, 2)), *pairs])
