@@ -22,6 +22,20 @@ from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpac
 from megatronapp_common.trace import RecordKind
 
 COST_NS = 1000.0
+CONFIRMED = Verdict(
+    id="a",
+    subject=VerdictSubject(type=SubjectType.RANK, ranks=(1,)),
+    cause=Cause.COMPUTE,
+    state=VerdictState.CONFIRMED,
+    seconds_per_step=1.0,
+    seconds_lost=3.5,
+    slowdown=2.0,
+    confidence=0.9,
+    evidence_steps=(7, 8),
+    evidence_text=(),
+    since=JobMoment(attempt=0, step=5, time=1.0),
+    until=None,
+)
 
 
 def overhead(hub: Hub) -> list[float]:
@@ -184,21 +198,8 @@ def test_the_clock_of_another_node_is_unknown_until_traffic_ties_it(hub: Hub, ri
 
 @pytest.mark.parametrize(("attempt", "end"), [(0, 10), (1, 2)])
 def test_a_verdict_costs_the_seconds_lost_times_ranks(hub: Hub, attempt: int, end: int) -> None:
-    found = Verdict(
-        id="a",
-        subject=VerdictSubject(type=SubjectType.RANK, ranks=(1,)),
-        cause=Cause.COMPUTE,
-        state=VerdictState.CLEARED,
-        seconds_per_step=1.0,
-        seconds_lost=3.5,
-        slowdown=2.0,
-        confidence=0.9,
-        evidence_steps=(7, 8),
-        evidence_text=(),
-        since=JobMoment(attempt=0, step=5, time=1.0),
-        until=JobMoment(attempt=attempt, step=end, time=2.0),
-    )
-    hub.verdicts.update([found])
+    until = JobMoment(attempt=attempt, step=end, time=2.0)
+    hub.verdicts.update([dataclasses.replace(CONFIRMED, state=VerdictState.CLEARED, until=until)])
     (view,) = views.verdicts(hub)
     assert view.effect.gpu_hours == pytest.approx(3.5 * 2 / 3600, rel=0.01)
 
@@ -221,19 +222,6 @@ def test_uneven_data_is_a_metric_of_ranks_that_are_not_named_for_their_passes(
             first[rank] += len(records)
     assert values_of(hub, "megascan_data_skew")["megascan_data_skew_correlation"] == pytest.approx(1.0)
     kind = SubjectType.LINK if cause is Cause.LINK else SubjectType.STAGE
-    found = Verdict(
-        id="a",
-        subject=VerdictSubject(type=kind, ranks=ranks),
-        cause=cause,
-        state=VerdictState.CONFIRMED,
-        seconds_per_step=1.0,
-        seconds_lost=3.5,
-        slowdown=2.0,
-        confidence=0.9,
-        evidence_steps=(7, 8),
-        evidence_text=(),
-        since=JobMoment(attempt=0, step=5, time=1.0),
-        until=None,
-    )
-    hub.verdicts.update([found])
+    subject = VerdictSubject(type=kind, ranks=ranks)
+    hub.verdicts.update([dataclasses.replace(CONFIRMED, subject=subject, cause=cause)])
     assert bool(values_of(hub, "megascan_data_skew")) is is_known

@@ -12,7 +12,7 @@ Seconds = NDArray[np.float64]
 
 
 class EdgeKind(enum.IntEnum):
-    """Meaning of an edge's weight; `edge_span` is the span that it belongs to."""
+    """Meaning of an edge's weight; `Edges.span` is the span that it belongs to."""
 
     SPAN = 0
     """Own duration of a span, or of a wait once its partner was ready."""
