@@ -20,7 +20,7 @@ from megatronapp_analyzer.graph.replay import replay
 from megatronapp_analyzer.graph.usual import PeerSet, find_slowdowns
 from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import Cause, Communicator, JobLayout, StepRecords, SubjectType, VerdictSubject
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 FAULT = "compute rank=1 factor=1.5 from=14"
 
@@ -85,6 +85,47 @@ def test_waits_inside_the_last_pass_have_the_slow_replica_as_their_cause(microba
     graph = graph_of(job_of(grid, FAULT, microbatches=microbatches))
     waited = attribute(graph).imposed_by((1,))
     assert waited[0] == pytest.approx(0.5 * 3 * job.forward_s * microbatches, rel=0.2)
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.6])
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_delays_a_replica_after_its_last_reduction_hides_no_waits(
+    microbatches: int, factor: float, seed: int
+) -> None:
+    """As with a kernel after each pass of the slow replica: others have reduced before its last pass ends."""
+    job = job_of(LAYOUTS["node: dp2"], f"compute rank=1 factor={factor}", microbatches=microbatches)
+    step = last_step(job, 4, seed)
+    records = step.view.records.copy()
+    kind, fast = records["kind"], records["rank"] == 0
+    backward = records["duration"][(kind == RecordKind.BACKWARD) & ~fast]
+    reduced, norm = fast & (kind == RecordKind.GRAD_REDUCE), fast & (kind == RecordKind.GRAD_NORM)
+    earlier = round((1.0 - 1.0 / factor) * float(np.median(backward)))
+    records["duration"][np.flatnonzero(fast & (kind == RecordKind.BACKWARD))[-1]] -= earlier
+    records["start_ns"][reduced | norm] -= np.uint64(earlier * DURATION_UNIT_NS)
+    records["duration"][norm] += earlier
+    graph = build_matched(MatchedStep(dataclasses.replace(step.view, records=records)))
+    assert len(graph.overlapped) == 1
+    waited_s = attribute(build_matched(step)).imposed_by((1,))[0]
+    reduction_s = int(records["duration"][reduced][0]) * DURATION_UNIT_NS / 1e9  # which counts as a wait now
+    assert attribute(graph).imposed_by((1,))[0] == pytest.approx(waited_s, rel=0.1, abs=1.5 * reduction_s)
+    assert float(replay(graph, graph.edges.weight).max()) == pytest.approx(float(graph.end_s.max()), abs=1e-9)
+
+
+@pytest.mark.parametrize("longer", [1.2, 1.5, 2.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_long_last_pass_without_overlap_is_no_wait(longer: float, seed: int) -> None:
+    step = last_step(job_of(LAYOUTS["node: dp2"], "compute rank=1 factor=1.3", microbatches=4, overlaps=False), 4, seed)
+    records = step.view.records.copy()
+    kind, fast = records["kind"], records["rank"] == 0
+    last = np.flatnonzero(fast & (kind == RecordKind.BACKWARD))[-1]
+    grown = round((longer - 1.0) * int(records["duration"][last]))
+    reduced = fast & (kind == RecordKind.GRAD_REDUCE)
+    records["duration"][last] += grown
+    records["start_ns"][reduced] += np.uint64(grown * DURATION_UNIT_NS)
+    records["duration"][reduced] -= grown
+    graph = build_matched(MatchedStep(dataclasses.replace(step.view, records=records)))
+    assert len(graph.overlapped) == 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -5,6 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.graph.build import build
+from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import RANK_RECORD, Cause, JobLayout, StepRecords, VerdictState
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_COMM, NO_MICROBATCH, Flag, RecordKind
 
@@ -67,3 +69,10 @@ def test_who_waits_for_a_slow_loader_of_another_does_not_stall() -> None:
 
 def test_a_host_that_stalls_before_the_data_of_others_is_named() -> None:
     assert found((1.1e-3, 1.1e-3), stall_s=8e-3) == {((1,), Cause.HOST)}
+
+
+def test_waits_for_data_of_others_have_the_late_rank_as_their_cause() -> None:
+    """The wait lies after the record of the rank that has asked for data, not in it."""
+    step = recorded_step(0, 1.1e-3, 8e-3, np.random.default_rng(1))
+    waits = attribute(build(step, unit_of_rank=np.zeros(2, np.int64)))
+    assert waits.imposed_by((1,))[0] == pytest.approx(MICROBATCHES * 8e-3, rel=0.15)

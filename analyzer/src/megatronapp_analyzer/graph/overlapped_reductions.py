@@ -2,8 +2,9 @@
 
 A device with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs no kernel that was launched after a reduction
 before that reduction can start, and a second one starts when all replicas have reduced the first. So the last pass of a
-fast replica lasts until the slowest one is there, and both end together, as two H200 showed. The passes of the other
-microbatches overlap with nothing: they show how long it would have taken alone.
+fast replica lasts until the slowest one is there, and both end together, as two H200 showed. If the slowest one
+computes on after its last reduction, the others have ended that reduction earlier than its pass ends. The passes of the
+other microbatches overlap with nothing: they show how long the last one would have taken alone.
 """
 
 import dataclasses
@@ -24,7 +25,13 @@ LEAST_WAIT = 0.05
 LEAST_SINGLE_WAIT = 0.01
 """The same with a single microbatch, where last passes are compared with those of other replicas."""
 MOST_APART = 0.05
-"""Part of a last pass by which the ends of all members may differ if they wait for each other inside it."""
+"""Part of a last pass by which the ends of all members may differ if they wait for each other inside it.
+
+They may differ by more for a member that has already reduced its gradients when the last pass of another ends. Without
+overlap that cannot be: a reduction needs the gradients of all.
+"""
+LEAST_EARLIER_S = 1e-3
+"""Seconds by which it must have done so earlier, as clocks may differ."""
 _KINDS = 256
 LAST_PASSES = frozenset({RecordKind.BACKWARD, RecordKind.WEIGHT})
 """Passes with gradients; of split ones WEIGHT has those that are reduced."""
@@ -82,18 +89,23 @@ def find_overlapped(
     last = gradients[np.maximum(before, 0)]
     known = (before >= 0) & (spans["rank"][last] == spans["rank"][member]) & np.isfinite(length_s[last])
     known[known] &= _is_largest(last[known], member[known], collectives.expected[instance[known]])
-    last, instance = last[known], instance[known]
+    last, instance, reduced_s = last[known], instance[known], end_s[member[known]]
     usual_s, least = _usual_s(spans, gradients, last, instance, length_s)
     own_s = np.fmin(length_s[last], usual_s)
     longer_s = length_s[last] - own_s
     ready_s = end_s[last] - longer_s
     count = len(collectives)
     latest_s, last_end_s = _maxima(ready_s, instance, count), _maxima(end_s[last], instance, count)
-    apart_s = last_end_s + _maxima(-end_s[last], instance, count)
-    together = apart_s <= MOST_APART * -_maxima(-own_s, instance, count)
+    is_reduced = reduced_s + LEAST_EARLIER_S <= last_end_s[instance]
+    all_begun_s = _maxima(end_s[last] - length_s[last], instance, count)
+    shortest_s = -_maxima(-own_s, instance, count)
+    least_end_s = np.where(is_reduced, all_begun_s[instance], (last_end_s - MOST_APART * shortest_s)[instance])
+    together = _maxima(least_end_s - end_s[last], instance, count) <= 0
     waited_s = np.minimum(longer_s, latest_s[instance] - ready_s)
     waits = together[instance] & (waited_s > least * own_s)
-    after_s = np.maximum(_maxima(np.where(waits, latest_s[instance] - end_s[last], 0.0), instance, count), 0.0)
+    # A member whose pass lasts longer than the first wait was ready when that wait ended.
+    first_end_s = -_maxima(np.where(waits, -end_s[last], -np.inf), instance, count)
+    ready_s = np.minimum(ready_s, first_end_s[instance])
     with_waits = np.bincount(instance[waits], minlength=count) > 0
     rows = np.flatnonzero(with_waits[instance])
     rows = rows[np.argsort(instance[rows], kind="stable")]
@@ -101,7 +113,7 @@ def find_overlapped(
     return OverlappedReductions(
         begin=np.append(begin, len(rows)).astype(np.int64),
         last_pass=last[rows],
-        ready_s=(ready_s - after_s[instance])[rows],
+        ready_s=ready_s[rows],
         waited_s=np.where(waits, waited_s, 0.0)[rows],
     )
 

@@ -38,7 +38,7 @@ def attribute(graph: StepGraph) -> Waits:
     """Return the waits of one step."""
     parts = [
         _receives(graph.messages, graph.start_s, graph.end_s),
-        _groups(graph.collectives, graph.spans, graph.start_s)[0],
+        _groups(graph.collectives, graph.spans, graph.start_s, graph.end_s)[0],
         _groups(graph.meetings, graph.spans, graph.start_s)[0],
         _overlapped(graph),
     ]
@@ -58,7 +58,7 @@ def imposed_s(step: MatchedStep) -> dict[tuple[int, str], float]:
     spans, index, groups = step.spans, step.index, step.collectives
     start, end = step.times_s
     receives = _receives(step.messages, start, end)
-    waits, instance = _groups(groups, spans, start)
+    waits, instance = _groups(groups, spans, start, end)
     names = index.kinds
     kinds = np.append(np.zeros(len(receives.cause), np.int64), index.kind_of[groups.comm[instance]])
     causes, seconds = np.append(receives.cause, waits.cause), np.append(receives.seconds, waits.seconds)
@@ -76,8 +76,14 @@ def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:
     return _kept(whole.destination, whole.source, late, whole.recv_wait)
 
 
-def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[Waits, Index]:
-    """Return waits for the last member, and the instance that each belongs to."""
+def _groups(
+    groups: Collectives, spans: RankRecords, start_s: Seconds, end_s: Seconds | None = None
+) -> tuple[Waits, Index]:
+    """Return waits for the last member, and the instance that each belongs to.
+
+    With `end_s` a wait ends with the span of the waiter at the latest: a reduction that overlaps with a pass can be
+    over before the record of the last member begins, which is made after that pass.
+    """
     size = np.diff(groups.begin)
     instance = np.repeat(np.arange(len(groups)), size)
     whole = groups.complete[instance]
@@ -88,7 +94,8 @@ def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[
     final = np.flatnonzero(np.diff(instance, append=-1))
     last = np.zeros(len(groups), np.int64)
     last[instance[final]] = final
-    late = start_s[member[last[instance]]] - start_s[member] if len(member) else np.empty(0)
+    begin = start_s[member[last[instance]]] if len(member) else np.empty(0)
+    late = (begin if end_s is None else np.minimum(begin, end_s[member])) - start_s[member]
     cause = rank[last[instance]] if len(member) else rank
     return _kept(rank, cause, late, member), instance[_real(rank, cause, late)]
 
