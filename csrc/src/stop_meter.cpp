@@ -39,6 +39,7 @@ StopMeter::StopMeter(std::uint64_t period_ns) : period_ns_(period_ns), made_at_f
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the application
     thread_ = std::thread([this] { run(); });
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    begun_.wait();
 }
 
 StopMeter::~StopMeter() { close(); }
@@ -63,6 +64,7 @@ void StopMeter::close() noexcept {
 void StopMeter::run() {
     std::uint64_t queued_before_ns = run_queue_ns();
     std::uint64_t woke_ns = monotonic_ns();
+    begun_.count_down();
     while (!closing_) {
         // From the last wake-up, not from now: a stop between the two would be lost.
         const std::uint64_t due_ns = woke_ns + period_ns_;

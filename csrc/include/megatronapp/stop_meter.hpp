@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <latch>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -35,6 +36,7 @@ class StopMeter {
     static constexpr std::uint64_t kLeastStopNs = 2'000'000;
     static constexpr std::size_t kMaxStops = 4096;
 
+    /// Measures from when it returns: it waits until the thread runs.
     explicit StopMeter(std::uint64_t period_ns = kPeriodNs);
     StopMeter(StopMeter&&) = delete;
     StopMeter& operator=(StopMeter&&) = delete;
@@ -56,6 +58,7 @@ class StopMeter {
     std::atomic<bool> closing_{false};
     std::mutex mutex_;
     std::vector<Stop> stops_;
+    std::latch begun_{1};
     std::thread thread_;
 };
 
