@@ -123,6 +123,21 @@ async def test_a_refit_is_another_probe_than_the_first_fit_that_is_under_way() -
         assert await scope.pca.refit(run, LAYERS, "you") == again
 
 
+async def test_a_run_that_ends_as_its_first_rows_arrive_is_fitted_once() -> None:
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    model = Model(scope, silent=True)
+    arrived: list[Frame] = []
+    model.rank.publish = arrived.append
+    async with scope.running():
+        run = seen(scope, "decoding")
+        await wait_until(lambda: len(scope.core.probes) == 1)
+        for frame in [scope_session.run_state(recording(), "done"), *arrived]:  # in one turn of the loop
+            scope.core.ingest.take_frame(0, 0, frame)
+        await wait_until(lambda: scope.pca.given_version == 1)
+        assert [probe["queries"] for probe in model.probes].count(None) == 1
+        assert journal_frames(run)
+
+
 async def test_concurrent_first_fits_share_a_basis_that_shows_both_runs() -> None:
     scope = ScopeService(ScopeSettings(job="tiny"))
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]

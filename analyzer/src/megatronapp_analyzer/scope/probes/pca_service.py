@@ -67,6 +67,8 @@ class PcaService:
         get a basis before the ranks do."""
         self._fitting = asyncio.Lock()
         """Fits run one after another: each is rotated onto the one before, and published with its own version."""
+        self._fits: set[asyncio.Task[None]] = set()
+        """Fits of rows that have arrived, from that moment on."""
         self._completed: set[Completion] = set()
         self._completing: set[Completion] = set()
         self.bases: dict[int, pca.PcaBasis] = {}
@@ -115,7 +117,7 @@ class PcaService:
         async def ask() -> None:
             await self.request_fit(run, layers, refit=False, caller=OURS, samples=samples, over=over)
 
-        await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._core.runs.holds(run))
+        await _until(over, ask, lambda: not self.bases and not self._fits and self._core.runs.holds(run))
 
     async def refit(self, run: ScopeRun, layers: Sequence[int], caller: str) -> str | None:
         """Fit layers again. Return None if done, or the probe that fetches the rows. Raises HttpError."""
@@ -151,7 +153,9 @@ class PcaService:
                 over.set()
             if len(rows) > 1:
                 fit = FitTarget(layers=layers, refit=refit, tokens=sum(map(len, wanted.ids)))
-                self._start(self._fit(run, states, rows, fit))
+                task = self._start(self._fit(run, states, rows, fit))
+                self._fits.add(task)
+                task.add_done_callback(self._fits.discard)
 
         what = ("refit", samples) if refit else ("first fit",)
         return await self._probe_client.request((run.id, *what, tuple(layers)), wanted, done, caller)
