@@ -13,6 +13,7 @@ from detect.simulation import JobSimulation, SimulatedJob
 from detect.suite import LAYOUTS, DetectionCase
 
 from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
+from megatronapp_analyzer.detect.features import extract_matched
 from megatronapp_analyzer.graph.build import StepGraph, build_matched
 from megatronapp_analyzer.graph.deciding_part import LAST_OTHERS, LAST_SLOW, deciding_part
 from megatronapp_analyzer.graph.matched_step import MatchedStep
@@ -87,13 +88,11 @@ def test_waits_inside_the_last_pass_have_the_slow_replica_as_their_cause(microba
     assert waited[0] == pytest.approx(0.5 * 3 * job.forward_s * microbatches, rel=0.2)
 
 
-@pytest.mark.parametrize("factor", [1.3, 1.6])
-@pytest.mark.parametrize("microbatches", [2, 4])
-@pytest.mark.parametrize("seed", range(5))
-def test_what_delays_a_replica_after_its_last_reduction_hides_no_waits(
-    microbatches: int, factor: float, seed: int
-) -> None:
-    """As with a kernel after each pass of the slow replica: others have reduced before its last pass ends."""
+def late_after_its_last_reduction(factor: float, microbatches: int, seed: int) -> tuple[MatchedStep, MatchedStep]:
+    """Return a step in which fast replicas wait inside their last pass, and one in which that ends at the reduction.
+
+    The second is as with a kernel after each pass of the slow replica: others have reduced before its last pass ends.
+    """
     job = job_of(LAYOUTS["node: dp2"], f"compute rank=1 factor={factor}", microbatches=microbatches)
     step = last_step(job, 4, seed)
     records = step.view.records.copy()
@@ -104,12 +103,33 @@ def test_what_delays_a_replica_after_its_last_reduction_hides_no_waits(
     records["duration"][np.flatnonzero(fast & (kind == RecordKind.BACKWARD))[-1]] -= earlier
     records["start_ns"][reduced | norm] -= np.uint64(earlier * DURATION_UNIT_NS)
     records["duration"][norm] += earlier
-    graph = build_matched(MatchedStep(dataclasses.replace(step.view, records=records)))
+    return step, MatchedStep(dataclasses.replace(step.view, records=records))
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.6])
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_delays_a_replica_after_its_last_reduction_hides_no_waits(
+    microbatches: int, factor: float, seed: int
+) -> None:
+    step, late = late_after_its_last_reduction(factor, microbatches, seed)
+    graph = build_matched(late)
     assert len(graph.overlapped) == 1
     waited_s = attribute(build_matched(step)).imposed_by((1,))[0]
+    records = late.view.records
+    reduced = (records["rank"] == 0) & (records["kind"] == RecordKind.GRAD_REDUCE)
     reduction_s = int(records["duration"][reduced][0]) * DURATION_UNIT_NS / 1e9  # which counts as a wait now
     assert attribute(graph).imposed_by((1,))[0] == pytest.approx(waited_s, rel=0.1, abs=1.5 * reduction_s)
     assert float(replay(graph, graph.edges.weight).max()) == pytest.approx(float(graph.end_s.max()), abs=1e-9)
+
+
+def test_clocks_that_may_differ_by_more_prove_no_overlap() -> None:
+    _, late = late_after_its_last_reduction(1.6, 1, 0)
+    layout = JobLayout.grid(tp=1, pp=1, dp=2)
+    sure, doubtful = (extract_matched(late, layout, tolerance_s=tolerance_s).passes_s for tolerance_s in (1e-3, 1.0))
+    assert sure[0] < doubtful[0]
+    assert sure[1] == doubtful[1]
+    assert len(build_matched(late, tolerance_s=1.0).overlapped) == 0
 
 
 @pytest.mark.parametrize("longer", [1.2, 1.5, 2.0])

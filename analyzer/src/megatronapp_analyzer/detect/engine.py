@@ -105,7 +105,8 @@ class Detector:
         # Recording details costs ranks time: such steps are not compared with plain ones.
         if not self._is_alike(has_collectives or bool(kinds[list(LAYER_KINDS)].any())):
             return ended
-        features = extract_matched(aligned.step, self._layout, self._work, self._threads)
+        tolerance_s = _tolerance_s(aligned)
+        features = extract_matched(aligned.step, self._layout, self._work, self._threads, tolerance_s=tolerance_s)
         features = _without_doubtful_links(features, aligned.clocks)
         transfers = transfers_of(aligned.step.view_of_kinds(TRANSFER_KINDS), self._units.of_rank)
         self._steps_seen += 1
@@ -180,8 +181,8 @@ class Detector:
             hits=lambda suspect: self._hits(suspect, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
-        doubt_s = aligned.clocks.worst_ns() * 1e-9
-        self._cost(aligned.step, evidence, doubt_s)
+        doubt_s = _doubt_s(aligned)
+        self._cost(aligned, evidence)
         told += self._tracks.confirm(
             _when(view),
             lambda track: self._costly(track, budget, doubt_s),
@@ -282,8 +283,9 @@ class Detector:
         is_rank = candidate.cause is Cause.COMPUTE and len(candidate.subject.ranks) == len(candidate.columns) == 1
         return is_rank and len(self._units.ranks(candidate.columns[0])) > 1
 
-    def _cost(self, step: MatchedStep, evidence: StepEvidence, doubt_s: float) -> None:
+    def _cost(self, aligned: AlignedStep, evidence: StepEvidence) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
+        step = aligned.step
         hit = [
             live_track
             for live_track in self._tracks.live.values()
@@ -293,8 +295,7 @@ class Detector:
             return
         step = deciding_part(step, self._replica_of_rank, [track.candidate.subject.ranks for track in hit])
         try:
-            tolerance_s = CLOCK_TOLERANCE_S + doubt_s
-            graph = build_matched(step, tolerance_s=tolerance_s, unit_of_rank=self._units.of_rank)
+            graph = build_matched(step, tolerance_s=_tolerance_s(aligned), unit_of_rank=self._units.of_rank)
         except GraphError:  # a suspect stays one until later steps show its cost
             return
         remedies = [
@@ -324,6 +325,16 @@ class Detector:
 
     def _verdict(self, track: FindingTrack) -> Verdict:
         return verdict_of(track, self._layout, self._channels.columns)
+
+
+def _doubt_s(aligned: AlignedStep) -> float:
+    """Return by how much the aligned times of a rank may be wrong."""
+    return aligned.clocks.worst_ns() * 1e-9
+
+
+def _tolerance_s(aligned: AlignedStep) -> float:
+    """Return by how much the aligned clocks of two ranks may differ."""
+    return CLOCK_TOLERANCE_S + _doubt_s(aligned)
 
 
 def has_other_reason(group: SuspectCandidate, evidence: StepEvidence, units: Units) -> bool:

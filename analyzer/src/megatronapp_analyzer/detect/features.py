@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.work import StepWork, WorkModel
 from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
 from megatronapp_analyzer.graph.overlapped_reductions import find_overlapped
@@ -151,11 +152,19 @@ def extract(view: StepRecords, layout: JobLayout, model: WorkModel | None = None
 
 
 def extract_matched(
-    step: MatchedStep, layout: JobLayout, model: WorkModel | None = None, threads: PartThreads = ALONE
+    step: MatchedStep,
+    layout: JobLayout,
+    model: WorkModel | None = None,
+    threads: PartThreads = ALONE,
+    *,
+    tolerance_s: float = CLOCK_TOLERANCE_S,
 ) -> StepFeatures:
-    """Compute the features of one step on aligned clocks, as `extract` does, with several threads if it is large."""
+    """Compute the features of one step as `extract` does, with several threads if it is large.
+
+    The aligned clocks of two ranks may differ by `tolerance_s`.
+    """
     step = _of_known_ranks(step, layout.world)
-    laid = _laid_out(step, layout, model)
+    laid = _laid_out(step, layout, model, tolerance_s)
     columns, world, size = laid.columns, layout.world, len(laid.spans)
     steps = step.of_kinds(STEP)
     step_s, step_queue_s = _step_spans(steps, world)
@@ -189,7 +198,7 @@ def extract_matched(
     )
 
 
-def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> _StepSpans:
+def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None, tolerance_s: float) -> _StepSpans:
     """Return the spans with their own times, without stops, run-queue delays and waits inside units."""
     spans, columns = step.spans, step.columns
     start, end = step.times_s
@@ -210,7 +219,7 @@ def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None) -> 
         awaited[waiter - 1] = np.maximum(np.minimum(end[reader], start[waiter]) - end[waiter - 1], 0.0)
         _hide_incomplete(clean, columns.rank, layout)
     if on_device and layout.dp > 1:
-        reductions = find_overlapped(spans, end, step.collectives, clean)
+        reductions = find_overlapped(spans, end, step.collectives, clean, tolerance_s)
         clean[reductions.last_pass] -= reductions.waited_s
     work = None
     if model is not None:

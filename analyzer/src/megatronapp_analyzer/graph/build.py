@@ -85,7 +85,7 @@ def build_matched(
     plain = edges_of(2 * own, 2 * own + 1, (end - start)[own], EdgeKind.SPAN, own)
     edges = joined([plain, parts, waits, groups, inside])
     events = 2 * len(spans) + len(collectives) + len(meetings)
-    overlapped = find_overlapped(spans, end, collectives, lengths_of_passes(edges, spans))
+    overlapped = find_overlapped(spans, end, collectives, lengths_of_passes(edges, spans), tolerance_s)
     edges = with_reductions(edges, overlapped, end, events)
     events += len(overlapped)
     initial = np.zeros(events)

@@ -30,8 +30,6 @@ MOST_APART = 0.05
 They may differ by more for a member that has already reduced its gradients when the last pass of another ends. Without
 overlap that cannot be: a reduction needs the gradients of all.
 """
-LEAST_EARLIER_S = 1e-3
-"""Seconds by which it must have done so earlier, as clocks may differ."""
 _KINDS = 256
 LAST_PASSES = frozenset({RecordKind.BACKWARD, RecordKind.WEIGHT})
 """Passes with gradients; of split ones WEIGHT has those that are reduced."""
@@ -72,12 +70,13 @@ NO_REDUCTIONS = OverlappedReductions(
 
 
 def find_overlapped(
-    spans: RankRecords, end_s: Seconds, collectives: Collectives, length_s: Seconds
+    spans: RankRecords, end_s: Seconds, collectives: Collectives, length_s: Seconds, tolerance_s: float
 ) -> OverlappedReductions:
     """Return the reductions of gradients for which ranks waited in their last pass on a device.
 
     `length_s`: how long each pass took once all ranks that meet inside it had begun; NaN where that is not known, and
-    for other spans. Of several reductions after the last pass of a rank, that with the most members is used.
+    for other spans. `tolerance_s`: by how much the clocks of two ranks may differ. Of several reductions after the
+    last pass of a rank, that with the most members is used.
     """
     gradients = np.flatnonzero(is_kind(spans["kind"], LAST_PASSES) & ((spans["flags"] & Flag.DEVICE_CLOCK) != 0))
     instance = np.repeat(np.arange(len(collectives)), np.diff(collectives.begin))
@@ -96,7 +95,7 @@ def find_overlapped(
     ready_s = end_s[last] - longer_s
     count = len(collectives)
     latest_s, last_end_s = _maxima(ready_s, instance, count), _maxima(end_s[last], instance, count)
-    is_reduced = reduced_s + LEAST_EARLIER_S <= last_end_s[instance]
+    is_reduced = reduced_s + tolerance_s <= last_end_s[instance]
     all_begun_s = _maxima(end_s[last] - length_s[last], instance, count)
     shortest_s = -_maxima(-own_s, instance, count)
     least_end_s = np.where(is_reduced, all_begun_s[instance], (last_end_s - MOST_APART * shortest_s)[instance])
