@@ -31,7 +31,8 @@ _ONE_JOB = (
 )
 _ALL_NODES = (
     "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed; "
-    "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA"
+    "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA; MegaDPP between nodes with GPUs sends over UCX "
+    "(its messages were tried on GPUs, no training)"
 )
 _BERT_MANIFEST = "examples/bert-cpu.yaml"
 _T5 = "T5"
@@ -44,8 +45,10 @@ _FBD = (
     "spec.fbd.ignoreForwardTensorParallel, forward ranks on other nodes spec.fbd.forward; there is no coordinator to "
     "start; docs/megafbd.md has modes and limits"
 )
-_DPP_LATER = "MegaDPP between nodes with GPUs, where a run with dpp ends with an error: leave dpp out there"
-_NO_BUILD = "the transport of MegaDPP is part of the native extension, and built with it; no library of RDMA is linked"
+_NO_BUILD = (
+    "the transport of MegaDPP is part of the native extension, and built with it; between nodes it loads UCX, for RDMA "
+    "that of MEGATRONAPP_UCX_LIBRARY (not tried)"
+)
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"
 _INSPECT = "the page of a job is served while it runs, and opens with an address that is valid once"
 
@@ -70,7 +73,6 @@ COMMANDS: Final = (
         r"pip3? install -e|setup\.py",
         ("make setup",),
         _NO_BUILD,
-        "transfers over RDMA",
     ),
     LegacyCommand(
         "python ../tools/preprocess_data.py --input dataset.json --output-prefix bert --vocab-file vocab.txt "
@@ -139,7 +141,6 @@ COMMANDS: Final = (
         r"run_(master|worker)(_gpt)?\.sh|train_gpt3_175b_distributed_(master|worker)\.sh",
         _APPLY,
         _ALL_NODES,
-        _DPP_LATER,
     ),
     LegacyCommand(
         "bash pretrain_gpt_distributed.sh\nbash pretrain_gpt_distributed_with_mp.sh\n"

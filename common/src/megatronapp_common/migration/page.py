@@ -19,8 +19,8 @@ megatronapp translate -- --trace-interval 5
 megatronapp translate "$(cat pretrain_gpt.sh)"   # a script of your own: its commands, flags and variables
 ```
 
-"Not yet" marks what a later release brings: MegaDPP between nodes with GPUs, and T5. Flags of a
-training command that the trainer does not take are named with the reason, and the printed command is without them.
+"Not yet" marks what a later release brings: T5. Flags of a training command that the trainer does not take are named
+with the reason, and the printed command is without them.
 Options of the converters are in [checkpoints.md](checkpoints.md), those of the old server in
 [serving.md](serving.md).
 """

@@ -158,9 +158,7 @@ SPELLINGS: Final = (
     LegacyOption(
         "--context-parallel-size", "N", answer="one rank holds a whole sequence: omit it, or raise the tensor size"
     ),
-    LegacyOption(
-        "--expert-model-parallel-size", "N", answer="mixture-of-experts models are not supported yet: omit it"
-    ),
+    LegacyOption("--expert-model-parallel-size", "N", answer="models with experts are not served yet: omit it"),
 )
 
 
