@@ -201,7 +201,7 @@ class Stack:
         return f"{self.url}/#code={self.call('codes', 'POST')['code']}"
 
     def call(self, path: str, method: str = "GET") -> Any:
-        """Return what the hub answers to a viewer."""
+        """Return what the hub answers to the owner of the job."""
         headers = {"Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(f"{self.url}/api/v1/{path}", method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
@@ -296,7 +296,7 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
             agent_environment = base | own | {Env.SHM_PREFIX: prefix, Env.HUB_URL: url}
             agent = start("megatronapp_analyzer.agent", [], agent_environment, folder / f"agent-{worker}.log")
             stack.callback(end, agent)
-        yield Stack(url=url, token=derive_token(secret, TokenRole.VIEWER), feed=feed, hub=hub, start_hub=start_hub)
+        yield Stack(url=url, token=derive_token(secret, TokenRole.CONTROLLER), feed=feed, hub=hub, start_hub=start_hub)
 
 
 @pytest.fixture(scope="module")

@@ -251,10 +251,9 @@ class RunningHub:
     def bearer(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {derive_token(self.secret, TokenRole.VIEWER)}"}
 
-    def client(self, **settings: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.url, headers=self.bearer, timeout=DEADLINE_S, verify=SHARED_TLS, **settings
-        )
+    def client(self, role: TokenRole = TokenRole.VIEWER, **settings: Any) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {derive_token(self.secret, role)}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=DEADLINE_S, verify=SHARED_TLS, **settings)
 
     async def get(self, path: str) -> Any:
         async with self.client() as client:

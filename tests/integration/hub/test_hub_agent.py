@@ -155,14 +155,14 @@ async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worke
         await until(alive)
         async with hub.client() as client:
             fault = {"rank": 1, "kind": "compute", "factor": 3.0, "fromStep": 10, "steps": 5}
+            window = {"steps": 3, "ranks": [1], "granularity": "base"}
+            for path, order in (("/api/v1/faults", fault), ("/api/v1/trace/windows", window)):
+                for answer in (await client.post(path, json=order), await client.delete(f"{path}/one")):
+                    assert (answer.status_code, answer.json()["code"]) == (403, "needs-controller")
+            client.headers.update(bearer(hub, TokenRole.CONTROLLER))
             answer = await client.post("/api/v1/faults", json=fault)
             assert answer.status_code == 201
             given = answer.json()
-
-            window = {"steps": 3, "ranks": [1], "granularity": "base"}
-            answer = await client.post("/api/v1/trace/windows", json=window)
-            assert (answer.status_code, answer.json()["code"]) == (403, "needs-controller")
-            client.headers.update(bearer(hub, TokenRole.CONTROLLER))
             answer = await client.post("/api/v1/trace/windows", json=window)
             assert answer.status_code == 201, answer.text
             first = answer.json()["fromStep"]

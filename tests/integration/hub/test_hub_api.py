@@ -21,6 +21,7 @@ from megatronapp_analyzer.hub.state import faults
 from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 120.0
@@ -378,7 +379,7 @@ async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: 
             return bool((await hub.get("/api/v1/job"))["ranks"][3]["state"] == "ended")
 
         await until(ended)
-        async with hub.client() as client:
+        async with hub.client(TokenRole.CONTROLLER) as client:
             fault = {"rank": 3, "kind": "link", "factor": 2, "fromStep": 10, "steps": 5, "peer": 1}
             answer = await client.post("/api/v1/faults", json=fault)
             assert (answer.status_code, answer.json()["code"]) == (409, "rank-gone")
@@ -390,7 +391,8 @@ async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: 
 async def test_a_fault_that_would_never_act_is_refused(hub: Any, fake_job: Any, feed: Any) -> None:
     job = fake_job()
     await feed(job, range(8))
-    async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other, hub.client() as client:
+    controller = hub.client(TokenRole.CONTROLLER)
+    async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other, controller as client:
         for connection in (agent, other):
             await connection.hello()
             await connection.status()
@@ -413,7 +415,7 @@ async def test_ended_faults_free_space_and_a_full_document_is_refused(
     monkeypatch.setattr(faults, "MAX_ENDED", 3)
     job = fake_job()
     await feed(job, range(8))
-    async with hub.agent(job, 0) as agent, hub.client() as client:
+    async with hub.agent(job, 0) as agent, hub.client(TokenRole.CONTROLLER) as client:
         await agent.hello()
         await agent.status()
         fault = {"rank": 0, "kind": "host", "factor": 2, "fromStep": 8, "steps": 1}

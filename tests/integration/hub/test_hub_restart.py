@@ -44,7 +44,7 @@ class HubProcess:
         self.port = port
         self.secret_file = folder / "secret"
         self.secret_file.write_text(secret)
-        self.headers = {"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"}
+        self.headers = {"Authorization": f"Bearer {derive_token(secret, TokenRole.CONTROLLER)}"}
         job = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": {"name": "demo"}}
         job |= {"spec": {"trace": {"enabled": True}}}
         (folder / "job.yaml").write_text(json.dumps(job))

@@ -23,6 +23,12 @@ def cli(cluster: Cluster, *arguments: str) -> list[str]:
     return cluster.layout.first.inside(*CLI, *arguments, "--kubeconfig", cluster.layout.kubeconfig("admin"))
 
 
+def run_cli(cluster: Cluster, *arguments: str) -> str:
+    """Run `megatronapp` to its end, and return what it prints."""
+    command = cli(cluster, *arguments)
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=_environment(cluster)).stdout
+
+
 @contextlib.contextmanager
 def forwarded(cluster: Cluster) -> Iterator[str]:
     """`kubectl port-forward svc/megatronapp 8080`; the address that it leads from."""
@@ -69,12 +75,15 @@ def _sees_jobs(cluster: Cluster, namespace: str, name: str) -> bool:
     return True
 
 
+def _environment(cluster: Cluster) -> dict[str, str]:
+    return os.environ | {"PATH": f"{cluster.programs}:{os.environ.get('PATH', '')}"}
+
+
 @contextlib.contextmanager
 def _output_lines(cluster: Cluster, command: list[str]) -> Iterator[str]:
     """Yield the first line of a program that runs until the block ends."""
-    path = f"{cluster.programs}:{os.environ.get('PATH', '')}"
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PATH": path}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(cluster)
     )
     try:
         assert process.stdout is not None

@@ -96,11 +96,11 @@ def test_the_network_policy_admits_clients_of_the_model(source: Place, port: int
     assert may_connect(policies, source, worker, port) is allowed
 
 
-@pytest.mark.parametrize(("job", "shared"), [(JOB, True), (TRAINED, False)])
-def test_ranks_that_serve_find_the_socket_of_their_agent(job: Any, shared: bool) -> None:
-    """MegaScope's lies in RUN_DIR; the agent of a training has no business there."""
+@pytest.mark.parametrize("job", [JOB, TRAINED])
+def test_ranks_find_the_socket_of_their_agent(job: Any) -> None:
+    """MegaScope's is in RUN_DIR: ranks that serve send captures by it, and those of a training that is captured."""
     pod = rendered.make_worker(job)
-    mounts = rendered.container(pod, "agent")["volumeMounts"]
-    assert ({"name": "run", "mountPath": "/run/megatronapp/run"} in mounts) is shared
-    assert ({"name": "run", "mountPath": "/run/megatronapp/run"} in rendered.container(pod)["volumeMounts"]) is True
-    assert rendered.environment(pod, "agent").get(Env.RUN_DIR) == ("/run/megatronapp/run" if shared else None)
+    for container in ("trainer", "agent"):
+        mounts = rendered.container(pod, container)["volumeMounts"]
+        assert {"name": "run", "mountPath": "/run/megatronapp/run"} in mounts
+        assert rendered.environment(pod, container)[Env.RUN_DIR] == "/run/megatronapp/run"

@@ -16,12 +16,13 @@ OURS = {str(name) for name in Env}
 OLD = {
     "plain": "53865e7c7d86fe41",
     "gpus": "805bbbcbd2985adf",
-    "analyzed": "a2b79d511d608b36",
+    "analyzed": "e616f509c6b76367",
     "claims": "2b655d85fd58438f",
     "kueue": "09949060f1bff700",
-    "template": "1d95eb2d95bb8eca",
+    "template": "e854369d4ef49d56",
 }
-"""Digests of templates as the release before the first rotation of keys took them."""
+"""Digests of templates as the release before the first rotation of keys took them; those with an agent ("analyzed",
+"template") as of its mount of RUN_DIR."""
 
 
 def spec_of(patch: rendered.Object, index: int = 0, **given: Any) -> rendered.Object:

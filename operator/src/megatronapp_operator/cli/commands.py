@@ -17,8 +17,8 @@ Subparsers = Any
 """Type of `subparsers`: argparse's own type is private and generic over the parser class."""
 LOCAL = frozenset({"validate", "serve"})
 """Subcommands that do not support clusters."""
-WHERE = f"""Any of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), selects jobs of a cluster; without,
-jobs of this machine are selected."""
+WHERE = f"""Any of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), selects jobs of a cluster; without
+any of them, jobs of this machine are selected."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -94,7 +94,8 @@ def _command(module: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _add(subparsers: Subparsers, name: str, text: str, *, description: str | None = None) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=description or text)
+    sentence = f"{text[0].upper()}{text[1:]}."
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=description or sentence)
     parser.set_defaults(func=_command(name))
     if name not in LOCAL:
         _add_cluster(parser)

@@ -8,7 +8,7 @@ import httpx
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.job.arguments import gives
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.addresses import TIMEOUT_S, hub_access
+from megatronapp_operator.cli.addresses import TIMEOUT_S, controller_access
 from megatronapp_operator.errors import HubError, OperatorError
 
 
@@ -18,7 +18,7 @@ def main(arguments: argparse.Namespace) -> int:
     if job.ended:
         raise OperatorError(f"{job.name} has ended ({job.phase}); faults need a running job")
     check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
-    url, token = hub_access(job.paths)
+    url, token = controller_access(job.paths)
     print(describe_fault(post(f"{url}/api/v1/faults", token=token, document=fault_of(arguments)), arguments))
     return 0
 

@@ -47,10 +47,10 @@ class DppConfig:
         choices=TRANSPORTS,
     )
     workload: int | None = option(None, f"threads of a rank that copy its messages, 1 to {MAX_THREADS}; default: 1")
-    num_gpus: int | None = option(None, "ranks of a node, checked; the launcher has the number", bounds="[1, inf)")
-    multi_node: bool = option(False, "the ranks are on several nodes, checked; the launcher has their number")
+    num_gpus: int | None = option(None, "ranks of a node; must be the launcher's number", bounds="[1, inf)")
+    multi_node: bool = option(False, "the ranks are on several nodes; must agree with the launcher")
     node_ips: str | None = option(
-        None, "address of each rank in rank order, separated by commas, checked; the launcher has the addresses"
+        None, "address of each rank in rank order, separated by commas; must be the launcher's"
     )
 
     def is_vee(self, chunks: int) -> bool:

@@ -47,7 +47,7 @@ class LoggingConfig:
     trace_capacity: int = option(65536, "records of the trace ring", bounds="[1, inf)")
     trace_nccl: bool = option(False, "record when NCCL's kernels ran, by its profiler plugin; needs --trace and GPUs")
     trace_dir: str | None = option(
-        None, "write the steps in windows there, in files of MegatronApp's form, one per rank"
+        None, "write the steps of the windows to this folder, in files of MegatronApp's form, one per rank"
     )
     trace_interval: int | None = option(
         None,

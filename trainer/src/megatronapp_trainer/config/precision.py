@@ -102,7 +102,7 @@ class KernelConfig:
     cuda_graph_impl: str = option(
         "auto",
         "a CUDA graph for each pass of a microbatch: none; local; auto: where passes can be replayed, but not with "
-        "--overlap-grad-reduce on several pipeline stages or tensor ranks, or beside --use-dpp or --fp16, nor on "
-        "tensor ranks with --trace-nccl",
+        "--overlap-grad-reduce or --overlap-param-gather on several pipeline stages or tensor ranks, with --use-dpp or "
+        "with --fp16, nor with --trace-nccl on tensor ranks",
         choices=("auto", "none", "local"),
     )

@@ -7,13 +7,14 @@ from fastapi import APIRouter, status
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest
+from megatronapp_analyzer.scope.routes import CONTROLLER
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 
 PROBLEM: dict[str, Any] = {"model": Problem}
-BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 403: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
 
 STEPS_AHEAD = 5
 """Steps from the newest finished one to the first that a new fault surely reaches, as a proposal."""
@@ -27,7 +28,7 @@ async def list_faults(hub: HubOf) -> list[Fault]:
     return hub.faults.current()
 
 
-@router.post("", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses=BODY)
+@router.post("", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses=BODY, dependencies=CONTROLLER)
 async def add_fault(hub: HubOf, request: FaultRequest) -> Fault:
     """Make one rank slow for some steps."""
     _check_acts(hub, request)
@@ -72,7 +73,8 @@ def _ranks_hint(live: set[int]) -> str:
     "/{fault_id}",
     operation_id="endFault",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses={404: {"model": Problem}, 409: {"model": Problem}},
+    responses={403: PROBLEM, 404: PROBLEM, 409: PROBLEM},
+    dependencies=CONTROLLER,
 )
 async def end_fault(hub: HubOf, fault_id: str) -> None:
     """End a fault now."""

@@ -12,7 +12,7 @@ from megatronapp_operator.backends.process.spawn import inherited_environment
 from megatronapp_operator.errors import ManifestError
 
 DEADLINE_S = 180.0
-"""Seconds for the check: it imports torch, and corpora may be on a slow disk; the ranks read them again later."""
+"""Seconds for the check: corpora may be on a slow disk; the ranks read them again later."""
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen2-MoE, Qwen3;
 config.json and *.safetensors) and checkpoints of this trainer, in the direction that --load-dir says; or from
-checkpoints of Megatron-LM (torch_dist, or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits do not
-change, and the tokenizer's files are copied
-along. The options of Megatron's tools/checkpoint/convert.py are accepted.
+checkpoints of Megatron-LM (torch_dist, or mp_rank_XX) to those of this trainer. Nothing is downloaded, numbers keep
+their bits unless --dtype is given, and the tokenizer's files are copied along. The options of Megatron's
+tools/checkpoint/convert.py are accepted.
 """
 _EPILOG = """\
 examples:
@@ -77,7 +77,7 @@ class _LegacyOptionAction(argparse.Action):
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--load-dir", metavar="DIR", help="Hugging Face folder, or directory of checkpoints of this trainer (required)")
+    add("--load-dir", metavar="DIR", help="folder of Hugging Face, this trainer or Megatron-LM (required)")
     add("--save-dir", metavar="DIR", help="new folder to write (required)")
     add(
         "--from",

@@ -32,15 +32,14 @@ def agent(draft: WorkerDraft) -> Object:
 
 
 def reserved_agent(draft: WorkerDraft) -> Object:
-    """Return the container's fields that no template may change.
-
-    Ranks that serve a model send MegaScope's captures by a socket in RUN_DIR.
-    """
-    environment, mounts = shared_environment(draft), storage.shared_mounts(draft)
-    if draft.serves:
-        environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
-        mounts = storage.trainer_mounts(draft)
-    return {"name": AGENT, "command": list(COMMAND), "args": None, "env": environment, "volumeMounts": mounts}
+    """Return the container's fields that no template may change."""
+    return {
+        "name": AGENT,
+        "command": list(COMMAND),
+        "args": None,
+        "env": [*shared_environment(draft), *variables({Env.RUN_DIR: storage.RUN})],
+        "volumeMounts": storage.shared_mounts(draft),
+    }
 
 
 def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:

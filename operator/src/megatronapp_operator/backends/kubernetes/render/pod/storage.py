@@ -96,11 +96,12 @@ def secret_volume(name: str) -> Object:
 
 
 def shared_mounts(draft: WorkerDraft) -> list[Object]:
-    """Return the mounts that trainer and agent have in common."""
+    """Return the mounts that trainer and agent have in common: ranks send MegaScope's captures by a socket in RUN."""
     return [
         {"name": "shm", "mountPath": SHM},
         {"name": "secret", "mountPath": SECRET, "readOnly": True},
         *([{"name": "restart", "mountPath": RESTART, "readOnly": True}] if draft.in_place else []),
+        {"name": "run", "mountPath": RUN},
     ]
 
 
@@ -108,7 +109,6 @@ def trainer_mounts(draft: WorkerDraft) -> list[Object]:
     """Return the mounts of the trainer."""
     return [
         *shared_mounts(draft),
-        {"name": "run", "mountPath": RUN},
         *([{"name": "save", "mountPath": SAVE, "readOnly": True}] if draft.saves_by_request else []),
     ]
 
