@@ -116,6 +116,19 @@ def test_a_connection_that_cannot_be_made_is_reported_once(tmp_path: pathlib.Pat
     ]
 
 
+def test_an_agent_that_is_absent_for_long_is_reported_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame_publisher = FramePublisher(tmp_path / "scope.sock", HELLO)
+    assert not frame_publisher._connect() and not frame_publisher._connect()
+    assert not frame_publisher.failures
+    monkeypatch.setattr(publishing, "_ABSENT_S", 0.0)
+    assert not frame_publisher._connect() and not frame_publisher._connect()
+    assert list(frame_publisher.failures) == [
+        f"no agent has listened at {tmp_path}/scope.sock for 0 s; see the log of the agent"
+    ]
+
+
 class Step:
     """A step, prompt or probe of some numbers on the host; `ready` as it says."""
 

@@ -38,6 +38,8 @@ _NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
+_ABSENT_S = 60.0
+"""Time without an agent after which the log says so; after a crash it listens again sooner."""
 _IDLE_WINDOW_S = 0.05
 """Each step has an idle window; after this time without one the thread works at any time."""
 _MAX_LAG_STEPS = 8
@@ -263,6 +265,8 @@ class FramePublisher:
         """True after a time without an idle window: the thread sends all that is ready."""
         self._numbers = PartNumberer()
         self._socket: socket.socket | None = None
+        self._absent_since_s: float | None = None
+        """When the agent was first found not to listen, since the last connection."""
         self._frame = b""
         """The frame that is being sent. After a lost connection all of it is sent again."""
         self._unsent = memoryview(b"")
@@ -410,7 +414,12 @@ class FramePublisher:
             connection.close()
             if error.errno not in _NOT_LISTENING:
                 self._note(f"no connection to {self._path}: {error}")
+            elif self._absent_since_s is None:
+                self._absent_since_s = time.monotonic()
+            elif time.monotonic() - self._absent_since_s >= _ABSENT_S:
+                self._note(f"no agent has listened at {self._path} for {_ABSENT_S:.0f} s; see the log of the agent")
             return False
+        self._absent_since_s = None
         self._socket, self._unsent = connection, memoryview(self._hello + self._frame)
         return True
 
