@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.web.static_pages import ELSEWHERE_MARK
+from megatronapp_common.web.tokens import TokenRole
 
 VIEWER = gateway.on_jobs("get", "list")
 FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 3}
@@ -210,7 +211,10 @@ def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(
         gateway.wait_for(lambda: client.get("/api/v1/jobs").is_success)
         assert [job["name"] for job in client.get("/api/v1/jobs").json()] == ["one"]
         assert client.get(f"{first.path}/job").json()["uid"] == first.uid
-        assert client.post(f"{first.path}/faults", json=FAULT).is_success
+        viewed = client.post(f"{first.path}/faults", json=FAULT)
+        assert (viewed.status_code, viewed.json()["code"]) == (403, "needs-controller")
+        with by_tokens.client(by_tokens.job_token(first.uid, TokenRole.CONTROLLER)) as owner:
+            assert owner.post(f"{first.path}/faults", json=FAULT).is_success
         refused, absent = client.get(f"{second.path}/job"), client.get(f"/api/v1/jobs/{namespace}/absent/job")
     assert refused.status_code == absent.status_code == 403
     assert refused.json()["message"].replace("two", "absent") == absent.json()["message"]

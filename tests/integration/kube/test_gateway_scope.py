@@ -13,12 +13,14 @@ import httpx
 import kube
 import numpy as np
 import pytest
+import scope_analysis
 import scope_hub
 import scope_session
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
@@ -27,6 +29,8 @@ from megatronapp_operator.gateway.gateway import CONTROLS_S
 
 VIEWER, CONTROLLER = gateway.on_jobs("get", "list"), gateway.on_jobs("get", "list", "update")
 RUN = scope_session.RUN
+TOKEN = 11
+"""Token of the vocabulary that the recorded lens follows."""
 CONTROL = (
     ("POST", "runs", {"prompts": ["The sea "]}),
     ("PATCH", f"runs/{RUN}", {"capture": {"preset": "lite"}}),
@@ -44,8 +48,11 @@ def recording() -> scope_session.Recording:
 
 @pytest.fixture(scope="module")
 def session(recording: scope_session.Recording, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A session with the lens of all rows, followed by a token."""
+    core = scope_session.core_of(recording)
+    core.runs[RUN].analyses.put(scope_analysis.recorded_lens(recording, 0, TOKEN))
     file = tmp_path_factory.mktemp("session") / "tiny.scope"
-    file.write_bytes(scope_session.session(recording))
+    file.write_bytes(session_file.dump(core.feed, RUN))
     return file
 
 
@@ -134,6 +141,26 @@ def test_a_viewer_reads_everything(
     assert {tensor.headers["x-content-type-options"] for tensor in (hello, tile, file, *values.values())} == {"nosniff"}
     assert (none.status_code, none.json()["code"]) == (404, "no-such-run")
     assert wrong.status_code == 422
+
+
+def test_a_lens_follows_the_token_of_the_query(
+    job: gateway.GatewayJob,
+    replay: scope_hub.ScopeHub,
+    reviewing: gateway.Gateway,
+    viewer: str,
+    recording: scope_session.Recording,
+) -> None:
+    rows = len(recording.prompts[0] + recording.generated[0]) - 1
+    query: dict[str, Any] = {"positions": f"0-{rows - 1}", "top": 10, "token": TOKEN}
+    with reviewing.client(viewer) as client:
+        lens = client.get(f"{job.path}/scope/runs/{RUN}/lens", params=query)
+        table = client.get(f"{job.path}/scope/runs/{RUN}/lens", params={**query, "format": "csv"})
+    assert lens.status_code == 200, lens.text
+    logs = scope_analysis.lens_logs(recording, 0)
+    ranks = (logs > logs[..., TOKEN : TOKEN + 1]).sum(-1)
+    assert lens.json()["tokenRank"] == ranks.transpose().tolist()
+    assert (table.status_code, table.headers["content-type"]) == (200, "text/csv; charset=utf-8")
+    assert table.headers["content-disposition"] == f'attachment; filename="{RUN}-lens.csv"'
 
 
 def test_who_may_update_the_job_controls_its_model_by_name(

@@ -139,6 +139,16 @@ POD_EXAMPLES = (
         message="mounts a volume where",
         server_message="resulted in error",
     ),
+    *good("template-volumes", _pod(volumes=[{"name": "my-secret"}, {"name": "claim-0", "emptyDir": {}}])),
+    *bad(
+        "template-volumes",
+        "spec.podTemplate.spec.volumes",
+        (
+            _pod(volumes=[{"name": "other"}, {"name": "secret", "secret": {"secretName": "hf-token"}}]),
+            "has secret, the name of a volume of the operator; write my-secret",
+        ),
+        (_pod(volumes=[{"name": "run"}, {"name": "shm"}]), "has run, the name of a volume of the operator"),
+    ),
     *good(
         "shm-within-template-memory",
         _shm("2Gi", "trainer", "3Gi"),

@@ -131,6 +131,28 @@ async def test_rules_that_are_not_enforced_are_named_in_a_single_warning() -> No
     assert "spec.env: " in event.message and "rule reserved-variable" in event.message
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("node_access", "reasons"), [(False, ["RankOrderIgnored"]), (True, [])])
+async def test_an_order_by_topology_without_the_right_to_read_nodes_is_reported_once(
+    node_access: bool, reasons: list[str]
+) -> None:
+    executor = EventExecutor()
+    maintenance = JobMaintenance(cast("ObjectStore", Empty()), executor, lambda: 0.0)
+    reconciler, document = Remembering(), stored()
+    document["spec"]["env"] = []
+    document["spec"]["network"] = {"rankOrder": "Topology", "topologyKey": "example.com/rack"}
+    reconciler.read(document)
+    memory = reconciler.memory(("default", "gpt"))
+    assert memory is not None
+    work = JobContext(
+        document=document, job=memory.job, owner=rendered.owner_of(memory.job), attempt=AttemptSettings(number=0),
+        settings=rendered.with_settings(node_access=node_access),
+    )  # fmt: skip
+    for _ in range(3):
+        await maintenance.run(memory, work)
+    assert [event.reason for event in executor.events.written] == reasons
+
+
 class Empty:
     """A store without pods."""
 

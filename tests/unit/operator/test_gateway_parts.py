@@ -221,6 +221,15 @@ def test_a_query_reaches_the_hub_as_it_was_but_for_tokens(query: dict[str, str])
     assert found == {key: value for key, value in query.items() if key != "token"}
 
 
+@pytest.mark.parametrize(
+    ("token", "passes"), [("11", True), ("4294967295", True), ("ab" * 32, False), ("1" * 64, False), ("-1", False)]
+)
+def test_numbers_of_a_model_s_tokens_reach_the_hub(token: str, passes: bool) -> None:
+    url = address_of("10.0.0.1:8080", "scope/runs/one/lens", f"top=3&token={token}")
+    assert url.query.get("token") == (token if passes else None)
+    assert url.query["top"] == "3"
+
+
 def claims(**fields: object) -> str:
     body = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
     return f"head.{body}.signature"

@@ -64,6 +64,11 @@ _NAMES = ", ".join(f"'{name}'" for name in OUR_CONTAINERS)
 _OURS = f"({_list('containers')} + {_list('initContainers')}).filter(one, {_NAMED} && one.name in [{_NAMES}])"
 _VARIABLES = f"{_OURS}.filter(one, has(one.env)).map(one, one.env)"
 _MOUNTS = f"{_OURS}.filter(one, has(one.volumeMounts)).map(one, one.volumeMounts)"
+OUR_VOLUMES = ("shm", "run", "secret", "restart", "save", "annotations")
+"""Volumes of a worker's pod that its template cannot replace."""
+_VOLUMES = f"{_list('volumes')}.filter(one, {_NAMED})"
+_VOLUME_NAMES = ", ".join(f"'{name}'" for name in OUR_VOLUMES)
+_IS_OURS = f"one.name in [{_VOLUME_NAMES}]"
 _SHM = "object.spec.shm.sizeLimit"
 _LIMITED = "has(one.resources) && has(one.resources.limits) && 'memory' in one.resources.limits"
 _CLAIMING = "has(one.resources) && has(one.resources.claims) && one.resources.claims.size() > 0"
@@ -99,6 +104,15 @@ ADMISSION_RULES = (
         rule=no_item(_MOUNTS, "mounts", f"mounts.exists(mount, {is_taken('mount.mountPath')})"),
         message="mounts a volume where trainer or agent have what the system or the operator puts there; "
         "write another mountPath",
+    ),
+    Rule(
+        id="template-volumes",
+        field=".podTemplate.spec.volumes",
+        rule=no_item(_VOLUMES, "one", _IS_OURS),
+        message="has a volume with the name of a volume of the operator; write another name",
+        message_expression=first_item(
+            _VOLUMES, "one", _IS_OURS, "has {one.name}, the name of a volume of the operator; write my-{one.name}"
+        ),
     ),
     Rule(
         id="shm-within-template-memory",

@@ -15,7 +15,7 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.backends.process.state.registry import JobView
-from megatronapp_operator.cli.addresses import hub_access, page_address
+from megatronapp_operator.cli.addresses import controller_access, hub_access, page_address
 from megatronapp_operator.cli.delete import delete
 from megatronapp_operator.cli.describe import local_layers
 from megatronapp_operator.cli.logs import LogSelection, OpenLog
@@ -86,7 +86,7 @@ class LocalJobs:
     @contextlib.contextmanager
     def hub(self, name: str) -> Iterator[Hub]:
         """Connect to the hub of a job. Raises HubError."""
-        url, token = hub_access(registry.view(name).paths)
+        url, token = controller_access(registry.view(name).paths)  # it is the caller's own job
         wait_ready(url)
         address = f"{url}/api/v1/"
         headers = {"Authorization": f"Bearer {token}"}

@@ -17,7 +17,7 @@ from megatronapp_operator.gateway.job_catalog import CatalogJob
 from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.schemas import GatewayJob, Health, LoginTicket
 
-PathSegment = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
+PathSegment = r"[A-Za-z0-9_][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 HubPath = Annotated[str, Path(max_length=200, pattern=f"^{PathSegment}(/{PathSegment})*$")]
@@ -95,7 +95,7 @@ async def add_fault(
     request: Request, gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name
 ) -> Response:
     """Make a rank slow; the hub's own interface says how."""
-    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    job = await gateway.gate.control(caller, namespace, name)
     return await gateway.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
 
 
@@ -106,7 +106,7 @@ async def order_window(
     request: Request, gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name
 ) -> Response:
     """Record parts of passes of some steps; the hub's own interface says how."""
-    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    job = await gateway.gate.control(caller, namespace, name)
     return await gateway.control_hub(caller, job, "trace/windows", request=request, most=MAX_BODY_BYTES)
 
 
@@ -120,7 +120,7 @@ async def cancel_window(
 ) -> Response:
     """Cancel a window of detailed spans of a job."""
     gateway = gateway_of(request)
-    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    job = await gateway.gate.control(caller, namespace, name)
     return await gateway.control_hub(caller, job, f"trace/windows/{window}", request=request)
 
 
@@ -130,7 +130,7 @@ async def cancel_window(
 async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End one fault of a job."""
     gateway = gateway_of(request)
-    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    job = await gateway.gate.control(caller, namespace, name)
     return await gateway.control_hub(caller, job, f"faults/{fault}", request=request)
 
 

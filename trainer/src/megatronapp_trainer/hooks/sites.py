@@ -195,8 +195,10 @@ def register_site(
         CaptureError: the name is taken or cannot be one.
         FilterError: a reducer is not one.
     """
-    if not name.isidentifier() or name in BUILT_IN or name in {ATTENTION, *_registered}:
-        raise CaptureError(f"site {name!r}: write another name, of letters, digits and underscores, that is not taken")
+    if not (name.isascii() and name.isidentifier()) or name in BUILT_IN or name in {ATTENTION, *_registered}:
+        raise CaptureError(
+            f"site {name!r}: write another name, of ASCII letters, digits and underscores, that is not taken"
+        )
     if name in RESERVED:
         raise CaptureError(f"site {name!r}: captures have a tensor of this name; write another, such as 'my_{name}'")
     for text in (found := tuple(reducers)):

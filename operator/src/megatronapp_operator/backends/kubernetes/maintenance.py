@@ -58,6 +58,7 @@ class JobMaintenance:
         """Do what is due; return when to reconcile again. Raises NamespaceTerminatingError, LeaseLostError."""
         await self._report_unknown(memory, work)
         await self._report_skipped(memory, work)
+        await self._report_order(memory, work)
         for name, task in (
             ("places", self._publish_placement),
             ("agents", self._report_agents),
@@ -101,6 +102,18 @@ class JobMaintenance:
             event = RecordEvent(type=EventType.WARNING, reason="RulesSkipped", message=message)
             await self._executor.events.record(work.owner, event)
         memory.skipped_reported = rules
+
+    async def _report_order(self, memory: JobMemory, work: JobContext) -> None:
+        """Report once that ranks are ordered by index, because the operator may not read the topology of nodes."""
+        impossible = work.job.spec.network.rank_order == "Topology" and not work.settings.node_access
+        if impossible and not memory.order_reported:
+            message = (
+                "spec.network.rankOrder: Topology needs the right to read nodes, which this operator lacks; ranks "
+                "follow the index of their worker. Install the chart with rbac.nodeAccess: true"
+            )
+            event = RecordEvent(type=EventType.WARNING, reason="RankOrderIgnored", message=message)
+            await self._executor.events.record(work.owner, event)
+        memory.order_reported = impossible
 
     async def _report(self, work: JobContext, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)

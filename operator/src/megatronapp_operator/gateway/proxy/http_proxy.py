@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import urllib.parse
 from http import HTTPStatus
 
@@ -31,6 +32,8 @@ SEND_S = 30.0
 """So long may a caller take no bytes."""
 MAX_IDENTITY = 253
 """Maximum length of a name that a hub records."""
+_MODEL_TOKEN = re.compile(r"[0-9]{1,10}")
+"""Number of a token in a vocabulary, as in queries for lens and attribution; no token that logs in is so short."""
 _HUB_LOG = "Look at the log of the job's hub."
 
 
@@ -81,8 +84,9 @@ def encode_caller_name(name: str) -> str:
 
 
 def address_of(hub: str, path: str, query: str) -> URL:
-    """The hub's URL for a path below `/api/v1/`. A token in the query stays here."""
-    pairs = [pair for pair in urllib.parse.parse_qsl(query, keep_blank_values=True) if pair[0] != "token"]
+    """The hub's URL for a path below `/api/v1/`. A token that logs in stays here; numbers of a model's tokens pass."""
+    given = urllib.parse.parse_qsl(query, keep_blank_values=True)
+    pairs = [(key, value) for key, value in given if key != "token" or _MODEL_TOKEN.fullmatch(value)]
     return URL(f"http://{hub}/api/v1/{path}" + (f"?{urllib.parse.urlencode(pairs)}" if pairs else ""), encoded=True)
 
 

@@ -28,6 +28,7 @@ _SESSION = re.compile(rf"{_RUN}/session")
 _TILE = re.compile(rf"{_RUN}/attention/.+")
 _TILES = re.compile(rf"{_RUN}/attention(?:/[^/]+){{4}}")
 _VALUES = re.compile(rf"{_RUN}/values/(?P<site>[^/]+)")
+_ANALYSIS = re.compile(rf"{_RUN}/(?P<kind>lens|attribution|heads)")
 _BRANCHES = re.compile(r"scope/(?P<kind>comparison|sweep)s/(?P<name>[^/]+)")
 TABLES = {"csv": CSV, "npy": BYTES}
 
@@ -78,9 +79,18 @@ def response_rule_for(path: str, query: str = "") -> ResponseRule:
         return ResponseRule(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
     if path == "trace" and form == "perfetto":
         return ResponseRule(types=frozenset({JSON, BYTES}), file="trace.pftrace")
-    if (found := _BRANCHES.fullmatch(path)) and form == "csv":
-        return ResponseRule(types=frozenset({JSON, CSV}), file=f"{found['kind']}-{found['name']}.csv")
+    if form == "csv" and (name := _name_of_table(path)) is not None:
+        return ResponseRule(types=frozenset({JSON, CSV}), file=f"{name}.csv")
     return PLAIN
+
+
+def _name_of_table(path: str) -> str | None:
+    """Return the name of an analysis, comparison or sweep, which a hub also returns as CSV; None for other paths."""
+    if found := _ANALYSIS.fullmatch(path):
+        return f"{found['run']}-{found['kind']}"
+    if found := _BRANCHES.fullmatch(path):
+        return f"{found['kind']}-{found['name']}"
+    return None
 
 
 def _passed(hub: Mapping[str, str], name: str, pattern: re.Pattern[str]) -> dict[str, str]:
