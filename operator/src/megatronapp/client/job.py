@@ -126,7 +126,8 @@ class Job:
         """Yield the lines of a log: of a rank, by default of the one that reports the loss, or of a worker's launcher.
 
         With `follow`, until the job has ended, later attempts included. On a cluster the log of an attempt is deleted
-        with its pods. The first line raises OperatorError for a rank, worker or attempt that does not exist.
+        with its pods; attempts restarted in place share the log of their pod, of which `attempt` selects a part. The
+        first line raises OperatorError for a rank, worker or attempt that does not exist.
         """
         if rank is not None and worker is not None:
             raise OperatorError("logs: rank and worker select different logs; omit one of them")

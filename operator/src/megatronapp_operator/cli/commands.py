@@ -231,7 +231,7 @@ def _describe(subparsers: Subparsers) -> None:
 
 def _logs(subparsers: Subparsers) -> None:
     text = """Print the log of one process of a job: by default of the rank that reports the loss.
-On a cluster only the newest attempt has a log."""
+On a cluster the log of an attempt is deleted with its pods; attempts restarted in place share the log of their pod."""
     parser = _add(subparsers, "logs", "print the log of a rank or a worker", description=text)
     _add_job(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the job has ended")

@@ -6,7 +6,7 @@ import pathlib
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.names import UNSAVED_STOP
-from megatronapp_common.topology import Topology
+from megatronapp_common.topology import RankRole
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.addresses import api_access, page_address
 from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, stopped_line, stopping_line, was_interrupted
@@ -175,19 +175,14 @@ def progress_line(page: Progress) -> str:
 def reporting_rank(job: MegatronJob) -> int:
     """Return the rank that reports the loss.
 
-    It is the first of the last stage (docs/contracts.md, section 5), or 0 for a job that serves.
+    It is the first of the last stage (docs/contracts.md, section 5), or 0 for a job that serves. With MegaFBD it is a
+    backward rank, by its number among the ranks of both roles.
     """
     if job.spec.mode == "serve":
         return 0
-    layout, world = job.spec.parallelism, job.world
-    topology = Topology(
-        tensor=layout.tensor,
-        context=layout.context,
-        expert=layout.expert,
-        data=world.data_parallel_size,
-        pipeline=layout.pipeline,
-    )
-    return topology.rank(pp=layout.pipeline - 1)
+    world = job.world
+    rank = world.topology.rank(pp=world.topology.pipeline - 1)
+    return rank if world.fbd is None else world.fbd.rank_of(RankRole.BACKWARD, rank)
 
 
 def reporting_log(job: MegatronJob, paths: JobPaths, attempt: int) -> pathlib.Path:

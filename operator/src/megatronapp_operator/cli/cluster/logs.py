@@ -1,22 +1,27 @@
 """`megatronapp logs` on a cluster: the log of a worker's trainer container, by rank.
 
-The launcher writes the lines of its ranks to its own log, each with its rank in front. The log is deleted with the pod,
-so that only the newest attempt has one; older ones are in the log storage of the cluster, if it has any.
+The launcher writes the lines of its ranks to its own log, each with its rank in front. The log is deleted with the pod:
+earlier ones are in the log storage of the cluster, if it has any. A pod that was restarted in place has the lines of
+several attempts.
 """
 
 import argparse
+import base64
 import contextlib
 import functools
+import gzip
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from megatronapp_common.errors import TopologyError
 from megatronapp_common.job import MegatronJob, resized
-from megatronapp_common.names import LABEL_ATTEMPT
+from megatronapp_common.names import LABEL_ATTEMPT, Env
 from megatronapp_common.text.terminal import replace_control_characters
-from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.cli.cluster.official_client import unavailable
@@ -28,7 +33,13 @@ CONTAINER = "trainer"
 CHUNK = 1 << 16
 """Most bytes of a log that are read at a time."""
 POLL_S = 2.0
+RANKS_KEY = "rank-table.json"
+"""Key of a long rank table in its ConfigMap; with `.gz` if it is compressed."""
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
+_BEGIN = re.compile(
+    r"\S+ \S+ INFO (?:continuing with attempt (\d+) in place|taking the place of worker \d+ in attempt (\d+))"
+)
+"""Line of a launcher that begins a further attempt in its pod (the trainer's `launch.worker_life`)."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -47,22 +58,52 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _selected_log(job: MegatronJob, selection: LogSelection) -> tuple[int, int | None]:
-    """Return worker and rank of the selected log (rank None: the launcher)."""
-    if selection.worker is not None:
-        if not 0 <= selection.worker < job.world.nodes:
-            raise OperatorError(
-                f"{job.metadata.name} has no worker {selection.worker}; take 0 to {job.world.nodes - 1}"
-            )
-        return selection.worker, None
-    rank = reporting_rank(job) if selection.rank is None else selection.rank
-    return job.world.placement.worker_of(rank), rank
+def _checked_selection(job: ClusterJob, selection: LogSelection) -> None:
+    """Raise OperatorError or TopologyError for a worker or a rank that the gang does not have."""
+    sized = _sized_job(job)
+    if selection.worker is not None and not 0 <= selection.worker < sized.world.nodes:
+        raise OperatorError(f"{job.name} has no worker {selection.worker}; take 0 to {sized.world.nodes - 1}")
+    if selection.rank is not None:
+        sized.world.placement.worker_of(selection.rank)
 
 
 def _sized_job(job: ClusterJob) -> MegatronJob:
     """Return the job with the size of its current gang. Raises OperatorError for a spec that cannot be read."""
     whole, size = cluster_layers(job).job, job.status.get("gangSize")
     return whole if size is None else resized(whole, size["data"])
+
+
+def _worker_of(cluster: Cluster, job: ClusterJob, sized: MegatronJob, rank: int) -> int | None:
+    """Return the worker that runs a rank, by the table of the launchers; None while that is not known.
+
+    Raises TopologyError for a rank that the gang does not have, ApiError or OperatorError for a long table that cannot
+    be read.
+    """
+    table, by_index = job.status.get("rankTable") or {}, sized.world.placement.worker_of(rank)
+    workers = table.get("workers") or ()
+    if not workers and sized.spec.network.rank_order == "Index":  # the table can only say the same
+        return by_index
+    if not workers and table.get("ref"):
+        workers = _long_table(cluster, job, table, rank)
+    return next((worker["index"] for worker in workers if rank in worker["ranks"]), None)
+
+
+def _long_table(cluster: Cluster, job: ClusterJob, table: Object, rank: int) -> list[Object]:
+    """Return the workers of a table in a ConfigMap; none while that has another table, such as the last attempt's."""
+    try:
+        found = cluster.get(CONFIG_MAPS, job.namespace, table["ref"]) or {}
+    except ForbiddenError as error:
+        pod = f"kubectl -n {job.namespace} logs {_pod_name(job, 0)} -c {CONTAINER}"
+        raise OperatorError(
+            f"{error}; it says which worker runs rank {rank}. Ask for the right to get configmaps, write --worker N "
+            f"for a launcher's log, or look for [rank {rank}] in the logs of the pods, such as {pod}"
+        ) from error
+    text = found.get("data", {}).get(RANKS_KEY)
+    packed = found.get("binaryData", {}).get(f"{RANKS_KEY}.gz")
+    whole: Object = {}
+    if text is not None or packed is not None:
+        whole = json.loads(gzip.decompress(base64.b64decode(packed)) if text is None else text)
+    return list(whole["workers"]) if whole.get("digest") == table["digest"] else []
 
 
 def _pod_name(job: ClusterJob, worker: int) -> str:
@@ -79,18 +120,18 @@ class WorkerLog:
         cluster: Cluster,
         job: ClusterJob,
         *,
-        worker: int,
+        worker: int | None,
         rank: int | None,
         attempt: int | None,
-        reports: bool = False,
+        by_rank: LogSelection | None = None,
     ) -> None:
-        """Select a log. `reports`: that of the reporting rank, which is another one in a gang of another size."""
+        """Select a log. With `by_rank`, rank and worker are found by each state of the job: a restart changes them."""
         self._cluster = cluster
         self.job = job
         self._worker = worker
         self._rank = rank
         self._attempt = attempt
-        self._reports = reports
+        self._by_rank = by_rank
 
     @property
     def whose(self) -> str:
@@ -100,13 +141,34 @@ class WorkerLog:
     @classmethod
     def of(cls, cluster: Cluster, job: ClusterJob, selection: LogSelection) -> "WorkerLog":
         """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
-        worker, rank = _selected_log(_sized_job(job), selection)
-        reports = selection.worker is None and selection.rank is None
-        return cls(cluster, job, worker=worker, rank=rank, attempt=selection.attempt, reports=reports)
+        _checked_selection(job, selection)
+        by_rank = selection if selection.worker is None else None
+        made = cls(
+            cluster, job, worker=selection.worker, rank=selection.rank, attempt=selection.attempt, by_rank=by_rank
+        )
+        made._find_rank()
+        return made
+
+    def _find_rank(self) -> None:
+        """Find rank and worker by the state of the job; the worker stays unknown while the launchers gather."""
+        if self._by_rank is None:
+            return
+        sized = _sized_job(self.job)
+        self._rank = reporting_rank(sized) if self._by_rank.rank is None else self._by_rank.rank
+        self._worker = None
+        with contextlib.suppress(TopologyError):  # a gang of fewer replicas lacks the rank
+            self._worker = _worker_of(self._cluster, self.job, sized, self._rank)
 
     @property
     def _pod(self) -> str:
-        """Name of the worker's pod, as the job was last seen."""
+        """Name of the worker's pod, as the job was last seen. Raises OperatorError while the worker is not known."""
+        if self._worker is None:
+            order = _sized_job(self.job).spec.network.rank_order
+            raise OperatorError(
+                f"{self.job.name}: which worker runs rank {self._rank} is known once the workers of this attempt have "
+                f"gathered (spec.network.rankOrder: {order}); try again, or read the log of a launcher until then: "
+                f"megatronapp logs {self.job.name} --worker 0"
+            )
         return _pod_name(self.job, self._worker)
 
     def pod(self) -> Object:
@@ -114,22 +176,22 @@ class WorkerLog:
         pod = self._cluster.get(PODS, self.job.namespace, self._pod)
         if pod is None:
             raise OperatorError(f"pod {self.job.namespace}/{self._pod} does not exist (any more), and so has no log")
-        found = pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0")
-        if self._attempt is not None and str(self._attempt) != found:
-            raise OperatorError(
-                f"{self._pod} is of attempt {found}; the log of attempt {self._attempt} was deleted with its pod; "
-                "look for it in the log storage of the cluster"
-            )
+        if self._attempt is not None:
+            _check_attempt(pod, self._attempt)
         return pod
 
     def lines(self, pod: Object, *, follow: bool = False) -> Iterator[str]:
-        """Yield lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
+        """Yield lines of the rank or launcher; with `follow` until the container or the selected attempt has ended.
+
+        Raises ApiError, or OperatorError if the pod's log does not have the selected attempt.
+        """
         path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
         query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
         answer = self._cluster.client.open(path, query)
         with contextlib.closing(answer), unavailable(f"the log of {self._pod} broke off"):
             # with a size, read1 raises an error where the log ends before its Content-Length
-            yield from select(_lines(functools.partial(answer.read1, CHUNK)), self._rank)
+            lines = _lines(functools.partial(answer.read1, CHUNK))
+            yield from select(lines if self._attempt is None else _of_attempt(lines, pod, self._attempt), self._rank)
 
     def is_complete(self) -> bool:
         """Read the job again, whose worker may have another pod by now; return True if no more lines can follow."""
@@ -137,8 +199,7 @@ class WorkerLog:
             self.job = self._cluster.view(self.job.name)
         except JobNotFoundError:
             return True
-        if self._reports:
-            self._worker, self._rank = _selected_log(_sized_job(self.job), LogSelection())
+        self._find_rank()
         return self.job.ended
 
     def following(self, tail: int | None = None) -> Iterator[str]:
@@ -151,12 +212,14 @@ class WorkerLog:
             try:
                 pod = self.pod()
                 if pod["metadata"]["uid"] != read:
+                    if self._attempt is not None:  # one that the log lacks is refused now, not at the end of the job
+                        next(self.lines(pod), None)
                     yield from self.lines(pod, follow=True) if tail is None else _tailed(self, pod, tail)
                     read, tail = pod["metadata"]["uid"], None
             except (OperatorError, ApiError) as error:
                 if self._attempt is not None or not _is_late(error):
                     raise
-            if self.is_complete() or self._attempt is not None:
+            if self._attempt is not None or self.is_complete():
                 return
             time.sleep(POLL_S)
 
@@ -169,6 +232,57 @@ def _lines(read: Callable[[], bytes]) -> Iterator[str]:
         yield from (line.decode(errors="replace") for line in whole)
     if rest:
         yield rest.decode(errors="replace")
+
+
+def _attempts(pod: Object) -> tuple[int, int]:
+    """Return the attempt that a pod was created for, and the newest that it has been ordered to run in place."""
+    newest = int(pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0"))
+    containers = pod.get("spec", {}).get("containers", ())
+    variables = (item for made in containers if made["name"] == CONTAINER for item in made.get("env", ()))
+    first = next((int(item["value"]) for item in variables if item["name"] == Env.ATTEMPT), newest)
+    return first, newest
+
+
+def _check_attempt(pod: Object, attempt: int) -> None:
+    """Raise OperatorError if a pod has not run an attempt."""
+    name, (first, newest) = pod["metadata"]["name"], _attempts(pod)
+    if attempt > newest:
+        raise OperatorError(f"{name} is of attempt {newest}; attempt {attempt} has not begun there")
+    if attempt < first:
+        raise OperatorError(
+            f"{name} is of attempt {first}{' and later' if newest > first else ''}; the log of attempt {attempt} was "
+            "deleted with its pod; look for it in the log storage of the cluster"
+        )
+
+
+def _of_attempt(lines: Iterable[str], pod: Object, attempt: int) -> Iterator[str]:
+    """Yield the lines of one attempt, between lines of the launcher that begin attempts in place.
+
+    Raises OperatorError if it does not begin in the log: nodes drop the oldest lines of long logs.
+    """
+    first, newest = _attempts(pod)
+    current = first if newest == first else None
+    begun, before = current == attempt, list[str]()
+    for line in lines:
+        if (found := _BEGIN.fullmatch(line)) is not None:
+            number = int(found[1] or found[2])
+            if current is None and attempt == first and found[1] and number == first + 1:
+                yield from before  # of the first attempt, even if its oldest lines were dropped
+                return
+            current = number
+            if current > attempt:
+                break
+            begun = begun or current == attempt
+        if current == attempt:
+            yield line
+        elif current is None and attempt == first:
+            before.append(line)
+    if not begun:
+        raise OperatorError(
+            f"{pod['metadata']['name']} was restarted in place, and attempts {first} to {newest} share its log, in "
+            f"which attempt {attempt} does not begin: it has yet to, or the node has dropped its oldest lines; omit "
+            "--attempt to print all lines that there are"
+        )
 
 
 def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
