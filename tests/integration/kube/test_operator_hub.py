@@ -1,4 +1,4 @@
-"""The hub of a job whose operator becomes another release."""
+"""The hub of a job that is edited, or whose operator becomes another release."""
 
 import base64
 import dataclasses
@@ -9,7 +9,7 @@ import pytest
 from operator_simulation import KEY, SETTINGS, OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_common.web.tokens import job_secret
-from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, SECRETS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, Object
 from megatronapp_operator.keys import KeyRing
 
 pytestmark = pytest.mark.asyncio
@@ -31,6 +31,19 @@ async def fail(stage: OperatorSimulation) -> dict[str, Object]:
     await stage.rest()
     await stage.pass_time(60)
     return await train(stage)
+
+
+async def edit(stage: OperatorSimulation, **spec: Any) -> None:
+    headers = {"Content-Type": "application/merge-patch+json"}
+    path = JOBS.path(stage.namespace, "job")
+    answer = await stage.nodes.client.patch(path, json={"spec": spec}, headers=headers)
+    assert answer.is_success, answer.text
+
+
+async def manifest_of_hub(stage: OperatorSimulation) -> str:
+    found = await stage.nodes.api.get(CONFIG_MAPS, stage.namespace, "job-job")
+    assert found is not None
+    return str(found["data"]["job.yaml"])
 
 
 def uid(pods: dict[str, Object]) -> str:
@@ -113,3 +126,26 @@ async def test_a_hub_of_an_older_release_is_replaced_only_between_attempts(
         fourth = await fail(stage)
     assert uid(third) != uid(within) and images(third) == {NEXT.analyzer_image}
     assert uid(fourth) == uid(third)
+
+
+async def test_the_next_attempt_of_an_edited_job_has_a_hub_that_reads_the_edit(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with simulated_operator(plane, namespace) as stage:
+        await stage.nodes.api.create(JOBS, manifest(namespace, **HUB))
+        await stage.begin()
+        first = await train(stage)
+        await edit(stage, training={"lr": 0.02})
+        second = await fail(stage)
+        assert uid(second) == uid(first), "the hub reads no learning rate"
+        await edit(stage, scope={"training": {"startPaused": True}})
+        assert uid(await train(stage)) == uid(first), "the gang has no control, either"
+        assert "startPaused" not in await manifest_of_hub(stage)
+        third = await fail(stage)
+        assert uid(third) != uid(first) and "startPaused: true" in await manifest_of_hub(stage)
+        assert uid(await fail(stage)) == uid(third)
+        await edit(stage, suspend=True)
+        await stage.rest()
+        await edit(stage, suspend=False, analyzer={"gpuHourPrice": 2.5})
+        resumed = await train(stage)
+    assert uid(resumed) != uid(third)

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.training.capture_views import captures_view
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
+from megatronapp_analyzer.hub.judge.links import LocalJudge
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.state.capture_store import CaptureStore
 from megatronapp_analyzer.hub.state.captures import TrainingCaptures
+from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
@@ -155,6 +161,48 @@ def test_a_torn_file_is_replaced_by_the_next_step(tmp_path: pathlib.Path) -> Non
     for step in (40, 50):
         take(captures, frame(0, 1, step, {ROWS[0]: [1.0]}))
     assert [step.step for step in TrainingCaptures(path).store.shown()] == [10, 20, 40, 50]
+
+
+def shown_after_restart(path: pathlib.Path) -> list[int]:
+    return [step.step for step in TrainingCaptures(path, writable=False).store.shown()]
+
+
+def test_a_small_disk_has_the_newest_steps_and_the_live_view_more(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "captures.frames"
+    whole = CaptureStore().take(frame(0, 1, 10, {ROWS[0]: [1.0]}))
+    assert whole is not None
+    size = len(frames.encode(whole.frame()))
+    captures = TrainingCaptures(path, disk_bytes=3 * size + size // 2)
+    for step in range(10, 100, 10):
+        take(captures, frame(0, 1, step, {ROWS[0]: [float(step)]}))
+        assert path.stat().st_size <= 3 * size + size // 2
+    assert [step.step for step in captures.store.shown()][-4:] == [60, 70, 80, 90]
+    assert shown_after_restart(path) == [70, 80, 90]
+    assert caplog.text.count("larger spec.analyzer.volume.sizeLimit") == 1
+    captures = TrainingCaptures(path, disk_bytes=size)
+    take(captures, frame(0, 1, 95, {ROWS[0]: [1.0]}))
+    assert shown_after_restart(path) == [95], "the disk was made smaller"
+
+
+def test_a_step_larger_than_the_disk_is_shown_and_not_stored(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "captures.frames"
+    captures = TrainingCaptures(path, disk_bytes=2000)
+    take(captures, frame(0, 1, 10, {ROWS[0]: [1.0]}))
+    take(captures, frame(0, 1, 20, {SiteLayer("mlp1", layer): [1.0] for layer in range(9)}))
+    assert [step.step for step in captures.store.shown()] == [10, 20]
+    assert shown_after_restart(path) == [10]
+    take(captures, frame(0, 1, 30, {ROWS[0]: [1.0]}))
+    assert shown_after_restart(path) == [10, 30]
+
+
+def test_a_hub_limits_captures_by_its_volume(tmp_path: pathlib.Path) -> None:
+    job = JobIdentity(name="demo", uid="uid-1", spool=SpoolLimits(captures_bytes=2000))
+    hub = Hub(HubSettings(job=job, state_dir=tmp_path), LocalJudge(Detector))
+    for step in range(10, 100, 10):
+        take(hub.captures, frame(0, 1, step, {ROWS[0]: [1.0]}))
+    assert 0 < (tmp_path / "captures.frames").stat().st_size <= 2000
 
 
 def test_a_step_that_ranks_still_send_is_never_thinned() -> None:

@@ -92,6 +92,63 @@ def test_the_number_of_steps_is_bounded(tmp_path: pathlib.Path) -> None:
     assert len(store.steps) == len(list(tmp_path.iterdir())) == 8
 
 
+def stored_bytes(folder: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_old_steps_become_sparser_on_a_small_disk_too(tmp_path: pathlib.Path) -> None:
+    limit = 10 * sum(len(frames.encode(sent)) for sent in frames_of(100))
+    store = ProbeStore(tmp_path, disk_bytes=limit)
+    for step in range(1, 101):
+        for sent in frames_of(step):
+            store.take(sent)
+            assert stored_bytes(tmp_path) <= limit
+    steps = [step.step for step in store.steps]
+    assert steps[0] == 1 and steps[-2:] == [99, 100] and len(steps) > 6
+    assert all(len(list(store.parts(step, 0))) == len(frames_of(step)) for step in steps)
+
+
+def test_a_disk_with_space_for_a_single_step_has_the_newest(tmp_path: pathlib.Path) -> None:
+    limit = 3 * sum(len(frames.encode(sent)) for sent in frames_of(10)) // 2
+    store = ProbeStore(tmp_path, disk_bytes=limit)
+    for step in (10, 20, 30):
+        for sent in frames_of(step):
+            store.take(sent)
+            assert stored_bytes(tmp_path) <= limit
+    assert [step.step for step in store.steps] == [30] == [int(path.stem) for path in tmp_path.iterdir()]
+    assert views.result_view(store, 30, 0) is not None
+    assert [step.step for step in ProbeStore(tmp_path, disk_bytes=limit).steps] == [30]
+
+
+def test_what_no_longer_fits_after_the_disk_was_made_smaller_is_removed(tmp_path: pathlib.Path) -> None:
+    store = ProbeStore(tmp_path)
+    for step in (10, 20, 30):
+        for sent in frames_of(step):
+            store.take(sent)
+    limit = stored_bytes(tmp_path) // 2
+    assert [step.step for step in ProbeStore(tmp_path, disk_bytes=limit, writable=False).steps] == [10, 20, 30]
+    assert [step.step for step in ProbeStore(tmp_path, disk_bytes=limit).steps] == [30]
+    assert stored_bytes(tmp_path) <= limit
+
+
+def test_of_a_step_larger_than_the_disk_a_part_is_stored(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = frames_of(10)
+    limit = sum(len(frames.encode(part)) for part in sent) - 1
+    store = ProbeStore(tmp_path, disk_bytes=limit)
+    for part in [*sent, *frames_of(20)]:
+        store.take(part)
+    assert stored_bytes(tmp_path) <= limit
+    assert len(list(store.parts(20, 0))) == len(sent) - 1
+    probes = views.probes_view(store)
+    assert [(step.step, step.mean_logprobs) for step in probes.steps] == [(20, [-3])]
+    result = views.result_view(store, 20, 0)
+    assert result is None or result.norms == [[1, 2, 3]]
+    assert caplog.text.count("larger spec.analyzer.volume.sizeLimit") == 1
+    assert [step.step for step in ProbeStore(tmp_path, disk_bytes=limit).steps] == [20]
+
+
 WRONG: list[dict[str, Any]] = [
     {"kind": "x"},
     {"tokens": 0},

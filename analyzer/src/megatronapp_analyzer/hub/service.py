@@ -54,11 +54,12 @@ class Hub:
         self.identity = settings.job
         self.ended = ended = settings.ended
         live = ended is None
+        limits = settings.spool or settings.job.spool
         self.ingest = TraceIngest(settings.store, aligns=not live)
         self.spooled = SpooledIngest(
             self.ingest,
             self._path("traces"),
-            settings.spool or settings.job.spool,
+            limits,
             archive=self._path("store", settings.job.name),
             writable=live,
         )
@@ -73,7 +74,7 @@ class Hub:
         self.orders.on_change = self.send_control_pages
         self.orders.on_decision = self._note_decision
         self.lease = ControlLease()
-        self.captures = TrainingCaptures(self._path("captures.frames"), writable=live)
+        self.captures = TrainingCaptures(self._path("captures.frames"), disk_bytes=limits.captures_bytes, writable=live)
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
         self.ranks = RankMonitor(
             self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress

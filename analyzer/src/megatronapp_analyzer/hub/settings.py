@@ -126,7 +126,8 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
 def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
     """Return limits by the size of the hub's volume.
 
-    Half of it is for the archive, an eighth at most for the spool, and for digests and curves.
+    Half of it is for the archive, an eighth at most for the spool, and for digests and curves, and a sixteenth at most
+    for captures, and for probe texts. An eighth is left for small files, and for captures that are being replaced.
     """
     given = (analyzer.get("volume") or {}).get("sizeLimit")
     if given is None:
@@ -140,10 +141,13 @@ def _spool_limits(path: pathlib.Path, analyzer: dict[str, Any]) -> SpoolLimits:
             f"{path}: spec.analyzer.volume.sizeLimit: {given} is less than {LEAST_STORE}; write more, such as 10Gi"
         )
     plain = SpoolLimits()
-    # The newest segments of the spool always have space.
-    total = max(min(plain.total_bytes, size // 8), 2 * plain.segment_bytes)
-    sums = min(plain.sums_bytes, size // 8)
-    return SpoolLimits(total_bytes=total, sums_bytes=sums, archive_bytes=size // 2)
+    return SpoolLimits(
+        segment_bytes=min(plain.segment_bytes, size // 16),  # the spool always has space for two
+        total_bytes=min(plain.total_bytes, size // 8),
+        sums_bytes=min(plain.sums_bytes, size // 8),
+        archive_bytes=size // 2,
+        captures_bytes=min(plain.captures_bytes, size // 16),
+    )
 
 
 def _price(path: pathlib.Path, analyzer: dict[str, Any]) -> float | None:

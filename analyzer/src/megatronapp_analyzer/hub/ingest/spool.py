@@ -62,6 +62,8 @@ class SpoolLimits:
     """Bytes of digests, 16 per step and rank, and curves, some 200 per step: of more, the oldest are deleted."""
     archive_bytes: int = 5 << 30
     """Bytes of the archive, to which closed segments are moved."""
+    captures_bytes: int = 640 << 20
+    """Most bytes of captures of a training, and as many of its probe texts, however few steps these are."""
 
 
 def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:

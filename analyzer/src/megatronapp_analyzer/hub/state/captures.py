@@ -4,8 +4,8 @@ import logging
 import pathlib
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.ingest.spool import read_frames
-from megatronapp_analyzer.hub.state.capture_store import CapturedStep, CaptureStore
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, read_frames
+from megatronapp_analyzer.hub.state.capture_store import MAX_BYTES, CapturedStep, CaptureStore
 from megatronapp_analyzer.hub.state.probe_store import ProbeStore
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
@@ -17,12 +17,19 @@ LOG = logging.getLogger(__name__)
 class TrainingCaptures:
     """Captures of one job. Complete steps survive a restart of the hub, and are shown after the job has ended."""
 
-    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+    def __init__(
+        self, path: pathlib.Path | None, *, disk_bytes: int = SpoolLimits().captures_bytes, writable: bool = True
+    ) -> None:
+        """Read what is stored. `disk_bytes`: most bytes of the captures' file, and of the files of probe texts."""
         self._path = path
+        self._disk_bytes = disk_bytes
         self._writable = writable
         self._failed = False
-        self.store = CaptureStore()
-        self.texts = ProbeStore(None if path is None else path.with_name("probes"), writable=writable)
+        self._left_out = False
+        self.store = CaptureStore(max_bytes=min(MAX_BYTES, disk_bytes))
+        self.texts = ProbeStore(
+            None if path is None else path.with_name("probes"), disk_bytes=disk_bytes, writable=writable
+        )
         self.rejected = 0
         self._sending: set[tuple[int, int]] = set()
         """Attempts and workers whose ranks have begun to capture and have not ended."""
@@ -72,16 +79,15 @@ class TrainingCaptures:
     def _write(self, steps: list[CapturedStep], *, append: bool) -> None:
         if self._path is None or not self._writable:
             return
-        steps = steps if append else self.store.all_steps()
-        data = b"".join(frames.encode(step.frame()) for step in steps)
         try:
-            if append:
+            data = b"".join(frames.encode(step.frame()) for step in steps) if append else b""
+            if append and self._size() + len(data) <= self._disk_bytes:
                 with self._path.open("ab", buffering=0) as file:
                     if file.write(data) != len(data):
                         raise OSError("there is too little space")
             else:
                 replacement = self._path.with_suffix(".new")
-                replacement.write_bytes(data)
+                replacement.write_bytes(b"".join(self._newest_frames()))
                 replacement.replace(self._path)
                 self.store.thinned = False
         except OSError as error:
@@ -89,3 +95,31 @@ class TrainingCaptures:
                 LOG.error("%s: cannot be written: %s; free some space; the live view goes on", self._path, error)
             self._failed = True
             self.store.thinned = True  # part of it may have been written
+
+    def _size(self) -> int:
+        """Return the size of the file. Raises OSError."""
+        assert self._path is not None
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def _newest_frames(self) -> list[bytes]:
+        """Return as many of the newest steps as the disk has space for, ascending."""
+        found: list[bytes] = []
+        left = self._disk_bytes
+        for step in reversed(self.store.all_steps()):
+            data = frames.encode(step.frame())
+            if len(data) > left:
+                self._note_left_out()
+                continue
+            left -= len(data)
+            found.append(data)
+        return found[::-1]
+
+    def _note_left_out(self) -> None:
+        if not self._left_out:
+            LOG.warning(
+                "%s: has space for %d bytes, too little for all captured steps of the live view; "
+                "write a larger spec.analyzer.volume.sizeLimit",
+                self._path,
+                self._disk_bytes,
+            )
+        self._left_out = True

@@ -21,7 +21,7 @@ MAX_BYTES = 128 << 20
 MAX_STEPS = 1024
 """Most steps, each a file."""
 MIN_STEPS = 4
-"""Number of steps that stay even if they need more."""
+"""Number of steps that stay even if they need more, while the disk has space for them."""
 SUFFIX = ".frames"
 
 
@@ -59,19 +59,24 @@ class ProbeStore:
         writable: bool = True,
         max_bytes: int = MAX_BYTES,
         max_steps: int = MAX_STEPS,
+        disk_bytes: int | None = None,
     ) -> None:
-        """Read what `folder` has; None: all is in memory."""
+        """Read what `folder` has; None: all is in memory. `disk_bytes`: most bytes, however few steps these are."""
         self._folder = folder
         self._writable = writable
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes if disk_bytes is None else min(max_bytes, disk_bytes)
+        self._disk_bytes = disk_bytes
         self._max_steps = max_steps
         self._failed = False
+        self._left_out = False
         self._steps: dict[int, ProbedStep] = {}
         self.texts: dict[int, KnownText] = {}
         self.layers: set[int] = set()
         self.heads = 0
         for path in [] if folder is None else sorted(folder.glob(f"*{SUFFIX}")):
             self._restore_file(path)
+        if self._steps and writable:  # the limit may have been larger
+            self._make_space(max(self._steps), 0)
 
     @property
     def steps(self) -> list[ProbedStep]:
@@ -89,12 +94,14 @@ class ProbeStore:
             found = self._steps[part.step] = ProbedStep(step=part.step, attempt=part.attempt)
         self._note(found, part)
         data = frames.encode(frame)
+        self._thin(part.step, len(data))
+        if not self._make_space(part.step, len(data)):
+            return
         found.nbytes += len(data)
         if self._folder is None:
             found.frames.append(frame)
         elif self._writable:
             self._append(self._path(part.step), data)
-        self._thin()
 
     def parts(self, step: int, text: int) -> Iterator[ProbePart]:
         """Yield what ranks have sent of a text of a step; nothing for a step that is not there."""
@@ -157,11 +164,39 @@ class ProbeStore:
         if self._steps.pop(step, None) is not None and self._folder is not None and self._writable:
             self._path(step).unlink(missing_ok=True)
 
-    def _thin(self) -> None:
-        """Remove the steps whose neighbours are the closest until the others fit; the first and newest quarter stay."""
+    def _thin(self, current: int, nbytes: int) -> None:
+        """Remove the steps whose neighbours are the closest until `nbytes` more of the current step fit.
+
+        The first step and the newest quarter stay.
+        """
         while len(self._steps) > MIN_STEPS and (
-            len(self._steps) > self._max_steps or sum(step.nbytes for step in self._steps.values()) > self._max_bytes
+            len(self._steps) > self._max_steps or self._nbytes + nbytes > self._max_bytes
         ):
             numbers = sorted(self._steps)
-            places = range(1, len(numbers) - max(1, len(numbers) // 4))
+            places = [at for at in range(1, len(numbers) - max(1, len(numbers) // 4)) if numbers[at] != current]
             self._remove(numbers[min(places, key=lambda at: numbers[at + 1] - numbers[at - 1])])
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(step.nbytes for step in self._steps.values())
+
+    def _make_space(self, current: int, nbytes: int) -> bool:
+        """Remove other steps until `nbytes` more of the current one fit on the disk; return false if they do not."""
+        if self._disk_bytes is None:
+            return True
+        for step in [step for step in sorted(self._steps) if step != current]:
+            if self._nbytes + nbytes <= self._disk_bytes:
+                break
+            self._remove(step)
+        if self._nbytes + nbytes <= self._disk_bytes:
+            return True
+        if not self._left_out:
+            LOG.warning(
+                "%s: step %d has more than %d bytes of probe texts, of which the rest is left out; "
+                "write a larger spec.analyzer.volume.sizeLimit, or fewer or shorter texts",
+                self._folder,
+                current,
+                self._disk_bytes,
+            )
+        self._left_out = True
+        return False

@@ -105,7 +105,7 @@ class PodRecord:
     starts: int = 1
     """For a hub: number of hubs started for this job."""
     template: str = ""
-    """Digest of what it was made of; for a hub of its spec (`render.hub_hash`)."""
+    """Digest of what it was made of; for a hub `render.hub_hash`."""
     agent_problem: str | None = None
     """Why the agent next to a trainer does not run; training continues without it."""
     finalizers: tuple[str, ...] = ()

@@ -115,11 +115,11 @@ class Executor:
         await self.pods.create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
     async def _retire_hub(self, work: JobContext) -> None:
-        """Delete a hub with another spec, or one that the job no longer has, before a gang starts.
+        """Delete a hub with another spec or manifest, or one that the job no longer has, before a gang starts.
 
         The plan then creates the right one. The old one may be of an earlier release, whose hub does not understand the
-        agents of this gang. Once a worker of the attempt exists, the hub stays: what it knows of the attempt is worth
-        more.
+        agents of this gang, or may have read a manifest without what an edit gives to the ranks. Once a worker of the
+        attempt exists, the hub stays: what it knows of the attempt is worth more.
         """
         workers = self.pods.of_type(work, ReplicaType.WORKER)
         hubs = [pod for pod in self.pods.of_type(work, ReplicaType.HUB) if pod.deleted_at is None]

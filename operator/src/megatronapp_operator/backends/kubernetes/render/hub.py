@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.arguments import obeys_orders
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
 from megatronapp_operator.backends.kubernetes.client.resources import (
     CONFIG_MAPS,
@@ -79,14 +80,47 @@ def unwanted_hub_objects(
 def hub_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings, *, starts: int) -> Object:
     """Return the hub's pod. The kubelet restarts its container; only a pod that was removed is created again."""
     spec = _spec(job, owner, settings)
-    notes = {ANNOTATION_STARTS: str(starts), ANNOTATION_TEMPLATE_HASH: digest(spec)}
+    notes = {ANNOTATION_STARTS: str(starts), ANNOTATION_TEMPLATE_HASH: _digest(job, spec)}
     meta = metadata(owner, ObjectNames(owner.name).hub, pod_labels(owner, ReplicaType.HUB), notes)
     return make("v1", "Pod", meta, spec=spec)
 
 
 def hub_hash(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> str:
-    """Return the digest of a hub's spec: a different hub may not understand the agents of these images."""
-    return digest(_spec(job, owner, settings))
+    """Return the digest of a hub's spec and of what it reads of the manifest.
+
+    A hub with another spec may not understand the agents of these images. One that has read an older manifest refuses
+    what the ranks obey.
+    """
+    return _digest(job, _spec(job, owner, settings))
+
+
+def manifest_settings(job: MegatronJob) -> Object:
+    """Return what a hub reads of its manifest, which it does once, when it starts (the analyzer's `load_job_file`).
+
+    It has no other fields: a hub without a claim loses its traces when it is replaced.
+    """
+    spec = job.spec
+    return {
+        "traced": spec.trace.enabled or "--trace" in spec.args,
+        "faults": [fault.to_dict() for fault in spec.faults],
+        "gpuHourPrice": spec.analyzer.gpu_hour_price,
+        "sizeLimit": spec.analyzer.volume.size_limit,
+        "control": _control(job) if obeys_orders(job) else None,
+    }
+
+
+def _control(job: MegatronJob) -> Object:
+    """Return what a hub reads of the control of a training."""
+    training = None if job.spec.scope is None else job.spec.scope.training
+    return {
+        "resumeAfterSeconds": None if training is None else training.resume_after_seconds,
+        # An elastic gang changes its size without an edit, and pages only show this number.
+        "gpus": job.world.gpus if job.spec.run_policy.elastic is None else None,
+    }
+
+
+def _digest(job: MegatronJob, spec: Object) -> str:
+    return digest({"spec": spec, "manifest": manifest_settings(job)})
 
 
 def default_resources(ranks: int) -> Object:
