@@ -411,7 +411,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
     ("stalled", "1 while ranks are known to make no progress.", lambda s: float(_stalled(s))),
     ("iteration", "Newest step.", _progress(lambda page: page.iteration)),
     ("total_iterations", "Steps of the whole training.", _progress(lambda page: page.total_iterations)),
-    ("progress_timestamp_seconds", "When the newest step was received.", lambda s: s.progress_time),
+    (
+        "progress_timestamp_seconds",
+        "When the newest step was received; before the first, when the gang began to run.",
+        lambda s: s.running_time if s.progress_time is None else s.progress_time,
+    ),
     ("loss", "Newest loss.", _progress(lambda page: page.loss)),
     ("tokens_per_second", "Speed of the whole job.", _progress(lambda page: page.tokens_per_second)),
     ("seconds_left", "Until the last step, at this speed.", _progress(lambda page: page.seconds_left)),

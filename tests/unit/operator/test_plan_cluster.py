@@ -373,6 +373,18 @@ def test_ended_workers_stay_to_be_read_unless_all_are_to_go(
     assert [action.index for action in backend_actions(made.plan())] == removed
 
 
+@pytest.mark.parametrize(
+    ("clean", "removed"), [(CleanPodPolicy.NONE, []), (CleanPodPolicy.RUNNING, [1]), (CleanPodPolicy.ALL, [0, 1])]
+)
+def test_a_pod_that_only_its_agent_holds_is_removed_unless_the_policy_is_none(
+    running: Maker, worker: Maker, clean: CleanPodPolicy, removed: list[int]
+) -> None:
+    made = running(clean=clean)
+    held = dataclasses.replace(worker(1, "Succeeded", 0), occupies=True)
+    made.see(worker(0, "Succeeded", 0), held)
+    assert [action.index for action in backend_actions(made.plan())] == removed
+
+
 def test_the_job_is_deleted_when_its_time_after_the_end_is_over(running: Maker, worker: Maker) -> None:
     made = running(ttl_s=100)
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))

@@ -39,8 +39,13 @@ def _expire(draft: PlanBuilder) -> None:
 
 
 def _holding(draft: PlanBuilder) -> list[Worker]:
-    """Return workers that occupy a node, even if only for an agent that has not noticed the end of the job."""
-    return [worker for worker in draft.observed.pods if worker.live or worker.occupies]
+    """Return workers that the policy removes from their nodes.
+
+    Those are the ones that run, and with any policy but None those that occupy a node for an agent alone, which has not
+    noticed the end of the job.
+    """
+    agents_too = draft.job.spec.policy.clean is not CleanPodPolicy.NONE
+    return [worker for worker in draft.observed.pods if worker.live or (agents_too and worker.occupies)]
 
 
 def delete_job(draft: PlanBuilder) -> bool:
