@@ -95,6 +95,22 @@ async def test_an_edit_or_another_key_replaces_all_pods(plane: kube.ControlPlane
         assert not set((await uids(stage)).values()) & set(before.values())
 
 
+async def test_an_edit_that_only_the_hub_reads_replaces_the_hub_alone(plane: kube.ControlPlane, namespace: str) -> None:
+    async with simulated_operator(plane, namespace) as stage:
+        before = await begun(stage, analyzer={"enabled": True})
+        hub = (await stage.nodes.pods())["job-hub"]["metadata"]["uid"]
+        job = await stage.job()
+        job["spec"]["analyzer"]["gpuHourPrice"] = 2.5
+        await stage.nodes.client.put(f"{JOBS.path(namespace)}/job", json=job)
+        report_ends(stage, {0: 69, 1: 42})
+        await stage.rest()
+        assert (await stage.nodes.pods())["job-hub"]["metadata"]["uid"] == hub
+        await stage.pass_time(11)
+        assert await uids(stage) == before
+        assert {attempt for attempt, _ in (await orders(stage)).values()} == {"1"}
+        assert (await stage.nodes.pods())["job-hub"]["metadata"]["uid"] != hub
+
+
 def ends_at(numbers: Iterable[int], when: str) -> Any:
     chosen = set(numbers)
     return staticmethod(lambda number: when if number in chosen else None)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings
 
@@ -51,3 +52,31 @@ async def test_a_lease_is_taken_as_soon_as_its_time_is_over(
     await holder.acquire()
     assert server.now == 100.0 + expected_s, "seen at 106 s, a renewal of 105 s gives 15 s more"
     assert max(server.pauses) == 2.0, "a renewal or a release must not be missed for longer"
+
+
+@pytest.mark.asyncio
+async def test_why_a_lease_cannot_be_taken_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = LeaseServer()
+    refusals = [ForbiddenError("leases is forbidden", status=403)] * 3
+
+    async def get(*_arguments: Any, **_options: Any) -> Object | None:
+        if refusals:
+            raise refusals.pop()
+        return None
+
+    async def create(_resource: Any, obj: Object) -> Object:
+        return obj
+
+    monkeypatch.setattr(asyncio, "sleep", server.sleep)
+    monkeypatch.setattr(server, "get", get)
+    monkeypatch.setattr(server, "create", create, raising=False)
+    holder = LeaseHolder(
+        cast("KubernetesApi", server), namespace="n", name="operator", identity="one", clock=lambda: server.now
+    )
+    await holder.acquire()
+    assert holder.is_leader
+    assert [record.getMessage() for record in caplog.records] == [
+        "the lease n/operator cannot be taken or renewed: leases is forbidden"
+    ]

@@ -44,6 +44,19 @@ def scrape() -> Scrape:
     return Scrape()
 
 
+def test_a_gang_without_a_first_step_has_made_no_progress_since_it_began_to_run(scrape: Scrape) -> None:
+    """The alert MegatronJobNoProgress needs a time for it."""
+    times: list[float | None] = []
+    for status in (
+        Status(phase=Phase.STARTING),
+        Status(phase=Phase.RUNNING, running_time=NOW - 60),
+        Status(phase=Phase.RUNNING, running_time=NOW - 60, progress_time=NOW),
+    ):
+        scrape.see(status)
+        times.append(scrape.value("megatron_job_progress_timestamp_seconds", **JOB))
+    assert times == [None, NOW - 60, NOW]
+
+
 def failure(attempt: int, reason: str = "RankFailed", action: FailureAction = FailureAction.RESTART) -> Failure:
     return Failure(time=NOW + attempt, attempt=attempt, reason=reason, message="words", action=action)
 

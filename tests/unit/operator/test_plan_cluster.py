@@ -380,8 +380,8 @@ def test_a_pod_that_only_its_agent_holds_is_removed_unless_the_policy_is_none(
     running: Maker, worker: Maker, clean: CleanPodPolicy, removed: list[int]
 ) -> None:
     made = running(clean=clean)
-    held = dataclasses.replace(worker(1, "Succeeded", 0), occupies=True)
-    made.see(worker(0, "Succeeded", 0), held)
+    occupying = dataclasses.replace(worker(1, "Succeeded", 0), occupies=True)
+    made.see(worker(0, "Succeeded", 0), occupying)
     assert [action.index for action in backend_actions(made.plan())] == removed
 
 

@@ -10,12 +10,15 @@ exception when the server cannot be reached, and leaves its tasks running then.
 import asyncio
 import dataclasses
 import datetime
+import logging
 import time
 from collections.abc import Callable
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
-from megatronapp_operator.backends.kubernetes.client.errors import ApiError, LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ConflictError, LeaseLostError
 from megatronapp_operator.backends.kubernetes.client.resources import LEASES, Object
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,8 @@ class LeaseHolder:
         """Newest resourceVersion of another's lease, and when it was first seen."""
         self._expires_at = float("-inf")
         """When another's lease may be taken, unless it is renewed."""
+        self._problem = ""
+        """Newest error of the API server, which is logged once."""
 
     @property
     def is_leader(self) -> bool:
@@ -107,8 +112,14 @@ class LeaseHolder:
             else:
                 self._renewed_at = float("-inf")  # another process holds it
                 return False
-        except ApiError:
+        except ConflictError:  # another candidate was faster
             return False
+        except ApiError as error:
+            if str(error) != self._problem:
+                log.warning("the lease %s/%s cannot be taken or renewed: %s", self._namespace, self._name, error)
+            self._problem = str(error)
+            return False
+        self._problem = ""
         self._renewed_at = began
         return True
 

@@ -66,6 +66,8 @@ class Executor:
         await run_all([self._change(work, action) for action in actions])
         if any(isinstance(action, EnsureHub) for action in actions):
             await self._try_hub(work)
+        if any(isinstance(action, RestartWorker) for action in actions):
+            await self._retire_hub(work)  # orders mark workers as of the attempt, with which a hub stays
         await self._order(work, [action for action in actions if isinstance(action, RestartWorker | EndAtCheckpoint)])
         starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
         try:
