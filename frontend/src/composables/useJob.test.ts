@@ -51,6 +51,7 @@ function setUp(
     asked,
     send,
     tell: (live: Parameters<LiveEvents["onState"]>[0]) => events?.onState(live),
+    refuse: (reason: string) => events?.onRefused?.(reason),
   };
 }
 
@@ -153,6 +154,35 @@ describe("createJob", () => {
     state.start();
     await flushPromises();
     expect(asked.filter((path) => path.startsWith("api/v1/steps"))).toHaveLength(2);
+    expect(state.load.value.kind).toBe("ready");
+  });
+
+  it.each([403, 404])("shows why a socket is refused again and again, and stops (%i)", async (status) => {
+    let gone = false;
+    const { state, socket, tell } = setUp((path) =>
+      gone
+        ? Response.json({ code: "no-job", message: "m", hint: "h" }, { status })
+        : Response.json(ANSWERS[path]),
+    );
+    state.start();
+    await flushPromises();
+    gone = true;
+    tell({ kind: "lost", since: 1, retryAt: 2 });
+    await flushPromises();
+    expect(state.load.value.kind).toBe("ready");
+    tell({ kind: "lost", since: 1, retryAt: 3 });
+    await flushPromises();
+    expect(state.load.value).toMatchObject({ kind: "error", error: { status } });
+    expect(socket.close).toHaveBeenCalled();
+  });
+
+  it("shows the reason with which its connection was ended", async () => {
+    const { state, refuse } = setUp();
+    state.start();
+    await flushPromises();
+    refuse("your rights have changed");
+    await flushPromises();
+    expect(state.notice.value).toBe("your rights have changed");
     expect(state.load.value.kind).toBe("ready");
   });
 

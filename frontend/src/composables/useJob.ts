@@ -12,6 +12,9 @@ const connectTo =
   (events) =>
     new LiveConnection(liveUrl(document.baseURI, client.root), events);
 
+/** Statuses after which nothing is shown any more: not logged in, no right to the job, no such job. */
+const REFUSED: ReadonlySet<number> = new Set([401, 403, 404]);
+
 /** Loads the history; a failure shows only where there is nothing older to show, or where access is refused. */
 function createLoader(client: ApiClient, state: JobState, onRefused: () => void) {
   let pending: AbortController | undefined;
@@ -39,6 +42,7 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
       const refused = problem.status === 401;
       if (refused || state.load.value.kind !== "ready") state.load.value = { kind: "error", error: problem };
       if (refused) onRefused();
+      else if (REFUSED.has(problem.status)) void check();
       else if (again) void refresh();
     }
   }
@@ -47,7 +51,18 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
     if (early) again = true;
     else void refresh();
   }
-  return { refresh, connected, cancel: () => pending?.abort() };
+  /** See whether the job is still there, and may still be read: a socket that is refused does not say why. */
+  async function check(): Promise<void> {
+    try {
+      await client.job();
+    } catch (error) {
+      const problem = asApiError(error);
+      if (!REFUSED.has(problem.status)) return;
+      state.load.value = { kind: "error", error: problem };
+      onRefused();
+    }
+  }
+  return { refresh, connected, check, cancel: () => pending?.abort() };
 }
 
 /** State, derived values and actions of one job's page. */
@@ -57,9 +72,17 @@ export function createJob(client: ApiClient, connect: Connect = connectTo(client
     onFrame: (frame) => takeFrame(state, frame),
     onBadFrame: (error) => (state.notice.value = `The hub sent what this page cannot read: ${error.message}`),
     onState: (now) => {
-      const opened = now.kind === "live" && state.live.value.kind !== "live";
+      const [before, opened] = [
+        state.live.value.kind,
+        now.kind === "live" && state.live.value.kind !== "live",
+      ];
       state.live.value = now;
       if (opened) loader.connected();
+      if (before === "lost" && now.kind === "lost") void loader.check();
+    },
+    onRefused: (reason) => {
+      state.notice.value = reason;
+      void loader.check();
     },
   });
   const loader = createLoader(client, state, () => connection.close());
@@ -67,7 +90,7 @@ export function createJob(client: ApiClient, connect: Connect = connectTo(client
   return {
     ...state,
     client,
-    newestStep: computed(() => state.steps.value.steps.at(-1) ?? null),
+    newestStep: computed(() => state.steps.value.newest),
     active: computed(() => activeVerdicts(state.verdicts.value)),
     suspects: computed(() => suspectRanks(state.verdicts.value)),
     start: () => {

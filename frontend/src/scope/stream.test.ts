@@ -7,9 +7,8 @@ import { scopeFrame } from "./testFrames";
 class Socket {
   readyState = 1;
   binaryType = "";
-  onopen: (() => void) | null = null;
   onmessage: ((event: { data: ArrayBufferLike }) => void) | null = null;
-  onclose: (() => void) | null = null;
+  onclose: ((event: { code: number; reason: string }) => void) | null = null;
   readonly sent: Record<string, unknown>[] = [];
   send(text: string): void {
     this.sent.push(JSON.parse(text) as Record<string, unknown>);
@@ -43,7 +42,6 @@ describe("ScopeStream", () => {
     };
     const stream = new ScopeStream("ws://hub", store, events, world);
     stream.open();
-    sockets[0]?.onopen?.();
     const give = (bytes: Uint8Array): void => sockets.at(-1)?.onmessage?.({ data: bytes.buffer });
     return { stream, sockets, timers, events, give, store };
   }
@@ -68,9 +66,8 @@ describe("ScopeStream", () => {
     stream.follow("ab");
     give(run(1));
     give(run(7));
-    sockets[0]?.onclose?.();
+    sockets[0]?.onclose?.({ code: 1006, reason: "" });
     timers.at(-1)?.();
-    sockets[1]?.onopen?.();
     give(hello);
     expect(sockets[0]?.sent).toEqual([{ type: "resume", run: "ab", seq: 0 }]);
     expect(sockets[1]?.sent).toEqual([{ type: "resume", run: "ab", seq: 7 }]);
@@ -80,9 +77,8 @@ describe("ScopeStream", () => {
     const { stream, sockets, timers, give, events, store } = started();
     const of = (boot: string): Uint8Array => scopeFrame(ScopeFrame.HELLO, { job: "tiny", boot });
     const again = (boot: string): void => {
-      sockets.at(-1)?.onclose?.();
+      sockets.at(-1)?.onclose?.({ code: 1006, reason: "" });
       timers.at(-1)?.();
-      sockets.at(-1)?.onopen?.();
       give(of(boot));
     };
     give(of("a"));

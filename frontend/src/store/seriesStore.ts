@@ -19,13 +19,26 @@ export class SeriesStore {
     return this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
   }
 
-  /** Merge points that may arrive twice (history after a reconnect, then live ones). Points without a value are left out. */
+  /** The newest value of the newest attempt; NaN where that is no number, undefined without points. */
+  newest(name: string): number | undefined {
+    const { attempts, values } = this.curve(name);
+    let newest = -1;
+    attempts.forEach((attempt, index) => {
+      if (attempt >= (attempts[newest] ?? 0)) newest = index;
+    });
+    return values[newest];
+  }
+
+  /**
+   * Merge points that may arrive twice (history after a reconnect, then live ones). JSON has no NaN: the history says null
+   * where a live point is NaN.
+   */
   add(name: string, points: Points): void {
     const curve = this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
     this.curves.set(name, curve);
     points.steps.forEach((step, index) => {
       const value = points.values[index];
-      if (value !== null && value !== undefined) put(curve, step, value, points.attempts[index] ?? 0);
+      if (value !== undefined) put(curve, step, value ?? Number.NaN, points.attempts[index] ?? 0);
     });
     const excess = curve.steps.length - this.capacity;
     if (excess > 0)

@@ -51,6 +51,20 @@ describe("StepStore", () => {
     expect(store.attemptOf(5)).toBe(2);
   });
 
+  it("has the newest step of the newest attempt, which may begin below the last step of the one before", () => {
+    const store = new StepStore();
+    expect(store.newest).toBeNull();
+    const add = (attempt: number, ...steps: number[]): void =>
+      store.addSteps(steps.map((step) => ({ attempt, step, startNs: 0, durationNs: 1e9, complete: true })));
+    add(0, 99, 100, 150, 149);
+    expect(store.newest).toBe(150);
+    add(1, 100, 102, 101);
+    expect(store.newest).toBe(102);
+    add(0, 151);
+    expect(store.newest).toBe(102);
+    expect(store.matrix("compute", 98, 101).attempts).toEqual([undefined, 0, 1, 1]);
+  });
+
   it("makes room for ranks that come up later", () => {
     const store = new StepStore();
     store.addHeatmap(heatmap({ ranks: [1, 3] }));

@@ -24,6 +24,8 @@ export interface Matrix {
   readonly steps: readonly number[];
   readonly ranks: readonly number[];
   readonly values: Float32Array;
+  /** By column: of which attempt it is; undefined where the step is not held. */
+  readonly attempts: readonly (number | undefined)[];
 }
 
 export const CAPACITY = 4000;
@@ -34,6 +36,7 @@ export class StepStore {
   private sorted = true;
   private rankList: number[] = [];
   private rowOfRank = new Map<number, number>();
+  private last: { readonly attempt: number; readonly step: number } | undefined;
 
   constructor(private readonly capacity = CAPACITY) {}
 
@@ -48,6 +51,14 @@ export class StepStore {
       this.sorted = true;
     }
     return this.order;
+  }
+
+  /**
+   * The newest step of the newest attempt. Steps with higher numbers may be held: an attempt that resumes from a
+   * checkpoint begins below the last step of the one before.
+   */
+  get newest(): number | null {
+    return this.last?.step ?? null;
   }
 
   attemptOf(step: number): number | undefined {
@@ -112,12 +123,13 @@ export class StepStore {
       const cells = this.rows.get(step)?.metrics.get(metric);
       cells?.forEach((value, row) => (values[row * count + column] = value));
     });
-    return { steps, ranks: this.rankList, values };
+    return { steps, ranks: this.rankList, values, attempts: steps.map((step) => this.attemptOf(step)) };
   }
 
   private row(step: number, attempt: number): StepRow | undefined {
     const known = this.rows.get(step);
     if (known && known.attempt > attempt) return undefined;
+    this.learnNewest(step, attempt);
     if (known?.attempt === attempt) return known;
     const row: StepRow = { attempt, durationS: Number.NaN, metrics: new Map() };
     if (!known) {
@@ -126,6 +138,12 @@ export class StepStore {
     }
     this.rows.set(step, row);
     return row;
+  }
+
+  private learnNewest(step: number, attempt: number): void {
+    const { last } = this;
+    if (!last || attempt > last.attempt || (attempt === last.attempt && step > last.step))
+      this.last = { attempt, step };
   }
 
   private cells(row: StepRow, metric: string): Float32Array {

@@ -1,6 +1,7 @@
 /** What verdicts mean for the page: which ranks to mark, which verdict is first, what it costs. Pure. */
 import type { Verdict } from "../api/types";
 import { duration, percent, rankList, ratio, seconds } from "./format";
+import type { StepStore } from "./stepStore";
 
 const ACTIVE: readonly Verdict["state"][] = ["confirmed", "suspect", "recovering"];
 
@@ -21,6 +22,14 @@ export function activeVerdicts(verdicts: readonly Verdict[]): Verdict[] {
 /** The state in words. */
 export const stateName = (verdict: Verdict): string =>
   verdict.stale ? `unknown while its detector starts again, before that ${verdict.state}` : verdict.state;
+
+/** Why the page cannot show a step as `verdict` found it: another attempt has it, too. Undefined where it can. */
+export function hiddenReason(store: StepStore, { since }: Verdict, step: number): string | undefined {
+  const held = store.attemptOf(step);
+  return held === undefined || held === since.attempt
+    ? undefined
+    : `The finding is of attempt ${since.attempt}; step ${step} is shown of attempt ${held}`;
+}
 
 /** Ranks that a present verdict names, not the whole job. */
 export function suspectRanks(verdicts: readonly Verdict[]): ReadonlySet<number> {

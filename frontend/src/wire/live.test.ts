@@ -6,9 +6,8 @@ import { encodeFrame } from "./testFrames";
 class FakeSocket {
   binaryType = "";
   closed = false;
-  onopen: (() => void) | null = null;
   onmessage: ((event: { data: unknown }) => void) | null = null;
-  onclose: (() => void) | null = null;
+  onclose: ((event: { code: number; reason: string }) => void) | null = null;
   close(): void {
     this.closed = true;
   }
@@ -20,10 +19,11 @@ function setUp() {
   const states: LiveState[] = [];
   const onFrame = vi.fn();
   const onBadFrame = vi.fn();
+  const onRefused = vi.fn();
   let now = 1000;
   const connection = new LiveConnection(
     "ws://hub/api/v1/live",
-    { onFrame, onBadFrame, onState: (state) => states.push(state) },
+    { onFrame, onBadFrame, onRefused, onState: (state) => states.push(state) },
     {
       connect: () => {
         const socket = new FakeSocket();
@@ -54,18 +54,19 @@ function setUp() {
     states,
     onFrame,
     onBadFrame,
+    onRefused,
     fire,
     tick: (ms: number) => (now += ms),
   };
 }
 
+const GONE = { code: 1006, reason: "" };
 const snapshot = encodeFrame(FrameType.SNAPSHOT, { name: "demo" }).buffer;
 
 describe("LiveConnection", () => {
   it("hands frames on", () => {
     const { connection, newest, onFrame, states } = setUp();
     connection.open();
-    newest().onopen?.();
     newest().onmessage?.({ data: snapshot });
     expect(states.map((state) => state.kind)).toEqual(["connecting", "live"]);
     expect(onFrame).toHaveBeenCalledWith(
@@ -76,7 +77,6 @@ describe("LiveConnection", () => {
   it("tells of bytes that are no frame and stays connected", () => {
     const { connection, newest, onBadFrame, states } = setUp();
     connection.open();
-    newest().onopen?.();
     newest().onmessage?.({ data: new ArrayBuffer(3) });
     newest().onmessage?.({ data: "text" });
     expect(onBadFrame).toHaveBeenCalledTimes(2);
@@ -86,10 +86,10 @@ describe("LiveConnection", () => {
   it("reconnects with growing delays and remembers since when it is lost", () => {
     const { connection, newest, states, fire, tick, sockets } = setUp();
     connection.open();
-    newest().onopen?.();
+    newest().onmessage?.({ data: snapshot });
     const delays: number[] = [];
     for (let round = 0; round < 3; round += 1) {
-      newest().onclose?.();
+      newest().onclose?.(GONE);
       delays.push(fire());
       tick(100);
     }
@@ -103,10 +103,10 @@ describe("LiveConnection", () => {
   it("counts from the start again once it was connected", () => {
     const { connection, newest, fire, states } = setUp();
     connection.open();
-    newest().onclose?.();
+    newest().onclose?.(GONE);
     fire();
-    newest().onopen?.();
-    newest().onclose?.();
+    newest().onmessage?.({ data: snapshot });
+    newest().onclose?.(GONE);
     expect(fire()).toBe(500);
     expect(states.map((state) => state.kind)).toEqual(["connecting", "lost", "live", "lost"]);
   });
@@ -114,11 +114,32 @@ describe("LiveConnection", () => {
   it("takes a connected but silent hub for lost", () => {
     const { connection, newest, fire, states } = setUp();
     connection.open();
-    newest().onopen?.();
+    newest().onmessage?.({ data: snapshot });
     const silent = newest();
     expect(fire()).toBe(SILENCE_MS);
     expect(silent.closed).toBe(true);
     expect(states.at(-1)?.kind).toBe("lost");
+  });
+
+  it("is not live while a gateway only sends why it does not reach the hub", () => {
+    const { connection, newest, onFrame, states, fire } = setUp();
+    const error = encodeFrame(FrameType.ERROR, { code: "hub-not-there", message: "m", hint: "h" }).buffer;
+    connection.open();
+    const delays = [1, 2, 3].map(() => {
+      newest().onmessage?.({ data: error });
+      newest().onclose?.({ code: 1012, reason: "hub-not-there" });
+      return fire();
+    });
+    expect(delays).toEqual([500, 1000, 1000]);
+    expect(onFrame).toHaveBeenCalledTimes(3);
+    expect(new Set(states.map((state) => state.kind))).toEqual(new Set(["connecting", "lost"]));
+  });
+
+  it("passes on why it was refused", () => {
+    const { connection, newest, onRefused } = setUp();
+    connection.open();
+    newest().onclose?.({ code: 1008, reason: "your rights have changed" });
+    expect(onRefused).toHaveBeenCalledExactlyOnceWith("your rights have changed");
   });
 
   it("says nothing after it was closed", () => {
@@ -126,7 +147,7 @@ describe("LiveConnection", () => {
     connection.open();
     const socket = newest();
     connection.close();
-    socket.onclose?.();
+    socket.onclose?.(GONE);
     expect(states.map((state) => state.kind)).toEqual(["connecting"]);
   });
 });

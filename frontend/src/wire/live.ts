@@ -1,5 +1,5 @@
 /** The live socket: frames in, reconnects with back-off, and notices a hub that is connected but silent. */
-import { decodeFrame, FrameError, type Frame } from "./frames";
+import { decodeFrame, FrameError, FrameType, type Frame } from "./frames";
 
 export const SILENCE_MS = 15_000;
 const FIRST_DELAY_MS = 500;
@@ -7,6 +7,8 @@ const LONGEST_DELAY_MS = 15_000;
 /** A hub that was restarted is back within seconds: for so many attempts the page connects every second. */
 const SOON_TRIES = 30;
 const SOON_DELAY_MS = 1000;
+/** Close code of a connection that is against the rules of the other side (RFC 6455, policy violation). */
+const POLICY = 1008;
 
 export type LiveState =
   | { readonly kind: "connecting" }
@@ -26,6 +28,8 @@ export interface LiveEvents {
   readonly onState: (state: LiveState) => void;
   /** Bytes that are no frame: an error of one side, shown to the user. */
   readonly onBadFrame: (error: FrameError) => void;
+  /** The hub or the gateway ended the connection with a reason for the user, such as rights that have changed. */
+  readonly onRefused?: (reason: string) => void;
 }
 
 /** Options of a socket beyond its address. */
@@ -57,6 +61,7 @@ export class LiveConnection {
   private cancelTimer: () => void = () => undefined;
   private failures = 0;
   private lostSince: number | undefined;
+  private isLive = false;
 
   constructor(
     private readonly url: string,
@@ -71,9 +76,8 @@ export class LiveConnection {
     if (this.lostSince === undefined) this.events.onState({ kind: "connecting" });
     const socket = this.world.connect(this.url, this.options.protocol);
     socket.binaryType = "arraybuffer";
-    socket.onopen = () => this.received(true);
     socket.onmessage = (event: MessageEvent<unknown>) => this.receive(event.data);
-    socket.onclose = () => this.lost();
+    socket.onclose = (event: CloseEvent) => this.closed(event);
     this.socket = socket;
     this.watch();
   }
@@ -82,9 +86,10 @@ export class LiveConnection {
   close(): void {
     this.cancelTimer();
     if (!this.socket) return;
-    this.socket.onopen = this.socket.onmessage = this.socket.onclose = null;
+    this.socket.onmessage = this.socket.onclose = null;
     this.socket.close();
     this.socket = undefined;
+    this.isLive = false;
   }
 
   /** Text to the hub; dropped while there is no connection. */
@@ -92,13 +97,13 @@ export class LiveConnection {
     if (this.socket?.readyState === 1) this.socket.send(text);
   }
 
-  private received(opened: boolean): void {
-    if (opened || this.lostSince !== undefined) {
-      this.failures = 0;
-      this.lostSince = undefined;
-      this.events.onState({ kind: "live" });
-    }
-    this.watch();
+  /** A hub sends its first frame at once. An open socket shows less: a gateway opens it before it reaches the hub. */
+  private heard(): void {
+    if (this.isLive) return;
+    this.isLive = true;
+    this.failures = 0;
+    this.lostSince = undefined;
+    this.events.onState({ kind: "live" });
   }
 
   private watch(): void {
@@ -107,15 +112,23 @@ export class LiveConnection {
   }
 
   private receive(data: unknown): void {
-    this.received(false);
+    this.watch();
     try {
       if (!(data instanceof ArrayBuffer))
         throw new FrameError("received a text message where frames are binary");
-      this.events.onFrame(decodeFrame(new Uint8Array(data)));
+      const frame = decodeFrame(new Uint8Array(data));
+      if (frame.type !== FrameType.ERROR) this.heard();
+      this.events.onFrame(frame);
     } catch (error) {
       if (!(error instanceof FrameError)) throw error;
+      this.heard();
       this.events.onBadFrame(error);
     }
+  }
+
+  private closed(event: CloseEvent): void {
+    if (event.code === POLICY && event.reason) this.events.onRefused?.(event.reason);
+    this.lost();
   }
 
   private lost(): void {

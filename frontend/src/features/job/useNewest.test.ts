@@ -35,3 +35,46 @@ test("a slow hub has one request at a time, and the newest step is asked for aft
   expect(answers).toHaveLength(2);
   scope.stop();
 });
+
+test("an error replaces the answer to another question, and no other answer", async () => {
+  const newest = ref("1");
+  const answers: { resolve: (view: string) => void; reject: (error: Error) => void }[] = [];
+  const scope = effectScope();
+  const source = scope.run(() =>
+    useNewest(
+      (signal) =>
+        new Promise<string>((resolve, reject) => {
+          answers.push({ resolve, reject });
+          signal.addEventListener("abort", () => reject(new DOMException("aborted", "AbortError")));
+        }),
+      () => newest.value,
+    ),
+  );
+  const failing = async (): Promise<string | undefined> => {
+    answers.at(-1)?.reject(new Error("refused"));
+    await vi.advanceTimersByTimeAsync(0);
+    return source?.state.value.kind;
+  };
+  answers[0]?.resolve("first");
+  await vi.advanceTimersByTimeAsync(5000);
+  newest.value = "2";
+  await nextTick();
+  expect(await failing()).toBe("ready");
+  source?.refresh();
+  expect(await failing()).toBe("ready");
+
+  newest.value = "3";
+  await nextTick();
+  source?.reload();
+  await vi.advanceTimersByTimeAsync(5000);
+  expect(answers).toHaveLength(4);
+  expect(await failing()).toBe("error");
+
+  newest.value = "4";
+  await nextTick();
+  await vi.advanceTimersByTimeAsync(5000);
+  answers.at(-1)?.resolve("second");
+  await vi.advanceTimersByTimeAsync(0);
+  expect(source?.state.value).toEqual({ kind: "ready", view: "second" });
+  scope.stop();
+});

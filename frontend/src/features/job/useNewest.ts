@@ -13,11 +13,13 @@ export type NewestState<T> =
 export interface NewestSource<T> {
   readonly state: ShallowRef<NewestState<T>>;
   readonly retry: () => void;
-  /** Fetch at once, and show the older answer until then: the user asked for something else. */
+  /** Fetch at once, and show the older answer until then: the user asked for something else. An error replaces it. */
   readonly reload: () => void;
+  /** Fetch the same at once; an error leaves the older answer. */
+  readonly refresh: () => void;
 }
 
-/** `newest` returns what changes with the newest step. An error shows only where there is nothing older to show. */
+/** `newest` returns what changes with the newest step. An error shows where there is no older answer to the same question. */
 export function useNewest<T>(
   fetchView: (signal: AbortSignal) => Promise<T>,
   newest: () => string,
@@ -28,7 +30,10 @@ export function useNewest<T>(
   let lastFetch = -Infinity;
   let outdated = false;
 
-  async function load(): Promise<void> {
+  /** `asksElse`: the answer that is shown is to another question. */
+  async function load(asksElse = false): Promise<void> {
+    // A fetch in time would abort this one, and drop its error.
+    clearTimeout(timer);
     pending?.abort();
     const request = (pending = new AbortController());
     lastFetch = Date.now();
@@ -36,7 +41,7 @@ export function useNewest<T>(
     try {
       state.value = { kind: "ready", view: await fetchView(request.signal) };
     } catch (error) {
-      if (!isAbort(error) && state.value.kind !== "ready")
+      if (!isAbort(error) && (asksElse || state.value.kind !== "ready"))
         state.value = { kind: "error", error: asApiError(error) };
     }
     if (pending !== request) return;
@@ -65,7 +70,8 @@ export function useNewest<T>(
   });
   return {
     state,
-    reload: () => void load(),
+    reload: () => void load(true),
+    refresh: () => void load(),
     retry: () => {
       state.value = { kind: "loading" };
       void load();

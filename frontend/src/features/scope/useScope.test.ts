@@ -19,9 +19,8 @@ const HELLO = {
 class Socket {
   static readonly all: Socket[] = [];
   readyState = 1;
-  onopen: (() => void) | null = null;
   onmessage: ((event: { data: ArrayBufferLike }) => void) | null = null;
-  onclose: (() => void) | null = null;
+  onclose: ((event: { code: number; reason: string }) => void) | null = null;
   readonly sent: unknown[] = [];
   constructor() {
     Socket.all.push(this);
@@ -57,15 +56,13 @@ function started(answer: () => Response): ScopeApi {
   fetched = vi.fn(() => Promise.resolve(answer()));
   const scope = owner.run(() => createScope(new ApiClient(fetched))) as ScopeApi;
   scope.start();
-  Socket.all[0]?.onopen?.();
   return scope;
 }
 /** Lose the connection, and let the page make a new one. */
 async function reconnected(boot: string, runs: readonly object[] = HELLO.runs): Promise<Socket> {
-  Socket.all.at(-1)?.onclose?.();
+  Socket.all.at(-1)?.onclose?.({ code: 1006, reason: "" });
   await vi.advanceTimersByTimeAsync(3000);
   const socket = Socket.all.at(-1) as Socket;
-  socket.onopen?.();
   socket.give(ScopeFrame.HELLO, { ...HELLO, boot, runs });
   await flushPromises();
   return socket;

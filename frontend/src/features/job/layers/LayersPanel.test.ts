@@ -119,6 +119,25 @@ describe("the panel of layers over steps", () => {
     panel.unmount();
   });
 
+  it("says why another site is refused, and leaves the lists to go back", async () => {
+    const problem = { code: "busy", message: "too many requests", hint: "Wait a second." };
+    let refuses = false;
+    const panel = panelOf(() =>
+      refuses ? Response.json(problem, { status: 429 }) : Response.json(CAPTURES),
+    );
+    await flushPromises();
+    refuses = true;
+    await panel.findAll("select")[0]?.setValue("gradient");
+    await flushPromises();
+    expect(panel.get("[data-state=error]").text()).toContain("too many requests");
+    expect(panel.find("[data-testid=layers-heat]").exists()).toBe(false);
+    refuses = false;
+    await panel.findAll("select")[0]?.setValue("residual");
+    await flushPromises();
+    expect(panel.find("[data-testid=layers-heat]").exists()).toBe(true);
+    panel.unmount();
+  });
+
   it("says that there is no captured step, and why there is no answer", async () => {
     const none = panelOf(() =>
       Response.json({ ...CAPTURES, steps: [], layers: [], values: [], notFinite: [] }),

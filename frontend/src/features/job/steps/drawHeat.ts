@@ -1,4 +1,5 @@
 /** Draws ranks by steps. */
+import type { Verdict } from "../../../api/types";
 import type { ColourMap } from "../../../render/colour";
 import type { Palette } from "../../../render/palette";
 import { maxPool, maxPoolRows } from "../../../render/pool";
@@ -62,6 +63,25 @@ function drawRowGaps(surface: Surface, rows: number, row: number, palette: Palet
   }
 }
 
+/** Steps of a verdict to frame: without those that the matrix has of another attempt. Both ends of a part belong to it. */
+function framedParts({ since, until }: Verdict, { steps, attempts }: Matrix, end: number): Span[] {
+  const to = until?.step ?? end;
+  const parts: Span[] = [];
+  let from: number | null = since.step;
+  steps.forEach((step, column) => {
+    if (step < since.step || step > to) return;
+    const attempt = attempts[column];
+    if (attempt === undefined || attempt === since.attempt) {
+      from ??= step;
+      return;
+    }
+    if (from !== null && from < step) parts.push({ from, to: step - 1 });
+    from = null;
+  });
+  if (from !== null) parts.push({ from, to });
+  return parts;
+}
+
 /** A frame around what a verdict names, from its first step on. */
 function drawVerdicts(
   surface: Surface,
@@ -69,12 +89,13 @@ function drawVerdicts(
   row: number,
 ): void {
   for (const verdict of marks.verdicts) {
-    const x = scale.toPixel(verdict.since.step - 0.5);
-    const end = scale.toPixel((verdict.until?.step ?? view.to + 1) + 0.5);
-    for (const rank of verdict.subject.ranks) {
-      const index = matrix.ranks.indexOf(rank);
-      const colour = isActive(verdict) ? palette.text : palette.muted;
-      if (index >= 0) surface.outline({ x, y: index * row, width: end - x, height: row }, colour, 2);
+    const colour = isActive(verdict) ? palette.text : palette.muted;
+    for (const { from, to } of framedParts(verdict, matrix, view.to + 1)) {
+      const [x, end] = [scale.toPixel(from - 0.5), scale.toPixel(to + 0.5)];
+      for (const rank of verdict.subject.ranks) {
+        const index = matrix.ranks.indexOf(rank);
+        if (index >= 0) surface.outline({ x, y: index * row, width: end - x, height: row }, colour, 2);
+      }
     }
   }
 }

@@ -6,13 +6,14 @@ import { readSession, type RecordedSession } from "../../../scope/session/record
 import { TileStore } from "../../../scope/store/tileStore";
 import type { LiveState } from "../../../wire/live";
 import { useScope, type ScopeApi } from "../useScope";
+import { withWholeLenses } from "./wholeLenses";
 
 /** Session files are read whole. */
 const MOST_BYTES = 512 << 20;
 
 /** The scope of a file: nothing of it changes. */
 function recordedScope(scope: ScopeApi, session: RecordedSession): ScopeApi {
-  const client = new RecordedClient(session);
+  const client = new RecordedClient(withWholeLenses(session));
   return {
     ...scope,
     client,

@@ -11,7 +11,7 @@ import {
   type RunRequest,
 } from "../../../scope/protocol";
 import { problemPlaces } from "../../../scope/problems";
-import { useScope } from "../useScope";
+import { useScope, type ScopeApi } from "../useScope";
 import { draftOf, perturbationField } from "./perturbation";
 import { markVisited } from "../firstVisit";
 import { useSelection } from "../../../composables/useSelection";
@@ -69,6 +69,80 @@ const requestOf = ({ prompts, tokens, sampling, capture, perturbation }: Draft):
 });
 
 const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head === b.head;
+const toggled = (pinned: readonly Head[], head: Head): Head[] => {
+  const others = pinned.filter((one) => !sameHead(one, head));
+  return others.length < pinned.length ? others : [...pinned, { ...head }];
+};
+/** Of now: what is sent does not follow the fields. */
+const copied = (capture: Writable<Capture>): Capture => JSON.parse(JSON.stringify(capture)) as Capture;
+
+/** Capture that was requested of a run whose header had another one then. */
+interface Sent {
+  readonly run: string;
+  readonly before: RunHeader["capture"];
+  readonly capture: Capture;
+}
+
+/** What is captured of the active run, and its changes. */
+function createCapture(
+  scope: ScopeApi,
+  draft: Draft,
+  attempt: (action: () => Promise<void>) => Promise<void>,
+) {
+  const active = computed(() => {
+    const header = scope.version.value >= 0 ? scope.run.value?.header : undefined;
+    return header && isActive(header.state) ? header : null;
+  });
+  const running = computed(() => active.value?.run ?? null);
+  const sent = shallowRef<Sent | null>(null);
+  /** Capture of an active run; until its next header the one that was sent, so that quick presses add up. */
+  function captureOf({ run, capture }: RunHeader): Capture {
+    if (sent.value?.run === run && sent.value.before === capture) return sent.value.capture;
+    return capture ? { ...DEFAULT_CAPTURE, ...capture } : copied(draft.capture);
+  }
+  /** Pinned heads of the active run; while there is none, those of the next one. */
+  const pinned = computed<readonly Head[]>(
+    () => (active.value ? captureOf(active.value) : draft.capture).pinned,
+  );
+
+  async function send({ run, capture: before }: RunHeader, capture: Capture): Promise<void> {
+    const mine = (sent.value = { run, before, capture });
+    try {
+      await scope.client.setCapture(run, capture);
+    } catch (error) {
+      if (sent.value === mine) sent.value = null;
+      throw error;
+    }
+  }
+  /** Changes of the capture take effect with the next step. */
+  const applyCapture = async (): Promise<void> => {
+    const { value: run } = active;
+    if (run === null) return;
+    const form = copied(draft.capture);
+    // One run shows q and k in one way: else pixels from before and after the rotation would be shown together.
+    const { rotary, pinned: ofRun } = captureOf(run);
+    // No field shows the pins of a run, so that none takes them away, but the other presets send no rows.
+    await attempt(() => send(run, { ...form, rotary, pinned: form.preset === "default" ? ofRun : [] }));
+  };
+  /** Pin or unpin a head; of an active run nothing else changes, whatever the fields say. */
+  async function pin(head: Head): Promise<void> {
+    const { value: run } = active;
+    if (run === null) {
+      draft.capture.pinned = toggled(draft.capture.pinned, head);
+      return;
+    }
+    const capture = captureOf(run);
+    const next = toggled(capture.pinned, head);
+    await attempt(async () => {
+      await send(run, { ...capture, pinned: next });
+      // The next run has this head as this one does, unless its preset sends no rows.
+      const others = draft.capture.pinned.filter((one) => !sameHead(one, head));
+      const has = draft.capture.preset === "default" && next.length > capture.pinned.length;
+      draft.capture.pinned = has ? [...others, { ...head }] : others;
+    });
+  }
+  return { running, applyCapture, pinned, pin };
+}
 
 function createForm() {
   const scope = useScope();
@@ -77,10 +151,6 @@ function createForm() {
   const problem = shallowRef<ApiError | null>(null);
   const busy = ref(false);
   const places = computed(() => problemPlaces(problem.value));
-  const running = computed(() => {
-    const run = scope.version.value >= 0 ? scope.run.value : null;
-    return run && isActive(run.header.state) ? run.header.run : null;
-  });
 
   async function attempt(action: () => Promise<void>): Promise<void> {
     [busy.value, problem.value] = [true, null];
@@ -91,21 +161,13 @@ function createForm() {
     }
     busy.value = false;
   }
-  /** Changes of the capture take effect with the next step. */
-  const applyCapture = async (): Promise<void> => {
-    const { value: run } = running;
-    if (run === null) return;
-    // One run shows q and k in one way: else pixels from before and after the rotation would be shown together.
-    const { rotary = draft.capture.rotary } = scope.run.value?.header.capture ?? {};
-    await attempt(() => scope.client.setCapture(run, { ...(draft.capture as Capture), rotary }));
-  };
+  const capture = createCapture(scope, draft, attempt);
   return {
     draft,
     problem,
     places,
     busy,
-    running,
-    applyCapture,
+    ...capture,
     generate: () =>
       attempt(async () => {
         const { prompts, tokens, sampling } = draft;
@@ -121,17 +183,9 @@ function createForm() {
     },
     stop: () =>
       attempt(async () => {
-        if (running.value !== null) await scope.client.stop(running.value);
+        const { value: run } = capture.running;
+        if (run !== null) await scope.client.stop(run);
       }),
-    pinned: computed(() => draft.capture.pinned as readonly Head[]),
-    /** Pin or unpin a head. */
-    pin: async (head: Head): Promise<void> => {
-      const { pinned } = draft.capture;
-      const others = pinned.filter((one) => !sameHead(one, head));
-      draft.capture.pinned = others.length < pinned.length ? others : [...pinned, { ...head }];
-      await applyCapture();
-    },
-    isPinned: (head: Head): boolean => draft.capture.pinned.some((one) => sameHead(one, head)),
   };
 }
 

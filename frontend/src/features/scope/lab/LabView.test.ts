@@ -1,5 +1,5 @@
 import { flushPromises, shallowMount, type VueWrapper } from "@vue/test-utils";
-import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { afterAll, afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { ApiClient } from "../../../api/client";
 import type { Hello } from "../../../scope/protocol";
 import ComparisonPanels from "./ComparisonPanels.vue";
@@ -20,6 +20,8 @@ let asked: Asked[] = [];
 let answer: (given: Asked) => readonly [number, unknown];
 const open: VueWrapper[] = [];
 
+// Files share their modules: here none has loaded what is replaced below, and no other file gets the replacements.
+vi.hoisted(() => vi.resetModules());
 vi.mock("../useScope", () => ({
   useScope: () => ({
     client: {
@@ -85,6 +87,7 @@ afterEach(() => {
   for (const view of open.splice(0)) view.unmount();
   vi.useRealTimers();
 });
+afterAll(() => vi.resetModules());
 
 describe("the perturbation lab", () => {
   it("stores a recipe of each hub", async () => {
