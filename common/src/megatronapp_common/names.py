@@ -145,7 +145,10 @@ class Env(enum.StrEnum):
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of ranks and launchers. A launcher exits with the code of its first failing rank."""
+    """Exit codes of ranks and launchers. A launcher exits with the code of its first failing rank.
+
+    Programs of users may have others, which pass but for those of signals (129 to 192): these are OWN_FAILURE.
+    """
 
     OK = 0
     OWN_FAILURE = 1

@@ -40,7 +40,7 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
     gang.go()
     wait_until(lambda: status_of(gang, port)["phase"] == "Standby")
     ends = {end["worker"]: end for end in status_of(gang, port)["ends"]}
-    assert (ends[1]["code"], ends[1]["reason"], ends[1]["rank"]) == (ExitCode.OWN_FAILURE, "RankFailed", 1)
+    assert (ends[1]["code"], ends[1]["reason"], ends[1]["rank"]) == (7, "RankFailed", 1)
     assert ends[1]["message"].endswith("error: this is why")
     assert (ends[0]["code"], ends[0]["reason"], ends[0]["message"]) == (ExitCode.PEER_LOST, "PeerLost", "")
     assert not any(map(alive, ranks))

@@ -14,15 +14,17 @@ from megatronapp_trainer.launch.rendezvous.messages import EndNotice
 MAX_BYTES = 2048
 NOTICE_LOG = 1200
 """Characters of the end of a log in a notice to the other workers."""
+OF_SIGNALS = range(129, 193)
+"""Exit codes with which shells report that a program died by a signal; a pod that ends so would look killed itself."""
 TAIL_BYTES = 4096
 TAIL_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOutcome:
-    """End of a worker. `code` is the launcher's exit code."""
+    """End of a worker. `code` is the launcher's exit code: of `ExitCode`, or the one with which a rank ended."""
 
-    code: ExitCode
+    code: int
     reason: str
     message: str = ""
     rank: int | None = None
@@ -55,9 +57,9 @@ def failed(reason: Event, last_lines: Callable[[int], str]) -> LauncherOutcome:
         return LauncherOutcome(
             code=ExitCode.PEER_LOST, reason="PeerLost", message=message, rank=reason.rank, local_rank=reason.local_rank
         )
-    named = reason.signal is None and reason.code in set(ExitCode)
+    has_own = reason.signal is None and reason.code > 0 and reason.code not in OF_SIGNALS
     return LauncherOutcome(
-        code=ExitCode(reason.code) if named else ExitCode.OWN_FAILURE,
+        code=reason.code if has_own else ExitCode.OWN_FAILURE,
         reason=_reason(reason),
         message=last_lines(reason.rank),
         rank=reason.rank,
