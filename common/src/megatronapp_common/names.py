@@ -43,6 +43,8 @@ GATEWAY_PORT = 8080
 
 UNSAVED_STOP = "as asked, without a checkpoint (no --save)"
 """Part of the last message of a rank that was stopped without a folder to save to."""
+RANK_TABLE_FILE = "rank-table.json"
+"""Table of ranks and workers in RUN_DIR, and key of one that is too long for the status in its ConfigMap."""
 
 
 class ReplicaType(enum.StrEnum):

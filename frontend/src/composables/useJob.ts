@@ -72,12 +72,9 @@ export function createJob(client: ApiClient, connect: Connect = connectTo(client
     onFrame: (frame) => takeFrame(state, frame),
     onBadFrame: (error) => (state.notice.value = `The hub sent what this page cannot read: ${error.message}`),
     onState: (now) => {
-      const [before, opened] = [
-        state.live.value.kind,
-        now.kind === "live" && state.live.value.kind !== "live",
-      ];
+      const before = state.live.value.kind;
       state.live.value = now;
-      if (opened) loader.connected();
+      if (now.kind === "live" && before !== "live") loader.connected();
       if (before === "lost" && now.kind === "lost") void loader.check();
     },
     onRefused: (reason) => {

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatronapp_common.attempt_order import POLL_S
-from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.names import RANK_TABLE_FILE, Env, ExitCode
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
@@ -47,7 +47,6 @@ DRAIN_S = 2.0
 """Seconds that the agent has to read the rings after the ranks have ended."""
 ENDS_S = 30.0
 """Longest time in seconds for which worker 0 collects how the ranks of the others ended."""
-TABLE_FILE = "rank-table.json"
 STDOUT = 1
 CODE_REASONS = {
     ExitCode.USAGE: "BadSettings",
@@ -319,9 +318,9 @@ def launcher_token(secret_file: pathlib.Path | None, role: TokenRole) -> str:
 def _write_table(run_dir: pathlib.Path, table: RankTable) -> None:
     """Write the table to a temporary file and rename it: a reader that finds the file finds all of it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    draft = run_dir / f"{TABLE_FILE}.new"
+    draft = run_dir / f"{RANK_TABLE_FILE}.new"
     draft.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
-    draft.rename(run_dir / TABLE_FILE)
+    draft.rename(run_dir / RANK_TABLE_FILE)
 
 
 def _counters(

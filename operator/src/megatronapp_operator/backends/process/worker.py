@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.names import RANK_TABLE_FILE, Env, ExitCode
 from megatronapp_operator.backends.process import job_processes
 from megatronapp_operator.backends.process.settings import ProcessSettings
 from megatronapp_operator.backends.process.spawn import is_ended, spawn
@@ -86,7 +86,7 @@ class WorkerProcess:
 
     def rank_table(self) -> dict[str, Any] | None:
         """Return the rank table of the gang; None until it has gathered."""
-        return read_json(self._run_dir / "rank-table.json")
+        return read_json(self._run_dir / RANK_TABLE_FILE)
 
     def tick(self, now: float) -> None:
         """Notice ends, keep the agent alive, and clean up after the launcher."""
@@ -105,7 +105,7 @@ class WorkerProcess:
     def _phase(self) -> WorkerPhase:
         if self._outcome is not None:
             return WorkerPhase.SUCCEEDED if self._outcome.code == ExitCode.OK else WorkerPhase.FAILED
-        return WorkerPhase.RUNNING if (self._run_dir / "rank-table.json").exists() else WorkerPhase.PENDING
+        return WorkerPhase.RUNNING if (self._run_dir / RANK_TABLE_FILE).exists() else WorkerPhase.PENDING
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the launcher, which forwards it to the ranks; kill the whole group."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatronapp_common.errors import TopologyError
 from megatronapp_common.job import MegatronJob, resized
-from megatronapp_common.names import LABEL_ATTEMPT, Env
+from megatronapp_common.names import LABEL_ATTEMPT, RANK_TABLE_FILE, Env
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, PODS, Object
@@ -33,8 +33,6 @@ CONTAINER = "trainer"
 CHUNK = 1 << 16
 """Most bytes of a log that are read at a time."""
 POLL_S = 2.0
-RANKS_KEY = "rank-table.json"
-"""Key of a long rank table in its ConfigMap; with `.gz` if it is compressed."""
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
 _BEGIN = re.compile(
     r"\S+ \S+ INFO (?:continuing with attempt (\d+) in place|taking the place of worker \d+ in attempt (\d+))"
@@ -98,8 +96,8 @@ def _long_table(cluster: Cluster, job: ClusterJob, table: Object, rank: int) -> 
             f"{error}; it says which worker runs rank {rank}. Ask for the right to get configmaps, write --worker N "
             f"for a launcher's log, or look for [rank {rank}] in the logs of the pods, such as {pod}"
         ) from error
-    text = found.get("data", {}).get(RANKS_KEY)
-    packed = found.get("binaryData", {}).get(f"{RANKS_KEY}.gz")
+    text = found.get("data", {}).get(RANK_TABLE_FILE)
+    packed = found.get("binaryData", {}).get(f"{RANK_TABLE_FILE}.gz")
     whole: Object = {}
     if text is not None or packed is not None:
         whole = json.loads(gzip.decompress(base64.b64decode(packed)) if text is None else text)

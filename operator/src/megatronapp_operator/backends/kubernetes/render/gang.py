@@ -10,7 +10,14 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERVE_PORT, STATUS_PORT, ReplicaType
+from megatronapp_common.names import (
+    COORDINATOR_PORT,
+    LABEL_REPLICA_INDEX,
+    RANK_TABLE_FILE,
+    SERVE_PORT,
+    STATUS_PORT,
+    ReplicaType,
+)
 from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
@@ -21,7 +28,6 @@ from megatronapp_operator.backends.kubernetes.render.policies import init_policy
 from megatronapp_operator.backends.kubernetes.render.queueing import group_resource, kubernetes_group, pod_group
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
-RANKS_KEY = "rank-table.json"
 PRIVATE = frozenset({"env", "podTemplate", "initializers"})
 """Fields of a spec with variables of users. More users may read ConfigMaps than pods."""
 RANKS_BYTES = 512 << 10
@@ -62,9 +68,9 @@ def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
     meta = metadata(owner, ObjectNames(owner.name).ranks, labels(owner, "ranks"))
     text = json.dumps(table)
     if len(text) <= RANKS_BYTES:
-        return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANKS_KEY: text})
+        return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANK_TABLE_FILE: text})
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-    made = make(CONFIG_MAPS.api_version, "ConfigMap", meta, binaryData={f"{RANKS_KEY}.gz": packed})
+    made = make(CONFIG_MAPS.api_version, "ConfigMap", meta, binaryData={f"{RANK_TABLE_FILE}.gz": packed})
     return CONFIG_MAPS, made
 
 
