@@ -346,15 +346,15 @@ _POLICIES = [
         ({**_SPARE, "spec.fbd.enabled": True}, "must be 0 with fbd.enabled, whose workers have different roles"),
     ),
     *good(
-        "spares-share-checkpoints",
+        "checkpoints-outlive-nodes",
         _SPARE,
         _SPARE | {"spec.checkpoint": {"save": "/checkpoints/run"}} | _checkpoints(),
         _SPARE | {"spec.checkpoint": {"save": "/data/run"}} | _volume(),
     ),
     *bad(
-        "spares-share-checkpoints",
-        "spec.runPolicy.spares",
-        (_SPARE | {"spec.checkpoint": {"save": "run"}}, "on its own node a spare finds no checkpoint of others"),
+        "checkpoints-outlive-nodes",
+        "spec.checkpoint.save",
+        (_SPARE | {"spec.checkpoint": {"save": "/elsewhere/run"}} | _volume(), "is lost with its pod"),
     ),
     *good(
         "queues-need-a-gang",

@@ -46,9 +46,10 @@ ELASTIC_EXAMPLES: tuple[Example, ...] = (
     *bad(
         "elastic-saves",
         _WHERE,
-        (_elastic() | _SIZES, "needs checkpoint.save, checkpoint.saveInterval and checkpoint.volume"),
+        (_elastic() | _SIZES, "needs checkpoint.saveInterval, checkpoint.volume"),
         (_RIGHT | {"spec.checkpoint.saveInterval": None}, "resumes from the checkpoints of the one before"),
         (_RIGHT | {"spec.checkpoint.volume": None, "spec.checkpoint.save": "run"}, "checkpoint.volume"),
+        (_RIGHT | {"spec.checkpoint.save": "/checkpoint/run"}, "checkpoint.save below its mountPath"),
     ),
     *good("elastic-batch-in-fields", _RIGHT | {"spec.args": ["--log-interval", "2"]}),
     *bad(

@@ -131,16 +131,47 @@ async def test_rules_that_are_not_enforced_are_named_in_a_single_warning() -> No
     assert "spec.env: " in event.message and "rule reserved-variable" in event.message
 
 
+VOLUME = {"claim": "runs", "mountPath": "/checkpoints"}
+BY_TOPOLOGY = {"network": {"rankOrder": "Topology", "topologyKey": "example.com/rack"}}
+
+
+def mounted(volume: Object) -> Object:
+    """Return a template that mounts a volume of its own for checkpoints."""
+    mount = {"name": "mine", "mountPath": "/checkpoints"}
+    return {
+        "spec": {"volumes": [{"name": "mine", **volume}], "containers": [{"name": "trainer", "volumeMounts": [mount]}]}
+    }
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("node_access", "reasons"), [(False, ["RankOrderIgnored"]), (True, [])])
-async def test_an_order_by_topology_without_the_right_to_read_nodes_is_reported_once(
-    node_access: bool, reasons: list[str]
+@pytest.mark.parametrize(
+    ("spec", "node_access", "reasons"),
+    [
+        (BY_TOPOLOGY, False, ["RankOrderIgnored"]),
+        (BY_TOPOLOGY, True, []),
+        ({"checkpoint": {"save": "checkpoints", "volume": VOLUME}}, True, ["CheckpointsNotStored"]),
+        ({"checkpoint": {"save": "/checkpoint/run", "volume": VOLUME}}, True, ["CheckpointsNotStored"]),
+        ({"checkpoint": {"save": "/checkpoints/run", "volume": VOLUME}}, True, []),
+        ({"checkpoint": {"save": "/data/run"}, "data": {"volume": VOLUME | {"mountPath": "/data/"}}}, True, []),
+        (
+            {"checkpoint": {"save": "/checkpoints"}, "podTemplate": mounted({"nfs": {"server": "store", "path": "/"}})},
+            True,
+            [],
+        ),
+        (
+            {"checkpoint": {"save": "/checkpoints"}, "podTemplate": mounted({"emptyDir": {}})},
+            True,
+            ["CheckpointsNotStored"],
+        ),
+    ],
+)
+async def test_what_a_valid_spec_cannot_have_is_reported_once(
+    spec: Object, node_access: bool, reasons: list[str]
 ) -> None:
     executor = EventExecutor()
     maintenance = JobMaintenance(cast("ObjectStore", Empty()), executor, lambda: 0.0)
-    reconciler, document = Remembering(), stored()
-    document["spec"]["env"] = []
-    document["spec"]["network"] = {"rankOrder": "Topology", "topologyKey": "example.com/rack"}
+    reconciler, document = Remembering(), rendered.make_job(spec).to_dict()
+    document["metadata"] |= {"uid": rendered.UID, "generation": 1}
     reconciler.read(document)
     memory = reconciler.memory(("default", "gpt"))
     assert memory is not None

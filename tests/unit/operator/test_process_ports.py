@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from megatronapp_common.web.loopback import has_ipv6
 from megatronapp_operator.backends.process import ports
 from megatronapp_operator.errors import BackendError
 
@@ -18,6 +19,18 @@ def test_a_reserved_port_is_refused_to_others_and_open_to_its_server() -> None:
         server.listen()
         with socket.create_connection(("127.0.0.9", reserved.number)):
             pass
+    reserved.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("0.0.0.0", "127.0.0.1"), ("127.0.0.9", "127.0.0.9"), ("::", "[::1]"), ("::1", "[::1]")],
+)
+def test_the_url_of_a_port_reaches_it_locally(address: str, host: str) -> None:
+    if ":" in address and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    reserved = ports.ReservedPort(address)
+    assert reserved.url == f"http://{host}:{reserved.number}"
     reserved.close()
 
 

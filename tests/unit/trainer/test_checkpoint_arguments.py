@@ -54,6 +54,15 @@ def test_another_order_of_samples_gives_a_note() -> None:
     assert arguments.conflict(STORED, other, optimizer=True) is None
 
 
+def test_another_padding_of_the_vocabulary_gives_a_note_if_its_size_changes() -> None:
+    finer = replace(CONFIG, model=replace(CONFIG.model, make_vocab_size_divisible_by=64))  # 128 rows as well
+    assert arguments.notes(STORED, finer) is None
+    note = arguments.notes(STORED, replace(CONFIG, model=replace(CONFIG.model, make_vocab_size_divisible_by=200)))
+    assert note is not None
+    assert "rows without a token" in note
+    assert "--make-vocab-size-divisible-by (128 there, 200 here)" in note
+
+
 def test_other_masks_and_other_lengths_of_bert_give_notes() -> None:
     bert = replace(CONFIG, model=replace(CONFIG.model, model_type="bert"))
     stored = json.loads(json.dumps(arguments.record(bert)))

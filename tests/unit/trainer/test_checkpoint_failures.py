@@ -43,16 +43,34 @@ def train_and_save_in_small_blocks(flags: str) -> None:
     train_and_save(flags)
 
 
-def resume(flags: str) -> tuple[bool, int, list[str]]:
-    """Return whether there was a checkpoint to resume, at which iteration, and the messages."""
+def collected_warnings() -> list[str]:
+    """Return a list that receives the warnings of the trainer from now on."""
     import logging
 
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatronapp_trainer").addHandler(handler)
+    return warnings
+
+
+def resume(flags: str) -> tuple[bool, int, list[str]]:
+    """Return whether there was a checkpoint to resume, at which iteration, and the messages."""
+    warnings = collected_warnings()
     run, manager = build(flags)
     return manager.load(run.state), run.state.iteration, warnings
+
+
+def read_weights(load: str) -> tuple[str, list[str]]:
+    """Return the name of the checkpoint that a model to serve was read from, and the messages."""
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.inference.build import build_model, load_weights
+
+    warnings = collected_warnings()
+    run, _ = build("")
+    device = prepare_device(run.layout.local_rank)
+    model = build_model(run.config, run.layout, device, vocab_size=60, drawn=False)
+    return load_weights(model, run.config, pathlib.Path(load)).name, warnings
 
 
 def resume_during_a_deletion(flags: str) -> tuple[bool, int, list[str]]:
@@ -159,6 +177,15 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
     assert second[2] == []
 
 
+def test_a_model_to_serve_is_read_from_a_whole_checkpoint_and_the_damaged_one_is_logged(
+    save: pathlib.Path, call: RunRanks
+) -> None:
+    flip_a_byte(save / "iter_0000006")
+    ((name, warnings),) = call(1, read_weights, str(save))
+    assert name == "iter_0000004"
+    assert [f"{save}/iter_0000006 is skipped: its file __0_0.distcp is damaged" in text for text in warnings] == [True]
+
+
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
     first, second = call(2, resume_during_a_deletion, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 4)
@@ -257,6 +284,24 @@ def test_load_without_a_checkpoint(call: RunRanks, tmp_path: pathlib.Path) -> No
     assert "starts from the beginning" in warnings[0]
     ((kind, text),) = call(1, failing, "load", f"--load {tmp_path} --exit-on-missing-checkpoint")
     assert (kind, str(tmp_path) in text) == ("CheckpointError", True)
+
+
+def test_a_run_that_continues_logs_once_that_the_other_directory_is_not_read(
+    save: pathlib.Path, call: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    other = shutil.copytree(save, tmp_path / "other")
+    flags = f"--save {save} --load {other} --finetune"
+    ((found, iteration, warnings),) = call(1, resume, flags)
+    assert (found, iteration) == (True, 6)
+    assert [f"--load {other} is not read, because --save {save} holds" in text for text in warnings] == [True]
+    assert call(1, resume, flags, MEGATRONAPP_ATTEMPT="1") == [(True, 6, [])]
+
+
+def test_weights_are_not_read_from_the_directory_to_save_in(save: pathlib.Path) -> None:
+    from megatronapp_trainer.errors import UsageError
+
+    with pytest.raises(UsageError, match="--save must name another directory than --load"):
+        build(f"--save {save} --load {save}/../{save.name}/ --finetune")
 
 
 def test_a_full_disk_leaves_nothing_half_done(save: pathlib.Path, call: RunRanks) -> None:

@@ -1,6 +1,8 @@
 """Real launchers that continue with further attempts in place, with ranks that are a few lines of Python."""
 
+import os
 import pathlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +61,17 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
     assert gang.workers[0].end() == ExitCode.PREEMPTED
     assert sorted(path.suffix for path in gang.shm.iterdir()) == [".launcher", ".launcher"]
     assert not is_locked(lock_path(gang.shm, gang.uid, 0))
+
+
+def test_a_worker_that_fails_after_worker_0_has_succeeded_ends(gang: Gang) -> None:
+    """Nothing would serve how it ended: the launcher of worker 0 is gone."""
+    start(gang, {0: "exit0", 1: "wait"}, gang.reserve("127.0.0.2"))
+    _, rank = gang.running({0: [0], 1: [1]})
+    gang.go()
+    assert gang.workers[0].end() == ExitCode.OK
+    os.kill(rank, signal.SIGKILL)
+    assert gang.workers[1].end() != ExitCode.OK
+    assert gang.workers[1].record()["reason"] == "RankKilled"
 
 
 def test_a_late_launcher_never_joins_a_later_attempt(gang: Gang) -> None:

@@ -63,7 +63,8 @@ FLAGS: Final[dict[str, str]] = {
     "--split": f"{SAME}; in a manifest spec.data.split",
     "--data-path": f"{SAME}; in a manifest spec.data.path",
     "--save": f"{SAME}; in a manifest spec.checkpoint.save",
-    "--load": f"{SAME}; in a manifest spec.checkpoint.load",
+    "--load": f"{SAME}, but a run whose --save holds checkpoints continues from these, and says so; in a manifest "
+    "spec.checkpoint.load",
     "--enable-experimental": "nothing here is switched on by it; leave it out",
 }
 
@@ -97,7 +98,8 @@ FILES: Final[dict[str, str]] = {
     "benchmark/": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
     "abnormal.txt": "megatronapp scan analyze and, while a job runs, megatronapp describe JOB name slow ranks, links "
     "and hosts with their cause",
-    "latest_checkpointed_iteration.txt": f"{SAME}, in spec.checkpoint.save",
+    "latest_checkpointed_iteration.txt": "written, in spec.checkpoint.save, but the newest whole folder is resumed; to "
+    "go back, move later ones away",
     "iter_0000020": "the same name; of Megatron-LM's own, megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "mp_rank_00_000/model_optim_rng.pt": "megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "gpt_text_document.bin": f"{SAME}, by megatronapp data prepare",
@@ -111,7 +113,7 @@ FIELDS: Final[dict[str, str]] = {
     "GPU": "spec.gpusPerNode",
     "CPU": "spec.resources",
     "memory": "spec.resources",
-    "NVMEStorage": "spec.volumes",
+    "NVMEStorage": "spec.checkpoint.volume, spec.data.volume, or spec.podTemplate",
     "UseShm": "/dev/shm is always there",
     "ShmSize": "spec.shm.sizeLimit",
     "UseIB": "spec.network.rdma",

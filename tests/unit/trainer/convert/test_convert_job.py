@@ -5,6 +5,9 @@ import fcntl
 import json
 import os
 import pathlib
+import re
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import convert_folder as tiny_folder
@@ -21,11 +24,13 @@ LLAMA, GPT2 = tiny_folder.LLAMA, tiny_folder.GPT2
 O_BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
-def convert(load: pathlib.Path, save: pathlib.Path, **options: Any) -> Any:
+def convert(
+    load: pathlib.Path, save: pathlib.Path, report: Callable[[str], None] = lambda _: None, **options: Any
+) -> Any:
     from megatronapp_trainer.checkpoint.convert.job import convert as run
     from megatronapp_trainer.checkpoint.convert.options import ConversionOptions
 
-    return run(ConversionOptions(load_dir=load, save_dir=save, **options))
+    return run(ConversionOptions(load_dir=load, save_dir=save, **options), report)
 
 
 def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -258,6 +263,20 @@ def test_damaged_checkpoints_are_reported(hf: pathlib.Path, tmp_path: pathlib.Pa
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
         convert(tmp_path / "ours", tmp_path / "back")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+@pytest.mark.parametrize("to", [None, "megatronapp"])
+def test_a_damaged_newest_checkpoint_is_reported_as_skipped(
+    hf: pathlib.Path, tmp_path: pathlib.Path, to: str | None
+) -> None:
+    convert(hf, tmp_path / "ours")
+    shutil.copytree(tmp_path / "ours" / "iter_0000000", tmp_path / "ours" / "iter_0000001")
+    data = tmp_path / "ours" / "iter_0000001" / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    notices: list[str] = []
+    convert(tmp_path / "ours", tmp_path / "back", report=notices.append, to=to)
+    (skipped,) = (notice for notice in notices if "iter_0000001" in notice)
+    assert re.search(r"iter_0000001: .*__0_0\.distcp is damaged.*; iter_0000000 is converted instead", skipped)
 
 
 def test_only_a_conversion_is_overwritten_and_only_on_request(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.checkpoint.convert import tensors
 from megatronapp_trainer.checkpoint.convert.families import FAMILIES
 from megatronapp_trainer.checkpoint.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.checkpoint.convert.rules import steps
@@ -60,6 +61,21 @@ def test_every_tensor_is_restored_unchanged(name: str, shape: ModelShape) -> Non
         assert not seen & set(step.names)
         seen |= set(step.names)
     assert f"p.{FAMILIES[name].embedding}" in seen
+
+
+@given(vocab=st.integers(1, 40), multiple=st.integers(1, 20))
+def test_rows_without_a_token_repeat_the_last_one(vocab: int, multiple: int) -> None:
+    """So that their logits are those of a token: 0 could be far above all of them."""
+    import torch
+
+    model = ModelConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=8, make_vocab_size_divisible_by=multiple
+    )
+    weight = torch.randn(vocab, 4)
+    rows = tensors.padded([weight], ModelShape(model=model, vocab_size=vocab))
+    assert rows.size(0) % multiple == 0
+    assert torch.equal(rows[:vocab], weight)
+    assert torch.equal(rows[vocab:], weight[-1].expand(rows.size(0) - vocab, -1))
 
 
 def test_query_key_and_value_are_stored_group_by_group() -> None:

@@ -73,10 +73,10 @@ _MODEL: dict[str, Getter] = {
 }
 """Arguments that define the model."""
 
-_SIZES: dict[str, Getter] = {
-    "--seq-length": lambda c: c.model.seq_length,
+_PADDING: dict[str, Getter] = {
     "--make-vocab-size-divisible-by": lambda c: c.model.make_vocab_size_divisible_by,
 }
+_SIZES: dict[str, Getter] = {"--seq-length": lambda c: c.model.seq_length} | _PADDING
 """Further arguments that are needed to build the model, but may differ in the next run."""
 
 _OPTIMIZER: dict[str, Getter] = {
@@ -197,8 +197,12 @@ def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
 
 
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
-    """Describe what changes about samples and their order; None if nothing does."""
-    changes = {"samples come in another order": _DATA, "other tokens are masked": _MASKING}
+    """Describe what changes about samples, their order and the loss; None if nothing does."""
+    changes = {
+        "samples come in another order": _DATA,
+        "other tokens are masked": _MASKING,
+        "the softmax of the loss has another number of rows without a token": _padding_flags(stored, config),
+    }
     found = {change: _differences(stored, config, flags) for change, flags in changes.items()}
     described = (
         f"{change} than before, because this run differs in {_describe_differences(differences)}"
@@ -206,6 +210,13 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
         if differences
     )
     return "; ".join(described) or None
+
+
+def _padding_flags(stored: Mapping[str, Any], config: TrainerConfig) -> dict[str, Getter]:
+    """Return the flag of the padding if it gives the vocabulary another size than a manifest's."""
+    vocab_size = stored.get("--vocab-size")
+    padded = {model.padded_vocab_size(vocab_size) for model in (model_of(stored), config.model)} if vocab_size else ()
+    return _PADDING if len(padded) > 1 else {}
 
 
 def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:

@@ -73,7 +73,7 @@ class CheckpointManager:
         self._config = config
         self._layout = layout
         flags = config.checkpoint
-        if flags.finetune and flags.load is not None and flags.load == flags.save:
+        if flags.finetune and self._loads_from_save():
             raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
         self._claim: OwnershipClaim | None = None
@@ -112,6 +112,8 @@ class CheckpointManager:
         if self._directory is not None:
             self._claimed(self._directory)
             is_resumed = self._load_newest(self._directory, state, finetune=False, memory=self.memory)
+            if is_resumed:
+                self._note_unread()
         is_resumed = is_resumed or self._load_other(state)
         if self.memory is not None:
             self._text_tokens = self.memory.begin(state, self._text_tokens)
@@ -235,11 +237,27 @@ class CheckpointManager:
         flags = self._config.checkpoint
         return StateParts(optimizer=flags.save_optim, random_states=flags.save_rng, progress=True)
 
+    def _loads_from_save(self) -> bool:
+        """Return True if `--load` and `--save` name the same directory."""
+        flags = self._config.checkpoint
+        if flags.load is None or flags.save is None:
+            return False
+        return pathlib.Path(flags.load).resolve() == pathlib.Path(flags.save).resolve()
+
+    def _note_unread(self) -> None:
+        """Report that `--load` is not read, in the first attempt of a job; a restarted one has to continue."""
+        flags = self._config.checkpoint
+        if flags.load is not None and not self._loads_from_save() and environment_integer(Env.ATTEMPT, 0) == 0:
+            _note(
+                f"--load {flags.load} is not read, because --save {flags.save} holds checkpoints, from which this run "
+                "continues; to start from --load, name an empty directory with --save"
+            )
+
     def _load_other(self, state: TrainState) -> bool:
         flags = self._config.checkpoint
         if flags.load is None:
             return False
-        found = flags.load != flags.save and self._load_newest(
+        found = not self._loads_from_save() and self._load_newest(
             CheckpointDirectory(pathlib.Path(flags.load)), state, finetune=flags.finetune
         )
         if not found and flags.exit_on_missing_checkpoint:

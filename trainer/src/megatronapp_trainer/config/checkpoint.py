@@ -10,7 +10,7 @@ class CheckpointConfig:
     """Saving and loading of checkpoints."""
 
     save: str | None = option(None, "directory to write to")
-    load: str | None = option(None, "directory to read from; default: --save if it holds a checkpoint")
+    load: str | None = option(None, "directory to read from, where --save holds no checkpoint")
     save_interval: int | None = option(None, "steps between checkpoints", aliases=("--persistent-save-interval",))
     async_save: bool = option(False, "write checkpoints while training goes on")
     async_save_exit_wait: float = option(
@@ -21,7 +21,7 @@ class CheckpointConfig:
     save_rng: bool = turned_off_by("--no-save-rng", "leave the random states out")
     load_optim: bool = turned_off_by("--no-load-optim", "do not read the optimizer")
     load_rng: bool = turned_off_by("--no-load-rng", "do not read the random states")
-    finetune: bool = option(False, "weights only: start at step 0 with a fresh optimizer")
+    finetune: bool = option(False, "read weights only from --load: start at step 0 with a fresh optimizer")
     exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
     ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",), aliases=("--dist-ckpt-format",))
     non_persistent_save_interval: int | None = option(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import logging
 import pathlib
 from typing import Any
 
@@ -23,9 +24,11 @@ from megatronapp_trainer.inference.model.kv_cache import check_memory
 from megatronapp_trainer.inference.model_runner import ModelRunner, RunnerOptions, cache_shape
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.models.registry import model_family
-from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
+from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks, rank
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
 from megatronapp_trainer.parallel.seeds import seed_everything
+
+logger = logging.getLogger(__name__)
 
 
 def generation_config(config: TrainerConfig) -> TrainerConfig:
@@ -71,6 +74,8 @@ def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_
 def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> pathlib.Path:  # noqa: ANN401
     """Fill the model from the newest whole checkpoint, written in any layout; return its path. Collective.
 
+    Rank 0 logs why newer ones are skipped.
+
     Raises:
         CheckpointError: no checkpoint is whole, or it is of another model.
     """
@@ -86,6 +91,8 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
         except BrokenCheckpointError as error:
             found[index] = dataclasses.replace(checkpoint, manifest=None, flaw=str(error))
         else:
+            for skipped in found[:index] if rank() == 0 else ():
+                logger.warning("checkpoint %s is skipped: %s", skipped.path, skipped.flaw)
             return checkpoint.path
     raise _nothing_whole(directory, found)
 

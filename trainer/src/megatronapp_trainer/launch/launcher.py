@@ -46,7 +46,7 @@ T = TypeVar("T")
 DRAIN_S = 2.0
 """Seconds that the agent has to read the rings after the ranks have ended."""
 ENDS_S = 30.0
-"""Longest time in seconds for which worker 0 collects how the ranks of the others ended."""
+"""Longest time in seconds for which a launcher waits for how the ranks of the others ended."""
 STDOUT = 1
 CODE_REASONS = {
     ExitCode.USAGE: "BadSettings",
@@ -86,6 +86,8 @@ class Launcher:
         self._supervisor: Supervisor | None = None
         self._preparing: asyncio.Future[Any] | None = None
         self._stop_requested = False
+        self.end_is_served = True
+        """False if worker 0, which serves how the ranks of all workers ended, has itself ended with success."""
 
     async def run(self) -> LauncherOutcome:
         """Run the worker to the end of its attempt; errors become outcomes."""
@@ -144,7 +146,7 @@ class Launcher:
             result = await self._run_ranks(gang, place)
             if self._settings.attempt_file is not None and result.code != ExitCode.OK:
                 self._status.add_end(notice_of(result, self._settings.index))
-                await self._unless_ordered(gang.await_ends(ENDS_S))
+                self.end_is_served = await self._unless_ordered(gang.await_ends(ENDS_S)) is not False
             return result
         finally:
             await gang.close()
@@ -162,13 +164,16 @@ class Launcher:
             gang.broadcast(notice_of(STOPPED, self._settings.index))
             return STOPPED
 
-    async def _unless_ordered(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Wait, but not beyond a request to stop or the order for the next attempt."""
+    async def _unless_ordered(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """Wait for a result, but not beyond a request to stop or the order for the next attempt: then it is None."""
         task = asyncio.ensure_future(waiting)
         while not task.done() and not self._stop_requested and self._settings.order() is None:
             await asyncio.wait([task], timeout=POLL_S)
+        if task.done():
+            return task.result()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        return None
 
     async def _unless_stopped(self, preparing: Coroutine[Any, Any, T]) -> T:
         """Return the result of `preparing`.

@@ -163,11 +163,15 @@ class WorkerLife:
             await asyncio.sleep(POLL_S)
 
     async def _next_order(self, outcome: LauncherOutcome) -> AttemptOrder | None:
-        """Wait for the order to run another attempt; None: this worker has ended."""
+        """Wait for the order to run another attempt; None: this worker has ended.
+
+        A worker whose end is served nowhere ends, so that its pod shows that it failed.
+        """
         if self._settings.attempt_file is None or outcome.code == ExitCode.OK:
             return None
         order = self._settings.order()
-        if order is None and not may_continue(outcome):
+        is_served = self._launcher is None or self._launcher.end_is_served
+        if order is None and not (is_served and may_continue(outcome)):
             return None
         self._status.phase = GangPhase.STANDBY
         log.info("ended with code %d (%s); waiting for the next attempt", outcome.code, outcome.reason)

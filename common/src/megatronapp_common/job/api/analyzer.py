@@ -28,7 +28,7 @@ class AnalyzerVolume(ManifestModel):
     claim: ObjectName | None = None
     """A PersistentVolumeClaim; defaults to a directory that lives as long as the hub's pod."""
     size_limit: Quantity = "10Gi"
-    """Size of that directory, without claim."""
+    """Size of that directory. On a claim the hub stores no more than this either: write at most the claim's size."""
 
 
 class Analyzer(ManifestModel):

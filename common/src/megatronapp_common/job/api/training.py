@@ -145,7 +145,7 @@ class Checkpoint(ManifestModel):
     save: Path | None = None
     """Directory to write to."""
     load: Path | None = None
-    """Directory to read from; defaults to save, if it holds a checkpoint."""
+    """Directory to read from, where save holds no checkpoint."""
     save_interval: Count | None = None
     """Steps between checkpoints."""
     async_save: bool = False
@@ -155,7 +155,7 @@ class Checkpoint(ManifestModel):
     keep: Count | None = None
     """Number of newest checkpoints to keep, at least 2; defaults to all."""
     finetune: bool = False
-    """Load weights only: start at step 0 with a fresh optimizer."""
+    """Read weights only from load: start at step 0 with a fresh optimizer. Checkpoints in save are resumed whole."""
     exit_on_missing: bool = False
     """Fail where load holds no checkpoint, instead of starting from scratch."""
     volume: Volume | None = None

@@ -25,6 +25,12 @@ def is_path(place: str) -> str:
     return f"({place}.matches('{_PATH}') && !{place}.{_UP})"
 
 
+def lies_on(path: str, volume: str) -> str:
+    """Return CEL text: a path is on a volume of the job, which may be absent."""
+    place = f"{volume}.mountPath"
+    return f"(has({volume}) && ({path} + '/').startsWith({place}.endsWith('/') ? {place} : {place} + '/'))"
+
+
 def is_taken(place: str) -> str:
     """Return CEL text: a mount there would hide a directory of the system or the operator."""
     listed = ", ".join(f"'{path}'" for path in _TAKEN)
@@ -176,17 +182,10 @@ _MOUNTS = (
 )
 
 
-def _on(volume: str) -> str:
-    """Return CEL text: the target of an initializer is on a volume."""
-    place = f"{volume}.mountPath"
-    return (
-        f"(has({volume}) && (one.target == {place} || one.target.startsWith({place} + '/') || "
-        f"({place}.endsWith('/') && one.target.startsWith({place}))))"
-    )
-
-
 _TWICE = "!self.initializers.exists_one(other, other.name == one.name)"
-_ASTRAY = f"has(one.target) && one.scope == 'Job' && !{_on(_DATA)} && !{_on(_SAVED)}"
+_ASTRAY = (
+    f"has(one.target) && one.scope == 'Job' && !{lies_on('one.target', _DATA)} && !{lies_on('one.target', _SAVED)}"
+)
 
 
 def _of_initializers(rule_id: str, wrong: str, *, says: str, message: str, in_schema: bool = False) -> Rule:

@@ -1,5 +1,6 @@
 """Rules about queues, failures, sizes of the gang, and slow nodes."""
 
+from megatronapp_common.job.rules.cluster import lies_on
 from megatronapp_common.job.rules.rule import Rule, cel_message, no_item
 from megatronapp_common.job.rules.world import WORKERS, cel_message_with_sizes, with_gang
 
@@ -23,6 +24,10 @@ _BATCH, _RAMP = f"{_JOB}.training.globalBatchSize", f"{_JOB}.training.rampupBatc
 _MICRO, _DATA = f"{_JOB}.training.microBatchSize", f"{_JOB}.parallelism.data"
 _WRITTEN = f"has({_JOB}.nodes) && has({_DATA}) && has({_BATCH})"
 _PATIENCE, _DEADLINE = f"{_ELASTIC}.patienceSeconds", f"{_JOB}.runPolicy.startDeadlineSeconds"
+_STORED = "({} || {})".format(
+    *(lies_on("self.checkpoint.save", f"self.{part}.volume") for part in ("checkpoint", "data"))
+)
+"""CEL text: checkpoints are written to a volume of the job, which outlives its pods."""
 LISTED = 16
 """Largest size that a message about an impossible `minData` names."""
 SIZED_FLAGS = (
@@ -109,10 +114,15 @@ _FAILURES = (
         message="must be 0 with fbd.enabled, whose workers have different roles",
     ),
     Rule(
-        id="spares-share-checkpoints",
-        field=".runPolicy.spares",
-        rule=f"{_SPARES} == 0 || !has(self.checkpoint.save) || has(self.checkpoint.volume) || has(self.data.volume)",
-        message="needs checkpoint.volume with checkpoint.save: on its own node a spare finds no checkpoint of others",
+        id="checkpoints-outlive-nodes",
+        field=".checkpoint.save",
+        rule=f"!has(self.checkpoint.save) || ({_SPARES} == 0 && {_DISRUPTION} != 'CheckpointFirst') || {_STORED}",
+        message="must be below the mountPath of checkpoint.volume with runPolicy.spares or disruption: "
+        "CheckpointFirst, which replace nodes: a checkpoint elsewhere is lost with its pod",
+        message_expression=cel_message(
+            "{self.checkpoint.save} is not below the mountPath of checkpoint.volume, as runPolicy.spares and "
+            "disruption: CheckpointFirst need it: a checkpoint elsewhere is lost with its pod"
+        ),
     ),
     Rule(
         id="checkpoint-first-saves",
@@ -121,13 +131,6 @@ _FAILURES = (
         "has(self.checkpoint.saveInterval))",
         message="CheckpointFirst needs mode: train, checkpoint.save and checkpoint.saveInterval; write Protect where "
         "nothing is saved",
-    ),
-    Rule(
-        id="checkpoint-first-keeps-checkpoints",
-        field=".runPolicy.disruption",
-        rule=f"{_DISRUPTION} != 'CheckpointFirst' || has(self.checkpoint.volume) || has(self.data.volume)",
-        message="CheckpointFirst needs checkpoint.volume: a checkpoint on an emptied node is lost with it; write "
-        "Protect where there is none",
     ),
     Rule(
         id="failure-rule-matches",
@@ -198,9 +201,9 @@ ELASTIC_RULES = (
         id="elastic-saves",
         field=".runPolicy.elastic",
         rule=f"{_SAME_SIZE} || {_NO_TRAINING} || (has({_JOB}.checkpoint.save) && "
-        f"has({_JOB}.checkpoint.saveInterval) && (has({_JOB}.checkpoint.volume) || has({_JOB}.data.volume)))",
-        message="needs checkpoint.save, checkpoint.saveInterval and checkpoint.volume: a gang of another size resumes "
-        "from the checkpoints of the one before",
+        f"has({_JOB}.checkpoint.saveInterval) && {_STORED.replace('self', _JOB)})",
+        message="needs checkpoint.saveInterval, checkpoint.volume, and checkpoint.save below its mountPath: a gang of "
+        "another size resumes from the checkpoints of the one before",
     ),
     Rule(
         id="elastic-batch-in-fields",

@@ -70,8 +70,8 @@ class JobMemory:
     """Problems by the rules of this release of a spec that an earlier release accepted."""
     skipped_reported: tuple[str, ...] = ()
     """Skipped rules that were reported."""
-    order_reported: bool = False
-    """True if it was reported that ranks are not ordered by topology."""
+    warnings_reported: frozenset[str] = frozenset()
+    """Reasons of the warnings about the spec that were reported."""
     poll_result: PollResult = dataclasses.field(default_factory=PollResult)
     refusal: PodRejection | None = None
     sized_jobs: dict[int, MegatronJob] = dataclasses.field(default_factory=dict)

@@ -58,7 +58,7 @@ class JobMaintenance:
         """Do what is due; return when to reconcile again. Raises NamespaceTerminatingError, LeaseLostError."""
         await self._report_unknown(memory, work)
         await self._report_skipped(memory, work)
-        await self._report_order(memory, work)
+        await self._report_warnings(memory, work)
         for name, task in (
             ("places", self._publish_placement),
             ("agents", self._report_agents),
@@ -103,17 +103,13 @@ class JobMaintenance:
             await self._executor.events.record(work.owner, event)
         memory.skipped_reported = rules
 
-    async def _report_order(self, memory: JobMemory, work: JobContext) -> None:
-        """Report once that ranks are ordered by index, because the operator may not read the topology of nodes."""
-        impossible = work.job.spec.network.rank_order == "Topology" and not work.settings.node_access
-        if impossible and not memory.order_reported:
-            message = (
-                "spec.network.rankOrder: Topology needs the right to read nodes, which this operator lacks; ranks "
-                "follow the index of their worker. Install the chart with rbac.nodeAccess: true"
-            )
-            event = RecordEvent(type=EventType.WARNING, reason="RankOrderIgnored", message=message)
+    async def _report_warnings(self, memory: JobMemory, work: JobContext) -> None:
+        """Report each warning about a valid spec once."""
+        warnings = _warnings(work)
+        for reason in warnings.keys() - memory.warnings_reported:
+            event = RecordEvent(type=EventType.WARNING, reason=reason, message=warnings[reason])
             await self._executor.events.record(work.owner, event)
-        memory.order_reported = impossible
+        memory.warnings_reported = frozenset(warnings)
 
     async def _report(self, work: JobContext, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)
@@ -164,6 +160,22 @@ class JobMaintenance:
             if differing:
                 log.info("%s/%s: restored %s", work.owner.namespace, work.owner.name, ", ".join(differing))
         memory.tended, memory.tend_at, memory.differing = generation, now + TEND_S, ()
+
+
+def _warnings(work: JobContext) -> dict[str, str]:
+    """Return what a valid spec cannot have on this cluster, by the reason of its Event."""
+    spec, warnings = work.job.spec, {}
+    if spec.network.rank_order == "Topology" and not work.settings.node_access:
+        warnings["RankOrderIgnored"] = (
+            "spec.network.rankOrder: Topology needs the right to read nodes, which this operator lacks; ranks "
+            "follow the index of their worker. Install the chart with rbac.nodeAccess: true"
+        )
+    if render.loses_checkpoints(work.job):
+        warnings["CheckpointsNotStored"] = (
+            f"spec.checkpoint.save: {spec.checkpoint.save} is on no volume, so that checkpoints are deleted with their "
+            "pod and a new pod begins at step 0; write a directory below the mountPath of spec.checkpoint.volume"
+        )
+    return warnings
 
 
 def _is_current(memory: JobMemory, work: JobContext) -> bool:

@@ -5,11 +5,14 @@ import random
 import socket
 from collections.abc import Iterator
 
-from megatronapp_common.web.loopback import V6, family_of, has_ipv6, is_shared
+from megatronapp_common.web.loopback import V4, V6, authority, family_of, has_ipv6, is_shared
 from megatronapp_operator.errors import BackendError
 
 PORTS = range(20000, 30000)
 """Ports below the range that the kernel uses for outgoing connections (from 32768 by default)."""
+
+_EVERYWHERE = {"0.0.0.0": V4, "::": V6}
+"""Address at which this machine reaches a server that listens at all of its addresses."""
 
 
 class ReservedPort:
@@ -36,7 +39,7 @@ class ReservedPort:
     @property
     def url(self) -> str:
         """URL of the port for this machine."""
-        return f"http://{'127.0.0.1' if self.address == '0.0.0.0' else self.address}:{self.number}"
+        return f"http://{authority(_EVERYWHERE.get(self.address, self.address), self.number)}"
 
     def close(self) -> None:
         """Release the port, so that other programs can use it."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -89,12 +89,12 @@ def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: in
     return _checked(folder, weights, shape, megatron_tokenizer_arguments(weights.arguments))
 
 
-def open_ours(path: pathlib.Path, iteration: int | None) -> MegatronSource:
-    """Open the newest whole checkpoint of ours, or that of this iteration.
+def open_ours(path: pathlib.Path, iteration: int | None, report: Callable[[str], None]) -> MegatronSource:
+    """Open the newest whole checkpoint of ours, or that of this iteration; `report` as in `find_checkpoint`.
 
     Raises CheckpointError.
     """
-    folder, manifest = find_checkpoint(path, iteration)
+    folder, manifest = find_checkpoint(path, iteration, report)
     try:
         weights = CoreWeights(folder, manifest.arguments, manifest.iteration)
     except BrokenCheckpointError as error:

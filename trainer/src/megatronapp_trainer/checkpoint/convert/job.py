@@ -42,7 +42,7 @@ def convert(options: ConversionOptions, report: Callable[[str], None] = lambda _
         return _from_hf(options, report)
     if source == MEGATRON or options.to == OURS:
         return _to_weights(source, options, report)
-    return _to_hf(options)
+    return _to_hf(options, report)
 
 
 def _from_hf(options: ConversionOptions, report: Callable[[str], None]) -> ConversionSummary:
@@ -63,7 +63,7 @@ def _to_weights(kind: str, options: ConversionOptions, report: Callable[[str], N
     if kind == MEGATRON:
         source = open_megatron(options.load_dir, options.iteration, options.true_vocab_size)
     else:
-        source = open_ours(options.load_dir, options.iteration)
+        source = open_ours(options.load_dir, options.iteration, report)
     _check_requested_options(source.with_padding(options.divisible_by), options)
     for note in notes(source, options):
         report(note)
@@ -71,8 +71,8 @@ def _to_weights(kind: str, options: ConversionOptions, report: Callable[[str], N
         return write_weights(source, options, folder)
 
 
-def _to_hf(options: ConversionOptions) -> ConversionSummary:
-    path, manifest = find_checkpoint(options.load_dir, options.iteration)
+def _to_hf(options: ConversionOptions, report: Callable[[str], None]) -> ConversionSummary:
+    path, manifest = find_checkpoint(options.load_dir, options.iteration, report)
     stored = open_stored(path, manifest, options.family)
     _check_requested_options(stored.shape, options)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=is_written_by_us) as folder:

@@ -36,10 +36,14 @@ def split_transposed(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
 
 
 def padded(parts: Tensors, shape: ModelShape) -> torch.Tensor:
-    """Append rows of zeros for the ids that no token has."""
+    """Append copies of the last row for the ids that no token has.
+
+    Their logits take part in the softmax of the loss. Rows of zeros would give them the logit 0, which is far above
+    those of all tokens in a model such as GPT-2; Megatron's converter copies the last row, too.
+    """
     (tensor,) = parts
     missing = shape.padded_vocab_size - tensor.size(0)
-    return torch.cat([tensor, tensor.new_zeros(missing, tensor.size(1))]) if missing else tensor
+    return torch.cat([tensor, tensor[-1:].expand(missing, -1)]) if missing else tensor
 
 
 def unpad(tensor: torch.Tensor, shape: ModelShape) -> Tensors:

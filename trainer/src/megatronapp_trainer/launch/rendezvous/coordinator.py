@@ -92,7 +92,7 @@ class Coordinator:
         if self._status is not None:
             self._status.progress = page
 
-    async def await_ends(self, limit_s: float) -> None:
+    async def await_ends(self, limit_s: float) -> bool:
         """Wait until every connected worker has reported how its ranks ended, for at most `limit_s` seconds."""
         self._note_ends()
         try:
@@ -101,6 +101,7 @@ class Coordinator:
         except TimeoutError:
             open_ends = sorted(self._wires.keys() - self._ended)
             log.warning("no report of its end within %g s from workers %s", limit_s, ", ".join(map(str, open_ends)))
+        return True
 
     def _note_ends(self) -> None:
         if self._wires.keys() <= self._ended:

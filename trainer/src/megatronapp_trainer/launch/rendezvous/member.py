@@ -1,11 +1,13 @@
 """Gathering of the gang: the side of every worker but worker 0."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from megatronapp_common.names import ExitCode
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError
 from megatronapp_trainer.launch.config.address import resolve_ipv4
 from megatronapp_trainer.launch.config.settings import Endpoint
@@ -29,7 +31,9 @@ class GangMember:
         self.briefing = briefing
         self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._wire = wire
-        self._coordinator_ended = False
+        self._coordinator_end: EndNotice | None = None
+        self._coordinator_left = asyncio.Event()
+        """Set once worker 0 has reported its end, or its connection is lost."""
         self._task = asyncio.create_task(self._listen())
 
     def broadcast(self, notice: Notices) -> None:
@@ -41,8 +45,12 @@ class GangMember:
         if self.briefing.report:
             self._wire.send(messages.progress_to_json(page))
 
-    async def await_ends(self, limit_s: float) -> None:
-        """Do nothing: worker 0 collects the ends."""
+    async def await_ends(self, limit_s: float) -> bool:
+        """Wait until worker 0 has reported its end; return False if it was a success, with which its launcher ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._coordinator_left.wait()
+        return self._coordinator_end is None or self._coordinator_end.code != ExitCode.OK
 
     async def close(self) -> None:
         """Send what is queued, and close the connection."""
@@ -54,11 +62,14 @@ class GangMember:
         try:
             while True:
                 notice = messages.notice_from_json(await self._wire.receive())
-                self._coordinator_ended |= isinstance(notice, EndNotice) and notice.worker == COORDINATOR
+                if isinstance(notice, EndNotice) and notice.worker == COORDINATOR:
+                    self._coordinator_end = notice
+                    self._coordinator_left.set()
                 self.notices.put_nowait(notice)
         except (OSError, EOFError, MessageError, RefusedError):
-            if not self._coordinator_ended:
+            if self._coordinator_end is None:
                 self.notices.put_nowait(connection_lost_notice(COORDINATOR))
+            self._coordinator_left.set()
 
 
 async def join_gang(endpoint: Endpoint, *, token: str, own: JoinRequest, timeout_s: float) -> GangMember:

@@ -23,8 +23,12 @@ class GangConnection(Protocol):
     def report(self, page: Mapping[str, Any]) -> None:
         """Send this worker's progress document to worker 0."""
 
-    async def await_ends(self, limit_s: float) -> None:
-        """On worker 0, wait until the others have reported how their ranks ended, for at most `limit_s` seconds."""
+    async def await_ends(self, limit_s: float) -> bool:
+        """On worker 0, wait until the others have reported how their ranks ended, elsewhere until worker 0 has.
+
+        Waits for at most `limit_s` seconds. Returns False if worker 0 has ended with success: then its launcher is
+        gone, and serves the end of this worker no longer.
+        """
 
     async def close(self) -> None:
         """Send what is queued, and close. The others take a close without an orderly notice for a loss."""
@@ -46,8 +50,9 @@ class SingleWorkerGang:
         if self._status is not None:
             self._status.progress = page
 
-    async def await_ends(self, limit_s: float) -> None:
-        """Do nothing: there is no other worker."""
+    async def await_ends(self, limit_s: float) -> bool:
+        """Return True at once: there is no other worker."""
+        return True
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""

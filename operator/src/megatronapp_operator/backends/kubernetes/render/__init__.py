@@ -13,6 +13,7 @@ from megatronapp_operator.backends.kubernetes.render.hub import (
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, serve_url
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, coordinator
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import init_pod
+from megatronapp_operator.backends.kubernetes.render.pod.storage import loses_checkpoints
 from megatronapp_operator.backends.kubernetes.render.pod.worker import may_have_spares, template_hash, worker_pod
 from megatronapp_operator.backends.kubernetes.render.queueing import group_resource
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
@@ -33,6 +34,7 @@ __all__ = [
     "hub_objects",
     "hub_pod",
     "init_pod",
+    "loses_checkpoints",
     "may_have_spares",
     "missing_features",
     "ranks",

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,10 +62,13 @@ class StoredModel:
                 yield HEAD, parts[0]
 
 
-def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.Path, Manifest]:
+def find_checkpoint(
+    path: pathlib.Path, iteration: int | None, report: Callable[[str], None] = lambda _: None
+) -> tuple[pathlib.Path, Manifest]:
     """Return the folder of the newest whole checkpoint, or of this iteration, and its manifest.
 
-    `path` may be that folder itself. Raises CheckpointError if it does not exist, or is not one of GPT.
+    `path` may be that folder itself; `report` receives why newer ones are skipped. Raises CheckpointError if it does
+    not exist, or is not one of GPT.
     """
     found = [path] if (path / MANIFEST).is_file() else CheckpointDirectory(path).checkpoints()
     flaws = []
@@ -80,6 +83,8 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
         flaw = damaged_weights(folder, manifest)
         if flaw is None:
             _check_convertible(folder, manifest)
+            for skipped in flaws if iteration is None else ():
+                report(f"{skipped}; {folder.name} is converted instead")
             return folder, manifest
         flaws.append(f"{folder.name}: {flaw}")
     expected = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"

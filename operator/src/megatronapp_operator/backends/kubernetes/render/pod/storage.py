@@ -166,6 +166,23 @@ def node_initializers(job: MegatronJob) -> list[Initializer]:
     return [given for given in job.spec.initializers if given.scope == "Node"]
 
 
+def loses_checkpoints(job: MegatronJob) -> bool:
+    """Return True if the checkpoints of a training are deleted with its pods, because no volume holds their folder."""
+    spec = job.spec
+    if spec.mode != "train" or spec.checkpoint.save is None:
+        return False
+    template: Object = spec.pod_template.spec
+    passing = {volume["name"] for volume in template.get("volumes") or () if "emptyDir" in volume}
+    mounts = [
+        mount["mountPath"]
+        for container in template.get("containers") or ()
+        for mount in container.get("volumeMounts") or ()
+        if container["name"] == TRAINER and mount["name"] not in passing
+    ]
+    save = spec.checkpoint.save
+    return not any(is_below(save, place) for place in (*mounts, *(volume.mount_path for volume in claims(job))))
+
+
 def is_below(path: str, folder: str) -> bool:
     """Return True if a path is the folder or below it."""
     path, folder = posixpath.normpath(path), posixpath.normpath(folder)
