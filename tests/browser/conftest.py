@@ -191,6 +191,7 @@ class Stack:
 
     url: str
     token: str
+    viewer_token: str
     feed: Feed
     hub: subprocess.Popen[bytes]
     start_hub: Callable[[int], subprocess.Popen[bytes]]
@@ -296,7 +297,8 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
             agent_environment = base | own | {Env.SHM_PREFIX: prefix, Env.HUB_URL: url}
             agent = start("megatronapp_analyzer.agent", [], agent_environment, folder / f"agent-{worker}.log")
             stack.callback(end, agent)
-        yield Stack(url=url, token=derive_token(secret, TokenRole.CONTROLLER), feed=feed, hub=hub, start_hub=start_hub)
+        token, viewer_token = (derive_token(secret, role) for role in (TokenRole.CONTROLLER, TokenRole.VIEWER))
+        yield Stack(url=url, token=token, viewer_token=viewer_token, feed=feed, hub=hub, start_hub=start_hub)
 
 
 @pytest.fixture(scope="module")

@@ -484,3 +484,7 @@ def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: 
     screen.submit("hello", 4)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))).to_have_count(4)
+    page.get_by_title("The page of the job").click()
+    restarts = job.status()["attempt"]
+    assert restarts > 0
+    pw.expect(page.locator("[data-fact=Restarts]")).to_have_text(str(restarts))

@@ -173,6 +173,15 @@ def test_a_wrong_token_is_reported_and_can_be_corrected(page: pw.Page, shared_st
     pw.expect(job(page)).to_be_visible()
 
 
+def test_a_viewer_sees_why_faults_cannot_be_injected(page: pw.Page, shared_stack: Any) -> None:
+    page.goto(shared_stack.url)
+    page.get_by_label("Token").fill(shared_stack.viewer_token)
+    page.get_by_role("button", name="Log in").click()
+    inject = page.get_by_role("button", name="Inject")
+    pw.expect(inject).to_have_attribute("title", "Needs the controller role")
+    pw.expect(inject).to_be_disabled()
+
+
 def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.Page, shared_stack: Any) -> None:
     shared_stack.feed.start()
     page.goto(shared_stack.entry)

@@ -1,8 +1,9 @@
 import { flushPromises, mount, type VueWrapper } from "@vue/test-utils";
 import { afterEach, describe, expect, it, vi } from "vitest";
-import { defineComponent, h, nextTick, ref, type Ref } from "vue";
+import { defineComponent, h, nextTick } from "vue";
 import { ApiClient } from "../api/client";
 import type { JobView } from "../api/types";
+import { createJobState } from "../composables/jobState";
 
 const SERVES = { source: "live", model: { layers: 2 } };
 const jobOf = (ranks: number, phase = "Pending"): JobView =>
@@ -23,14 +24,16 @@ async function landAt(url: string, said: () => object, ranks: number | null) {
     import("../composables/useSelection"),
   ]);
   const asked = vi.fn(() => Promise.resolve(Response.json(said())));
-  const job: Ref<JobView | null> = ref(ranks === null ? null : jobOf(ranks));
+  const state = createJobState();
+  const { job, viewOnly } = state;
+  job.value = ranks === null ? null : jobOf(ranks);
   const shown = defineComponent(() => {
-    const { page: name } = useEntryRoute(new ApiClient(asked), job);
+    const { page: name } = useEntryRoute(new ApiClient(asked), state);
     return () => h("b", name.value);
   });
   page = mount(shown);
   await flushPromises();
-  return { page, job, asked, ...useSelection() };
+  return { page, job, viewOnly, asked, ...useSelection() };
 }
 
 describe("a job's address", () => {
@@ -46,6 +49,15 @@ describe("a job's address", () => {
   ])("%s", async (_, url, said, ranks, wanted) => {
     const landed = await landAt(url, () => said, ranks);
     expect(landed.page.text()).toBe(wanted);
+  });
+
+  it.each([
+    [{ role: "viewer", model: null }, "Needs the controller role"],
+    [{ role: "controller", model: null }, undefined],
+    [{}, undefined],
+  ])("opened by %j: changes are refused for %s", async (said, wanted) => {
+    const { viewOnly } = await landAt("/", () => said, 4);
+    expect(viewOnly.value).toBe(wanted);
   });
 
   it("stays as it is, so that Back leaves the job and leads from its page to the model", async () => {

@@ -1,7 +1,8 @@
-/** Which page of a job is shown where the address names none, and whether there is a model for MegaScope. */
+/** Which page of a job is shown where the address names none, whether there is a model for MegaScope, and who looks. */
 import { computed, onBeforeUnmount, ref, watch, type ComputedRef, type Ref } from "vue";
 import type { ApiClient } from "../api/client";
 import type { JobView } from "../api/types";
+import type { JobState } from "../composables/jobState";
 import { useScopeLink, type ScopeSource } from "../composables/useScopeLink";
 import { useSelection } from "../composables/useSelection";
 
@@ -22,12 +23,22 @@ export interface EntryRoute {
 export const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
 const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) && SERVED.has(job.phase);
 
-/** Opens MegaScope where a model serves or was recorded, and the job's page where ranks train. */
-export function useEntryRoute(api: ApiClient, job: Readonly<Ref<JobView | null>>): EntryRoute {
+/** Opens MegaScope where a model serves or was recorded, and the job's page where ranks train; sets `viewOnly`. */
+export function useEntryRoute(
+  api: ApiClient,
+  { job, viewOnly }: Pick<JobState, "job" | "viewOnly">,
+): EntryRoute {
   const { selection } = useSelection();
   const scope = ref<ScopeSource>(null);
   const request = (): void => {
-    watch(useScopeLink(api), (source) => (scope.value = source), { once: true });
+    watch(
+      useScopeLink(api),
+      ({ source, role }) => {
+        scope.value = source;
+        viewOnly.value = role === "viewer" ? "Needs the controller role" : undefined;
+      },
+      { once: true },
+    );
   };
   request();
   const timer = setInterval(() => {

@@ -30,6 +30,8 @@ export function createJobState() {
     verdicts: shallowRef<readonly Verdict[]>([]),
     load: shallowRef<LoadState>({ kind: "loading" }),
     live: shallowRef<LiveState>({ kind: "connecting" }),
+    /** Why the caller cannot change the job; undefined: they can, or it is not known yet. */
+    viewOnly: ref<string>(),
     /** A message for the user that belongs to no panel. */
     notice: ref<string | null>(null),
     steps: shallowRef(new StepStore()),

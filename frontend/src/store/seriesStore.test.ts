@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { position, SeriesStore } from "./seriesStore";
+import { SeriesStore } from "./seriesStore";
 
 describe("SeriesStore", () => {
   it("merges points that come twice and out of order", () => {
@@ -31,7 +31,15 @@ describe("SeriesStore", () => {
     expect(series.curve("loss").steps).toEqual([2, 3]);
   });
 
-  it("finds positions", () => {
-    expect([0, 1, 2, 3, 9].map((value) => position([1, 2, 4], value))).toEqual([0, 0, 1, 2, 3]);
+  it("keeps the attempt that resumed below the last step of the one before", () => {
+    const series = new SeriesStore(4);
+    series.add("loss", { attempts: [0, 0, 0], steps: [7, 8, 9], values: [7, 8, 9] });
+    series.add("loss", { attempts: [1, 1, 1], steps: [3, 4, 5], values: [3, 4, 5] });
+    expect(series.curve("loss")).toEqual({
+      steps: [3, 4, 5, 9],
+      values: [3, 4, 5, 9],
+      attempts: [1, 1, 1, 0],
+    });
+    expect(series.newest("loss")).toBe(5);
   });
 });

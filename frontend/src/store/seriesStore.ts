@@ -1,5 +1,6 @@
 /** Points of the curves by name, one value per step; a newer attempt's point replaces an older one's. */
 import type { Series } from "../api/types";
+import { oldest, position } from "./sorted";
 import { CAPACITY } from "./stepStore";
 
 type Points = Pick<Series, "attempts" | "steps" | "values">;
@@ -40,9 +41,14 @@ export class SeriesStore {
       const value = points.values[index];
       if (value !== undefined) put(curve, step, value ?? Number.NaN, points.attempts[index] ?? 0);
     });
-    const excess = curve.steps.length - this.capacity;
-    if (excess > 0)
-      for (const column of [curve.steps, curve.values, curve.attempts]) column.splice(0, excess);
+    const gone = oldest(curve.attempts, this.capacity);
+    if (gone.size === 0) return;
+    const kept = (column: readonly number[]): number[] => column.filter((_, index) => !gone.has(index));
+    this.curves.set(name, {
+      steps: kept(curve.steps),
+      values: kept(curve.values),
+      attempts: kept(curve.attempts),
+    });
   }
 }
 
@@ -54,16 +60,4 @@ function put(curve: Curve, step: number, value: number, attempt: number): void {
   curve.steps.splice(at, removed, step);
   curve.values.splice(at, removed, value);
   curve.attempts.splice(at, removed, attempt);
-}
-
-/** Index of the first element not below `value` in an ascending list. */
-export function position(sorted: readonly number[], value: number): number {
-  let [low, high] = [0, sorted.length];
-  if (high === 0 || (sorted[high - 1] ?? 0) < value) return high;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if ((sorted[middle] ?? 0) < value) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }

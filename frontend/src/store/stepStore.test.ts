@@ -84,4 +84,21 @@ describe("StepStore", () => {
     expect(durations(store).values).toEqual([5, 7, 9]);
     expect(store.durationOf(2)).toBeUndefined();
   });
+
+  it("lets steps of the older attempt go first, also where their numbers are higher", () => {
+    const store = new StepStore(4);
+    const add = (attempt: number, ...steps: number[]): void =>
+      store.addFrame(
+        header({ attempt, steps, durationsNs: steps.map(() => 1e9), metrics: ["compute"] }),
+        new Float32Array(2 * steps.length).fill(attempt + 1),
+      );
+    add(0, 7, 8, 9);
+    add(1, 3, 4, 5);
+    expect(store.steps).toEqual([3, 4, 5, 9]);
+    expect(store.newest).toBe(5);
+    expect([5, 9, 8].map((step) => store.value("compute", 0, step))).toEqual([2, 1, undefined]);
+    add(1, 6, 7);
+    expect(store.steps).toEqual([4, 5, 6, 7]);
+    expect(store.attemptOf(7)).toBe(1);
+  });
 });

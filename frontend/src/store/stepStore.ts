@@ -1,8 +1,9 @@
 /**
  * Steps by ranks in typed arrays, outside of any reactivity: what curves and heat map draw. A step that was repeated in a
- * newer attempt replaces the older one. Bounded: the oldest steps are dropped first.
+ * newer attempt replaces the older one. Bounded: the oldest steps of the oldest attempt are dropped first.
  */
 import type { Heatmap, Metric, StepView } from "../api/types";
+import { oldest, position } from "./sorted";
 
 export interface StepsHeader {
   readonly attempt: number;
@@ -33,7 +34,6 @@ export const CAPACITY = 4000;
 export class StepStore {
   private readonly rows = new Map<number, StepRow>();
   private order: number[] = [];
-  private sorted = true;
   private rankList: number[] = [];
   private rowOfRank = new Map<number, number>();
   private last: { readonly attempt: number; readonly step: number } | undefined;
@@ -46,10 +46,6 @@ export class StepStore {
 
   /** Step numbers held, ascending. */
   get steps(): readonly number[] {
-    if (!this.sorted) {
-      this.order.sort((left, right) => left - right);
-      this.sorted = true;
-    }
     return this.order;
   }
 
@@ -132,10 +128,7 @@ export class StepStore {
     this.learnNewest(step, attempt);
     if (known?.attempt === attempt) return known;
     const row: StepRow = { attempt, durationS: Number.NaN, metrics: new Map() };
-    if (!known) {
-      this.sorted &&= this.order.length === 0 || step > (this.order.at(-1) ?? -1);
-      this.order.push(step);
-    }
+    if (!known) this.order.splice(position(this.order, step), 0, step);
     this.rows.set(step, row);
     return row;
   }
@@ -148,9 +141,8 @@ export class StepStore {
 
   private cells(row: StepRow, metric: string): Float32Array {
     const known = row.metrics.get(metric);
-    if (known && known.length === this.rankList.length) return known;
+    if (known) return known;
     const cells = new Float32Array(this.rankList.length).fill(Number.NaN);
-    if (known) cells.set(known.subarray(0, cells.length));
     row.metrics.set(metric, cells);
     return cells;
   }
@@ -173,9 +165,10 @@ export class StepStore {
   }
 
   private trim(): void {
-    const excess = this.order.length - this.capacity;
-    if (excess <= 0) return;
-    for (const step of this.steps.slice(0, excess)) this.rows.delete(step);
-    this.order = this.order.slice(excess);
+    const attempts = this.order.map((step) => this.attemptOf(step) ?? 0);
+    const gone = oldest(attempts, this.capacity);
+    if (gone.size === 0) return;
+    for (const index of gone) this.rows.delete(this.order[index] ?? -1);
+    this.order = this.order.filter((step) => this.rows.has(step));
   }
 }

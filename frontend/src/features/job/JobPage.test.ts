@@ -5,6 +5,7 @@ import { ApiClient } from "../../api/client";
 import { provideJob } from "../../composables/useJob";
 import type { ScopeSource } from "../../composables/useScopeLink";
 import JobPage from "./JobPage.vue";
+import ControlBar from "./training/ControlBar.vue";
 
 const JOB = {
   name: "demo",
@@ -44,6 +45,7 @@ function pageOf(
   answers: Readonly<Record<string, object>>,
   props: { scope: ScopeSource; serves: boolean },
   stubs: Readonly<Record<string, true>> = {},
+  viewOnly?: string,
 ): VueWrapper {
   const client = new ApiClient((input) => {
     const answer = answers[String(input)];
@@ -51,7 +53,7 @@ function pageOf(
   });
   return mount(
     defineComponent(() => {
-      provideJob(client);
+      provideJob(client).viewOnly.value = viewOnly;
       return () => h(JobPage, props);
     }),
     { global: { stubs } },
@@ -94,6 +96,18 @@ describe("the page of a job whose ranks have roles", () => {
     expect(page.find("mega-fbd-panel-stub").exists()).toBe(panel);
     page.unmount();
   });
+});
+
+it("tells the bar of a training why a viewer cannot control it", async () => {
+  const page = pageOf(
+    { ...ANSWERS, "api/v1/job": { ...JOB, training: { state: "running" } } },
+    { scope: null, serves: false },
+    { ControlBar: true, FaultsPanel: true, StepsPanel: true },
+    "Needs the controller role",
+  );
+  await flushPromises();
+  expect(page.getComponent(ControlBar).props("viewOnly")).toBe("Needs the controller role");
+  page.unmount();
 });
 
 describe("the page of a job that trains nothing", () => {

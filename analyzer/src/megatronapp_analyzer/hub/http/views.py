@@ -75,7 +75,8 @@ def job_document(hub: HubReader) -> dict[str, Any]:
         name=hub.identity.name,
         namespace=hub.identity.namespace,
         uid=hub.identity.uid,
-        attempt=newest.attempt if newest else 0,
+        # Ranks that serve have no rings, but publish; no attempt has begun before the first of them (-1).
+        attempt=newest.attempt if newest else max(0, hub.scope.core.publishers.attempt),
         phase=_phase(hub, states),
         spec_digest=hub.identity.spec_digest,
         world_size=any_ring.world if any_ring else 0,

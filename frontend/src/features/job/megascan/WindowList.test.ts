@@ -24,7 +24,7 @@ const WINDOW: TraceWindow = {
 };
 
 /** The list, at a hub that cancels a window, or answers with a problem. */
-async function listed(problem: object | null) {
+async function listed(problem: object | null, viewOnly?: string) {
   const requests: string[] = [];
   let windows = [WINDOW];
   const client = new ApiClient((input, init) => {
@@ -41,7 +41,7 @@ async function listed(problem: object | null) {
   });
   const page = mount(
     defineComponent(() => {
-      provideJob(client);
+      provideJob(client).viewOnly.value = viewOnly;
       return () => h(WindowList);
     }),
   );
@@ -57,6 +57,18 @@ describe("the list of windows", () => {
     await flushPromises();
     expect(requests).toEqual(["api/v1/trace/windows/window-3"]);
     expect(page.find("[data-testid=trace-windows]").exists()).toBe(false);
+    page.unmount();
+  });
+
+  it("has no use for a viewer, and says why", async () => {
+    const { page, requests } = await listed(null, "Needs the controller role");
+    const button = page.get("button");
+    expect([button.attributes("disabled"), button.attributes("title")]).toEqual([
+      "",
+      "Needs the controller role",
+    ]);
+    await button.trigger("click");
+    expect(requests).toEqual([]);
     page.unmount();
   });
 

@@ -8,9 +8,9 @@ export const COMPARED_STEPS = 16;
 /** Cells in the table at most: those that changed most. */
 export const MOST_CHANGED = 12;
 
-/** The steps before the first finding; without one the oldest of those that are shown. */
+/** The steps before the first finding of the attempt that is shown; without one the oldest of those that are shown. */
 export function usualBefore(view: Slowdowns, verdicts: readonly Verdict[]): StepRange {
-  const since = verdicts.map((verdict) => verdict.since.step);
+  const since = verdicts.flatMap(({ since: { attempt, step } }) => (attempt === view.attempt ? [step] : []));
   const end = since.length > 0 ? Math.min(...since) : (view.steps[0] ?? 0);
   return { from: Math.max(0, end - COMPARED_STEPS), to: Math.max(0, end - 1) };
 }

@@ -68,13 +68,13 @@ export const MOST_LANES = 24;
 /** Width for which a large step is fetched before that of the picture is known. */
 const FIRST_PIXELS = 2048;
 
-/** The blame of a step (null: the newest), with its spans on the ranks that it is about. */
+/** The blame of a step (null: the newest, and of the newest attempt), with its spans on the ranks that it is about. */
 export async function fetchBlame(
   client: ApiClient,
-  step: number | null,
+  target: { readonly step: number | null; readonly attempt: number | null },
   signal: AbortSignal,
 ): Promise<BlamedStep> {
-  const blame = await get<Blame>(client, "blame", { step }, signal);
+  const blame = await get<Blame>(client, "blame", { ...target }, signal);
   const timeline = await client.timeline(blame.step, signal, {
     attempt: blame.attempt,
     pixels: FIRST_PIXELS,

@@ -190,6 +190,10 @@ describe("two windows", () => {
       to: 39,
     });
     expect(usualBefore(slowdowns(), [])).toEqual({ from: 0, to: 6 });
+    const ofBefore = verdict({ since: { attempt: 0, step: 3, time: 0 } });
+    const since = verdict({ since: { attempt: 1, step: 40, time: 0 } });
+    expect(usualBefore(slowdowns({ attempt: 1 }), [ofBefore, since])).toEqual({ from: 24, to: 39 });
+    expect(usualBefore(slowdowns({ attempt: 1 }), [ofBefore])).toEqual({ from: 0, to: 6 });
   });
 });
 

@@ -40,13 +40,13 @@ const ORDER: TrainingView["orders"][number] = {
 };
 const LEASE = { who: "ann", client: "page", expiresAt: NOW_S + 25 };
 
-function barOf(training: Partial<TrainingView>, connected = true) {
+function barOf(training: Partial<TrainingView>, connected = true, viewOnly?: string) {
   const client = {
     controlTraining: vi.fn(() => Promise.resolve({ key: "k", lease: LEASE })),
     orderTraining: vi.fn<ControlClient["orderTraining"]>(() => Promise.resolve({} as never)),
   };
   const bar = mount(ControlBar, {
-    props: { client, training: { ...TRAINING, ...training }, serverTime: NOW_S, connected },
+    props: { client, training: { ...TRAINING, ...training }, serverTime: NOW_S, connected, viewOnly },
   });
   return { bar, client };
 }
@@ -194,6 +194,29 @@ describe("the control bar of a training", () => {
     await bar.find("dialog .primary").trigger("click");
     await flushPromises();
     expect(client.controlTraining).toHaveBeenCalledWith(expect.objectContaining({ force: true }));
+  });
+
+  it("is of no use to a viewer, and says why", async () => {
+    const training = {
+      state: "paused",
+      lease: LEASE,
+      captureEvery: 20,
+      perturbation: "0123456789ab",
+    } as const;
+    const { bar, client } = barOf(training, true, "Needs the controller role");
+    await loaded();
+    const buttons = bar.findAll(".bar button, details button").filter((one) => one.text() !== "");
+    expect(buttons.length).toBeGreaterThan(8);
+    expect(buttons.filter((one) => one.attributes("disabled") === undefined)).toEqual([]);
+    expect(disabled(bar, "Take over…")).toBe(true);
+    await bar.find("form").trigger("submit");
+    bar.vm.stepOnce();
+    bar.vm.toggle();
+    await flushPromises();
+    expect(client.controlTraining).not.toHaveBeenCalled();
+    expect(bar.text()).toContain("Needs the controller role");
+    await bar.setProps({ training: { ...TRAINING, state: "ended" } });
+    expect(bar.text()).not.toContain("controller role");
   });
 
   it("shows a refusal, forgets a lease that was lost, and waits without a connection", async () => {

@@ -6,17 +6,8 @@ import { duration, integer } from "../../../store/format";
 export const MANY_GPUS = 8;
 const HOUR_S = 3600;
 
-const STATES: Readonly<Record<TrainingView["state"], string>> = {
-  starting: "Starting",
-  running: "Running",
-  pausing: "Pausing",
-  paused: "Paused",
-  stepping: "Stepping",
-  stopping: "Stopping",
-  ended: "Ended",
-};
-
-export const stateText = (training: TrainingView): string => STATES[training.state];
+/** The state with a capital letter. */
+export const stateText = ({ state }: TrainingView): string => state.charAt(0).toUpperCase() + state.slice(1);
 
 const steps = (count: number): string => `${integer(count)} ${count === 1 ? "step" : "steps"}`;
 
@@ -56,14 +47,6 @@ export function pauseText(training: TrainingView, nowS: number): string | null {
 /** Cost of a minute of a pause. */
 export const minuteText = (training: TrainingView): string =>
   `${integer(training.gpus)} GPUs stay allocated: ${gpuHours(training.gpus / 60)} per minute`;
-
-/** States in which captures of layers can be ordered. */
-export const CAPTURING: ReadonlySet<TrainingView["state"]> = new Set([
-  "running",
-  "pausing",
-  "paused",
-  "stepping",
-]);
 
 export const captureText = ({ captureEvery }: TrainingView): string =>
   captureEvery === null ? "layers are not captured" : `layers are captured every ${steps(captureEvery)}`;

@@ -1,7 +1,7 @@
 /** Control of a training from this page: takes the lease with the first order, renews it, and gives it back. */
 import { onBeforeUnmount, onMounted, ref } from "vue";
 import { asApiError, errorText, type ApiClient } from "../../../api/client";
-import type { OrderRequest } from "../../../api/types";
+import type { LeaseGrant, LeaseRequest, OrderRequest } from "../../../api/types";
 
 const RENEW_MS = 10_000;
 const LOST = new Set(["lease-lost", "no-lease"]);
@@ -30,9 +30,12 @@ export function useTrainingControl(client: ControlClient) {
     }
   }
 
+  const lease = (action: LeaseRequest["action"], held: string | null, force = false): Promise<LeaseGrant> =>
+    client.controlTraining({ action, key: held, client: "page", force });
+
   async function acquire(force: boolean): Promise<string> {
     if (key.value !== null) return key.value;
-    const taken = await client.controlTraining({ action: "take", client: "page", force, key: null });
+    const taken = await lease("take", null, force);
     key.value = taken.key;
     return taken.key ?? "";
   }
@@ -45,25 +48,23 @@ export function useTrainingControl(client: ControlClient) {
 
   const order = (kind: OrderKind, fields: Partial<OrderRequest> = {}): Promise<void> =>
     attempt(async () => {
-      const lease = await acquire(false);
-      await client.orderTraining({ lease, kind, steps: null, every: null, id: null, ...fields });
+      const held = await acquire(false);
+      await client.orderTraining({ lease: held, kind, steps: null, every: null, id: null, ...fields });
     });
 
   const release = (): Promise<void> =>
     attempt(async () => {
-      const lease = key.value;
-      if (lease === null) return;
+      const held = key.value;
+      if (held === null) return;
       key.value = null;
-      await client.controlTraining({ action: "release", key: lease, client: "page", force: false });
+      await lease("release", held);
     });
 
   /** A page that is not seen gives the control up: nobody would notice that it holds GPUs. */
   const renew = (): void => {
-    const lease = key.value;
-    if (lease === null || document.visibilityState === "hidden" || busy.value) return;
-    void attempt(async () => {
-      await client.controlTraining({ action: "renew", key: lease, client: "page", force: false });
-    });
+    const held = key.value;
+    if (held === null || document.visibilityState === "hidden" || busy.value) return;
+    void attempt(async () => void (await lease("renew", held)));
   };
 
   let timer: ReturnType<typeof setInterval> | undefined;

@@ -60,7 +60,8 @@ async def blame(
     """Time that one step lost: the culprit, the ranks that waited because of it, and the spans that show it."""
     read = await find_step(hub, _newest(hub) if step is None else step, attempt)
     [found], omitted = read.steps, read.omitted
-    layout = hub.ingest.attempts[found.view.attempt].layout
+    state = hub.ingest.attempts.get(found.view.attempt)  # None: only its steps are left, on the disk
+    layout = None if state is None else state.layout
     if layout is None or omitted is not None:
         text = "its ranks have no places yet" if omitted is None else omitted
         raise HttpError(404, "no-graph", f"step {found.view.step}: {text}", "Ask for another step.")
