@@ -176,7 +176,7 @@ def scrape_hub(target: str) -> Object:
 
 def scrape_operator(target: str, pod: str = "operator-0") -> Object:
     """Scrape configuration of an operator in the release's namespace."""
-    labels = {"namespace": HOME, "pod": pod}
+    labels = {"namespace": HOME, "service": "megatronapp-operator", "pod": pod}
     return scrape_config(pod, monitors()["megatronapp-operator"], target, labels)
 
 

@@ -376,6 +376,14 @@ def _absent(read: Callable[[TimeSpent], float]) -> Callable[[Status], float | No
     return lambda s: None if s.time_spent is None or s.time_spent.absent_since is None else read(s.time_spent)
 
 
+def _hub_ready(status: Status) -> float | None:
+    """Return whether the hub of a job that has not ended runs; None: it has never failed to start, or is not needed."""
+    condition = status.condition(ConditionType.HUB_READY)
+    if condition is None or status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+        return None
+    return float(condition.status)
+
+
 def _evictions_refused(status: Status) -> float | None:
     """Return whether evictions are refused; None: the job has never had a budget."""
     condition = status.condition(ConditionType.EVICTIONS_REFUSED)
@@ -424,6 +432,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "Time spent on steps that were kept, over the time since submission.",
         lambda s: None if s.time_spent is None else s.time_spent.ratio,
     ),
+    ("hub_ready", "0 while the hub does not start; absent if it has always started.", _hub_ready),
     ("spares", "Spares that hold nodes.", _spent(lambda spent: spent.spares)),
     ("spare_seconds", "Time for which spares have held nodes.", _spent(lambda spent: spent.spare_seconds)),
     (

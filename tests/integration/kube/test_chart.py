@@ -1,6 +1,5 @@
 """The chart, rendered by helm and judged by the real API server: all kinds of values, installs, upgrades, rights."""
 
-import base64
 import contextlib
 import copy
 import json
@@ -310,19 +309,22 @@ def test_boards_and_alerts_arrive_unchanged(chart: Chart) -> None:
     assert all(url.startswith("https://runbooks.example/megatronapp/M") for url in urls)
     sources = [yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("rules/*.yaml"))]
     expressions = [rule["expr"] for spec in sources for group in spec["groups"] for rule in group["rules"]]
-    assert [rule["expr"] for spec in rules for group in spec["groups"] for rule in group["rules"]] == expressions
+    own = [text.replace('service="megatronapp-operator"', 'service="megatron-operator"') for text in expressions]
+    assert [rule["expr"] for spec in rules for group in spec["groups"] for rule in group["rules"]] == own
 
 
 def test_the_alert_of_no_leader_is_about_the_operator_of_its_own_release(chart: Chart) -> None:
-    for namespace in (HOME, "second"):
-        spec = only(
-            chart.render(CHART / "ci" / "full-values.yaml", "-n", namespace), "PrometheusRule", "megatron-operator"
-        )["spec"]
+    for namespace, name in ((HOME, "megatron"), ("second", "megatron"), (HOME, "other")):
+        flags = ("-n", namespace, "--set", f"fullnameOverride={name}")
+        documents = chart.render(CHART / "ci" / "full-values.yaml", *flags)
+        spec = only(documents, "PrometheusRule", f"{name}-operator")["spec"]
+        assert only(documents, "Service", f"{name}-operator")["metadata"]["namespace"] == namespace
         expression = next(
             alert["expr"] for alert in spec["groups"][0]["rules"] if alert["alert"] == "MegatronOperatorNoLeader"
         )
-        assert expression.count(f'megatron_operator_is_leader{{namespace="{namespace}"}}') == 2
-        assert "{namespace=" not in expression.replace(f'{{namespace="{namespace}"}}', "")
+        own = f'megatron_operator_is_leader{{namespace="{namespace}", service="{name}-operator"}}'
+        assert expression.count(own) == 2
+        assert "{" not in expression.replace(own, "")
 
 
 def test_several_gateways_route_each_client_to_the_same_replica(chart: Chart) -> None:
@@ -341,6 +343,25 @@ def test_two_releases_of_a_namespace_have_two_leases(chart: Chart) -> None:
         flags = only(documents, "Deployment", lease)["spec"]["template"]["spec"]["containers"][0]["args"]
         rules = only(documents, "Role", lease.replace("-operator", "-lease"))["rules"]
         assert f"--lease-name={lease}" in flags and rules[1]["resourceNames"] == [lease]
+
+
+def test_the_longest_name_fits_each_service(chart: Chart) -> None:
+    longest = "m" * 47
+    services = of_kind(chart.render(None, "--set", f"fullnameOverride={longest}"), "Service")
+    assert max(map(len, services)) == 63
+    refused = chart.template(None, "--set", f"fullnameOverride={longest}m")
+    assert refused.returncode == 1 and "/fullnameOverride" in refused.stderr
+
+
+def test_the_notes_name_the_gateway_where_the_definitions_may_not(chart: Chart) -> None:
+    command = "  megatronapp ui JOB -n NAMESPACE"
+    for flags, expected in (
+        ((), command),
+        (("--set", "crds.enabled=false,fullnameOverride=second"), f"{command} --gateway {HOME}/second"),
+        (("--set", "watchNamespaces={team-a}"), f"{command} --gateway {HOME}/megatronapp"),
+    ):
+        notes = chart.on_cluster("install", "megatronapp", str(CHART), "--dry-run=client", "--take-ownership", *flags)
+        assert expected in notes.splitlines()
 
 
 def test_helm_test_reaches_a_gateway_that_lets_few_in(chart: Chart) -> None:
@@ -376,33 +397,11 @@ def released(chart: Chart, plane: kube.ControlPlane) -> Iterator[None]:
             kube.wait_until(lambda: all(found.is_success for found in answers().values()), "the end of the policies")
 
 
-def key_of(plane: kube.ControlPlane) -> str:
-    done = plane.kubectl("get", "secret", "megatronapp-key", "-n", HOME, "-o", "jsonpath={.data.key}")
-    assert done.returncode == 0, done.stderr
-    return base64.b64decode(done.stdout).decode()
-
-
-def test_the_key_is_made_once_and_outlives_the_release(chart: Chart, plane: kube.ControlPlane) -> None:
-    first_text, second_text = (chart.template(None, "--set", "crds.enabled=false").stdout for _ in range(2))
-    assert first_text != second_text
+def test_uninstalling_leaves_the_definitions_alone(chart: Chart, plane: kube.ControlPlane) -> None:
     with released(chart, plane):
-        first = key_of(plane)
-        assert re.fullmatch("[0-9a-f]{64}", first)
-        chart.on_cluster("upgrade", "megatronapp", str(CHART), "--set", "operator.replicaCount=2")
-        assert key_of(plane) == first
+        assert plane.kubectl("get", "deployment", "megatronapp-operator", "-n", HOME).returncode == 0
     assert plane.kubectl("get", "crd", "megatronjobs.megatronapp.io").returncode == 0
     assert plane.kubectl("get", "deployment,role,networkpolicy", "-n", HOME, "-o", "name").stdout == ""
-    flags = (
-        "--dry-run=server",
-        "--kube-version",
-        "1.35.4",
-        "--set",
-        "crds.enabled=false",
-        "--show-only",
-        "templates/key.yaml",
-    )
-    again = yaml.safe_load(chart.on_cluster("template", "megatronapp", str(CHART), *flags))
-    assert base64.b64decode(again["data"]["key"]).decode() == first
 
 
 def test_monitors_find_the_hubs_that_the_operator_makes(chart: Chart) -> None:

@@ -112,6 +112,19 @@ def test_a_job_without_information_is_not_reported_as_hanging(
     assert scrape.value("megatron_job_progress_unknown", **JOB, reason="TokenRefused") == 1
 
 
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STARTING, Phase.SUSPENDED, Phase.SUCCEEDED])
+def test_a_hub_that_does_not_start_is_reported_while_the_job_needs_it(scrape: Scrape, phase: Phase) -> None:
+    name = "megatron_job_hub_ready"
+    scrape.see(Status(phase=phase))
+    assert scrape.value(name, **JOB) is None
+    waits = Condition(type=ConditionType.HUB_READY, status=False, reason="ImagePullBackOff", since=NOW)
+    scrape.see(Status(phase=phase, conditions=(waits,)))
+    needed = phase in {Phase.RUNNING, Phase.STARTING}
+    assert scrape.value(name, **JOB) == (0 if needed else None)
+    scrape.see(Status(phase=phase, conditions=(dataclasses.replace(waits, status=True),)))
+    assert scrape.value(name, **JOB) == (1 if needed else None)
+
+
 def test_a_pause_has_a_beginning_and_gpus_while_it_lasts(scrape: Scrape) -> None:
     paused = Condition(type=ConditionType.PAUSED, status=True, reason="PausedByOrder", since=NOW - 60)
     scrape.see(Status(phase=Phase.RUNNING, conditions=(paused,)), facts=JobFacts(gpus=16))

@@ -15,6 +15,7 @@ from megatronapp_operator.plan import (
     Phase,
     Progress,
 )
+from megatronapp_operator.plan.policies.deadlines import SILENCE_S
 
 Maker = Callable[..., Any]
 
@@ -96,7 +97,7 @@ def test_users_are_warned_when_the_gathering_cannot_be_observed(plan_harness: Ma
     made.plan()
     made.see(worker(0), worker(1), missing=(), last_contact=0.0)
     made.plan()
-    made.now += 899
+    made.now += SILENCE_S - 1
     assert not made.plan().status.is_true(ConditionType.STALLED)
     made.now += 1
     stalled = made.plan().status.condition(ConditionType.STALLED)

@@ -31,6 +31,7 @@ from megatronapp_operator.plan import (
     WorkerOutcome,
     WorkerPhase,
 )
+from megatronapp_operator.plan.policies.deadlines import SILENCE_S
 from megatronapp_operator.plan.policies.restart import unbudgeted_failures_since
 
 Maker = Callable[..., Any]
@@ -299,6 +300,40 @@ def test_an_unobserved_gang_is_not_assumed_to_train_without_limit(running: Maker
     made.now += 120
     assert last(made.plan()) == ("ProgressUnknown", None, UNCOUNTED)
     assert [action.grace_s for action in backend_actions(made.plan())] == [600, 600]
+
+
+@pytest.mark.parametrize("policy", [{}, {"progress_deadline_s": 1800}], ids=["no deadline", "a longer deadline"])
+def test_silence_is_reported_with_any_deadline_and_restarts_nothing(running: Maker, policy: dict[str, Any]) -> None:
+    made = running(**policy)
+    made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=9), last_contact=made.now)
+    waits = made.plan()
+    assert waits.wake_at == made.now + SILENCE_S
+    made.now += SILENCE_S - 1
+    assert event_reasons(made.plan()) == []
+    made.now += 1
+    unknown = made.plan()
+    assert (unknown.status.failures, event_reasons(unknown), backend_actions(unknown)) == ((), ["ProgressUnknown"], [])
+    assert unknown.status.condition(ConditionType.STALLED).reason == "ProgressUnknown"
+    made.now += 15
+    assert made.plan().actions == () and made.plan().wake_at <= made.now + 15
+    made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=9), last_contact=made.now)
+    assert not made.plan().status.is_true(ConditionType.STALLED)
+
+
+def test_a_gang_without_a_deadline_is_never_restarted_for_silence(running: Maker) -> None:
+    made = running()
+    made.see(*made.observed.workers, last_contact=0.0)
+    made.now += 1e6
+    assert (made.plan().status.attempt, made.plan().status.is_true(ConditionType.STALLED)) == (0, True)
+
+
+def test_an_operator_that_has_just_started_waits_for_an_answer_first(running: Maker) -> None:
+    made = running()
+    made.now += 5000
+    made.see(*made.observed.workers, last_contact=0.0, since=made.now)
+    assert event_reasons(made.plan()) == []
+    made.now += SILENCE_S
+    assert event_reasons(made.plan()) == ["ProgressUnknown"]
 
 
 def see_hub(made: Any, waiting: str | None, phase: HubPhase = HubPhase.STARTING) -> Any:

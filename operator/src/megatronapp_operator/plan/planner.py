@@ -61,6 +61,7 @@ POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
     elastic.shrink,
     placement.judge_start,
     in_place.judge_rejoining,
+    deadlines.silence,
     deadlines.gathering,
     deadlines.progress,
 )

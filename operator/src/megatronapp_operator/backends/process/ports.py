@@ -12,7 +12,7 @@ PORTS = range(20000, 30000)
 """Ports below the range that the kernel uses for outgoing connections (from 32768 by default)."""
 
 _EVERYWHERE = {"0.0.0.0": V4, "::": V6}
-"""Address at which this machine reaches a server that listens at all of its addresses."""
+"""Address at which this machine reaches a server that listens on every address of a family."""
 
 
 class ReservedPort:

@@ -1,9 +1,10 @@
 """Deadlines of the whole job, of gathering and of progress; that of the start of a gang is in `placement`.
 
 A job makes no progress if hub or launcher report none. While neither can be reached (because of their network, ours, or
-a stopped operator), nothing is known: that time does not count, users get an Event, and the gang continues. Only after
-both were unreachable for `unheard_s` beyond the deadline the gang is restarted, with time for a checkpoint and outside
-the budget: a gang that hangs must not occupy its nodes without limit, and one that trains loses little.
+a stopped operator), nothing is known: that time does not count, and the gang continues. With or without a deadline,
+users get an Event after `SILENCE_S`. Only after both were unreachable for `unheard_s` beyond the deadline the gang is
+restarted, with time for a checkpoint and outside the budget: a gang that hangs must not occupy its nodes without limit,
+and one that trains loses little.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ NAMED = 8
 """Most workers that a message names."""
 POLL_AGAIN_S = 15.0
 """Seconds between checks whether hub or launcher answer again: an answer without a change triggers no reconcile."""
+SILENCE_S = 600.0
+"""Seconds without an answer of hub or launcher after which the progress of a running gang is reported as unknown."""
 
 SILENCE = "neither hub nor launcher answers the operator"
 
@@ -59,7 +62,7 @@ def gathering(draft: PlanBuilder) -> bool:
         return False
     due, contact = running + limit, draft.observed.last_contact
     if not missing:
-        return _unheard(draft, limit, since=max(running, draft.observed.since))
+        return False
     if draft.now < due or (contact is not None and contact < due) or any(worker.taken for worker in draft.gang):
         draft.wake(max(due, draft.now + POLL_AGAIN_S))
         return False
@@ -71,18 +74,24 @@ def gathering(draft: PlanBuilder) -> bool:
     return True
 
 
-def _unheard(draft: PlanBuilder, limit: float, *, since: float) -> bool:
-    """Report that neither hub nor launcher has ever answered.
+def silence(draft: PlanBuilder) -> bool:
+    """Report that neither hub nor launcher has answered for `SILENCE_S`, also of a gang that has no deadline.
 
-    The gang may well be training, so its own launchers decide when to give up.
+    The gang may well be training or serving, so this restarts nothing.
     """
-    contact = draft.observed.last_contact
-    if contact is None or contact >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
+    running, contact = draft.status.running_time, draft.observed.last_contact
+    if running is None or contact is None or draft.observed.locked:
         return False
-    if draft.now < since + limit:
-        draft.wake(since + limit)
+    known = draft.status.condition(ConditionType.STALLED)
+    if known is not None and known.status:
+        if known.reason == reasons.PROGRESS_UNKNOWN:
+            draft.wake(draft.now + POLL_AGAIN_S)
         return False
-    message = f"all workers run, and for {limit:g} s {SILENCE}, so it is not known whether they have found each other"
+    due = max(running, contact, draft.observed.since) + SILENCE_S
+    if draft.now < due:
+        draft.wake(due)
+        return False
+    message = f"for {SILENCE_S:g} s {SILENCE}, so it is not known how far the job is"
     draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
     draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
     return False
