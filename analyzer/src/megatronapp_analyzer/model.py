@@ -57,6 +57,8 @@ class JobLayout:
     """True if the first rank of a pipeline holds both ends of the model (docs/megadpp.md, ZB-V)."""
     roles: tuple[RankRole, ...] = ()
     """Role of each rank with MegaFBD, where sizes are those of the backward ranks; empty: all run both passes."""
+    devices: int = 0
+    """Number of GPUs that the ranks use, or of ranks where none uses a GPU; 0: not known."""
 
     def __post_init__(self) -> None:
         grid = len(self.roles) or self.tp * self.cp * self.dp * self.pp
@@ -80,6 +82,24 @@ class JobLayout:
         return tuple(
             at.pp + (self.pp if role is RankRole.BACKWARD else 0)
             for at, role in zip(self.coordinates, self.roles, strict=True)
+        )
+
+    @property
+    def pipeline_places(self) -> tuple[tuple[int, int, int], ...]:
+        """Tensor, context and data coordinate of each rank's pipeline: ranks of a pipeline differ in stage and role.
+
+        With MegaFBD those of a forward rank are also those of the backward ranks that it serves: the ranks of a tensor
+        group (merged forward ranks), or of several replicas.
+        """
+        own = tuple((at.tp, at.cp, at.dp) for at in self.coordinates)
+        forward = [place for place, role in zip(own, self.roles, strict=False) if role is RankRole.FORWARD]
+        if not forward:
+            return own
+        is_merged = max(tp for tp, _, _ in forward) + 1 < self.tp
+        served = max(self.dp // (max(dp for _, _, dp in forward) + 1), 1)
+        return tuple(
+            (0 if is_merged else tp, cp, dp // served) if role is RankRole.BACKWARD else (tp, cp, dp)
+            for (tp, cp, dp), role in zip(own, self.roles, strict=True)
         )
 
     @property

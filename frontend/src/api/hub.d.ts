@@ -1730,7 +1730,7 @@ export interface components {
             cost?: number | null;
             /**
              * Gpuhours
-             * @description Time that all ranks have lost since it began.
+             * @description Time that its GPUs have lost since it began; of its ranks without GPUs.
              */
             gpuHours?: number | null;
             /**

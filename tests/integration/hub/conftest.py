@@ -297,8 +297,9 @@ def serve_hub(
     control: ControlSettings | None = None,
     gpu_hour_price: float | None = None,
     spool: SpoolLimits | None = None,
+    script: Script | None = None,
 ) -> Iterator[RunningHub]:
-    script = Script()
+    script = script or Script()
     settings = HubSettings(
         job=JobIdentity(name="demo", uid=uid, control=control, gpu_hour_price=gpu_hour_price),
         state_dir=state_dir,

@@ -17,8 +17,12 @@ from pytest_workers import examples
 from shared_tls import SHARED_TLS
 from websockets.exceptions import InvalidStatus
 
+from megatronapp_analyzer.hub.http.agent_socket import LOG_S, AgentRefusals
 from megatronapp_analyzer.hub.http.login import cookie_name
+from megatronapp_analyzer.hub.state.agent_link import RIVAL_S
+from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_common.frames import FrameType
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.static_pages import ELSEWHERE_MARK
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
@@ -161,6 +165,41 @@ async def test_agent_socket_needs_the_agent_token(hub: Any, role: TokenRole | No
     headers = {"Authorization": f"Bearer {derive_token(hub.secret, role)}"} if role else {}
     with pytest.raises(InvalidStatus):
         await connect(f"ws://127.0.0.1:{hub.port}/api/v1/agent", headers)
+    assert 'megascan_protocol_errors_total{job_id="demo"} 1.0' in await metrics(hub)
+
+
+async def metrics(hub: Any) -> str:
+    async with plain(hub) as client:
+        return (await client.get("/metrics")).text
+
+
+async def test_refused_agents_are_counted_and_logged_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Agents with a wrong token try every few seconds, of a large gang all."""
+    totals, now_s = HubTotals(), [100.0]
+    refusals = AgentRefusals(totals, now_s=lambda: now_s[0])
+    error = HttpError(401, "unauthorised", "missing or wrong token")
+    scope = {"type": "websocket", "path": "/api/v1/agent", "client": ("10.1.2.3", 40000)}
+    for elapsed_s in (0.0, 1.0, LOG_S - 1.5, 1.0):
+        now_s[0] += elapsed_s
+        refusals.note(scope, error)
+    lines = [record.message for record in caplog.records]
+    assert lines == [
+        f"agent refused: missing or wrong token, from 10.1.2.3; {count} since the last such line" for count in (1, 3)
+    ]
+    refusals.note(scope | {"path": "/api/v1/live"}, error)
+    refusals.note(scope | {"type": "http"}, error)
+    assert totals.protocol_errors == 4
+
+
+async def test_agents_that_replace_each_other_are_counted(hub: Any, fake_job: Any) -> None:
+    """A connection that is replaced late was lost, and its agent has connected again."""
+    async with hub.agent(fake_job(), 0) as first, hub.agent(fake_job(), 0) as second, hub.agent(fake_job(), 0) as third:
+        assert (await first.hello()).type == FrameType.WELCOME
+        hub.hub.links[0, 0].since_s -= RIVAL_S
+        assert (await second.hello()).type == FrameType.WELCOME
+        assert hub.hub.totals.protocol_errors == 0
+        assert (await third.hello()).type == FrameType.WELCOME
+        assert 'megascan_protocol_errors_total{job_id="demo"} 1.0' in await metrics(hub)
 
 
 async def test_live_socket_refuses_other_origins(hub: Any) -> None:

@@ -271,6 +271,7 @@ async def test_a_page_receives_state_steps_metrics_and_verdicts(hub: Any, fake_j
         assert metrics.header["series"]["loss"]["values"][0] == pytest.approx(5.0)
         verdicts = await next_frame(page, FrameType.VERDICTS)
         assert verdicts.header["verdicts"][0]["sentence"] == "Rank 2 computes slowly."
+        assert verdicts.header["verdicts"][0]["effect"]["gpuHours"] == pytest.approx(0.012 * 4 / 3600, rel=0.01)
         await next_frame(page, FrameType.SNAPSHOT, lambda frame: frame.header["phase"] == "Running")
         await feeding
 
@@ -462,7 +463,7 @@ async def test_metrics_are_valid_bounded_and_cleared(hub: Any, fake_job: Any, fe
         "job_id": "demo",
         "rank": "2",
         "node": "node-1",
-        "gpu": "0",
+        "gpu": "",
         "cause": "compute",
         "state": "confirmed",
     }

@@ -1,10 +1,12 @@
 """A real hub on loopback, fed by fake agents over real WebSockets."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
+from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.frames import FrameType
 
 pytestmark = pytest.mark.asyncio
@@ -107,3 +109,40 @@ async def test_timeline_has_flows_between_matched_ends(hub: Any, fake_job: Any, 
     series = await hub.get("/api/v1/metrics/series?name=loss")
     assert series["steps"] == [0, 1, 2, 3]
     assert series["values"] == pytest.approx([5.0, 4.99, 4.98, 4.97])
+
+
+async def test_a_hub_that_is_started_again_counts_no_waste_twice(
+    tmp_path: Path, serve: Any, fake_job: Any, until: Any
+) -> None:
+    """Its sums continue those of the hub before."""
+    verdict = Verdict(
+        id="v1",
+        subject=VerdictSubject(type=SubjectType.RANK, ranks=(0,)),
+        cause=Cause.COMPUTE,
+        state=VerdictState.CONFIRMED,
+        seconds_per_step=0.25,
+        seconds_lost=2.0,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(3,),
+        evidence_text=(),
+        since=JobMoment(attempt=0, step=3, time=1.0),
+    )
+    lost = 'megascan_wasted_gpu_seconds_total{cause="compute",job_id="demo"} 8.0'
+    with serve(tmp_path) as hub:
+        hub.script.by_step[3] = [verdict]
+        await feed(hub, fake_job(), range(6))
+
+        async def judged() -> bool:
+            return (0, 5) in hub.script.seen
+
+        await until(judged)
+        assert lost in await metrics_of(hub)
+    with serve(tmp_path, script=hub.script) as again:
+        assert again.script.seen[6:] == [(0, step) for step in range(6)], "the detector learns from them"
+        assert lost in await metrics_of(again)
+
+
+async def metrics_of(hub: Any) -> str:
+    async with hub.client() as client:
+        return str((await client.get("/metrics")).text)

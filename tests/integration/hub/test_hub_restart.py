@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from ports import reserved_ports
 from shared_tls import SHARED_TLS
@@ -297,3 +300,29 @@ async def test_a_port_in_use_is_reported(hub: HubProcess) -> None:
         _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 64
     assert str(hub.port) in stderr.decode()
+
+
+async def test_a_hub_that_is_process_1_ends_while_it_starts(hub: HubProcess) -> None:
+    """The first process of a container does not get a signal that it has no handler for."""
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("process namespaces are not allowed here")
+    hub.secret_file.unlink()
+    os.mkfifo(hub.secret_file)
+    environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
+    command = [*namespace, sys.executable, *hub.arguments(), "--no-die-with-parent"]
+    outer = await asyncio.create_subprocess_exec(*command, env=environment)
+    try:
+        # Both ends are open once the hub reads its secret: it has begun, and does not serve yet.
+        with await asyncio.to_thread(hub.secret_file.open, "w"):
+            [inner] = psutil.Process(outer.pid).children()
+            inner.terminate()
+            async with asyncio.timeout(DEADLINE_S):
+                assert await outer.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            outer.kill()
+        await outer.wait()

@@ -77,7 +77,7 @@ async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
             core = hub.hub.scope.core
             core.__init__(core.settings)
             for link in hub.hub.links.values():
-                link.replace()
+                link.replace(link)
 
         hub.server.call(forget)
 

@@ -4,6 +4,7 @@ The same table is judged here and by a real API server.
 """
 
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
+from rule_examples_admitted import ADMITTED_EXAMPLES
 from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_disruption import DISRUPTION_EXAMPLES
 from rule_examples_elastic import ELASTIC_EXAMPLES
@@ -23,7 +24,7 @@ EXAMPLES: tuple[Example, ...] = (
     *DISRUPTION_EXAMPLES,
     *SERVE_EXAMPLES,
 )
-ADMISSION_EXAMPLES: tuple[Example, ...] = (*POD_EXAMPLES, *ELASTIC_EXAMPLES)
+ADMISSION_EXAMPLES: tuple[Example, ...] = (*POD_EXAMPLES, *ELASTIC_EXAMPLES, *ADMITTED_EXAMPLES)
 """Examples of the rules that an admission policy judges on a cluster."""
 
 __all__ = ["ADMISSION_EXAMPLES", "BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

@@ -1,6 +1,7 @@
 """Examples of the rules about names, model, training, data and checkpoints."""
 
 from rule_example import Changes, bad, good
+from rule_examples_context import CONTEXT_EXAMPLES
 
 _MOCK: Changes = {"spec.data.path": None, "spec.data.mock": True, "spec.model.vocabSize": 64}
 _SINGLE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
@@ -54,37 +55,6 @@ _MODEL = [
             )
         ),
         ({**_MOCK_BERT, "spec.model.vocabSize": 15}, "for data.mock vocabSize 16, or more"),
-    ),
-    *good(
-        "context-unsupported",
-        {"spec.parallelism.context": 1, **_BERT},
-        {
-            "spec.parallelism": {"tensor": 1, "context": 2, "pipeline": 2},
-            "spec.dpp.enabled": True,
-            "spec.model.transformerImpl": "torch",
-        },
-    ),
-    *bad(
-        "context-unsupported",
-        "spec.parallelism.context",
-        *(
-            (
-                {"spec.parallelism": {"tensor": 1, "context": 2}, **changes},
-                "must be 1 with model.type bert",
-            )
-            for changes in (
-                _BERT,
-                {"spec.fbd.enabled": True},
-                {"spec.model.transformerImpl": "local"},
-                {"spec.analyzer.enabled": True, "spec.scope.training.captureEvery": 5},
-            )
-        ),
-    ),
-    *good("sequence-of-context", {"spec.model.seqLength": 12, "spec.parallelism": {"tensor": 1, "context": 2}}),
-    *bad(
-        "sequence-of-context",
-        "spec.model.seqLength",
-        ({"spec.model.seqLength": 10, "spec.parallelism": {"tensor": 1, "context": 2}}, "a multiple of 2 x"),
     ),
     *good("expert-unsupported", {"spec.parallelism.expert": 1, "spec.dpp.enabled": True}),
     *bad(
@@ -395,7 +365,7 @@ _DATA = [
         example
         for field in ("resetPositionIds", "resetAttentionMask", "sft")
         for example in (
-            *good(f"{field}-without-mock", {f"spec.data.{field}": True}),
+            *good(f"{field}-without-mock", {f"spec.data.{field}": True, "spec.data.tokenizer": "t"}),
             *bad(
                 f"{field}-without-mock",
                 f"spec.data.{field}",
@@ -455,7 +425,11 @@ _DATA = [
     *good(
         "rope-has-no-resets",
         {"spec.model.positionEmbeddingType": "rope"},
-        {"spec.model.positionEmbeddingType": "learned_absolute", "spec.data.resetPositionIds": True},
+        {
+            "spec.model.positionEmbeddingType": "learned_absolute",
+            "spec.data.resetPositionIds": True,
+            "spec.data.tokenizer": "t",
+        },
     ),
     *bad(
         "rope-has-no-resets",
@@ -488,4 +462,4 @@ _DATA = [
         ({"spec.checkpoint.exitOnMissing": True}, "needs load: "),
     ),
 ]
-FIELD_EXAMPLES = (*_NAME, *_MODEL, *_TRAINING, *_DATA)
+FIELD_EXAMPLES = (*_NAME, *_MODEL, *CONTEXT_EXAMPLES, *_TRAINING, *_DATA)

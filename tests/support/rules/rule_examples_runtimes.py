@@ -47,6 +47,7 @@ def both(**fields: Any) -> Changes:
 
 _SLICED: Changes = {"spec.parallelism.sequenceParallel": True}
 _RECOMPUTED: Changes = {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}
+_BLOCKS: Changes = {"spec.training.recompute": {"granularity": "full", "method": "block", "numLayers": 1}}
 _THREE: Changes = {"spec.model.numLayers": 6}
 _OF_DPP = {"schedule": "dfc", "placement": "loop", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
 _RUNTIMES = [
@@ -275,6 +276,8 @@ _RUNTIMES = [
         "forward-on-cpu",
         forward_on_cpu(),
         forward_on_cpu(**{"spec.fbd.ship": None}) | _RECOMPUTED,
+        forward_on_cpu() | _BLOCKS | {"spec.model.transformerImpl": "torch"},
+        forward_on_cpu(**{"spec.fbd.ship": None, "spec.args": ["--recompute-method", "uniform"]}) | _BLOCKS,
         forward_on_cpu(**{"spec.fbd.ship": None, "spec.args": ["--fbd-ship=full"]}),
     ),
     *bad(
@@ -284,9 +287,11 @@ _RUNTIMES = [
             (forward_on_cpu(**change), "needs fbd.ship: full, model.attentionDropout: 0 and model.hiddenDropout: 0")
             for change in (
                 {"spec.fbd.ship": None},
+                {"spec.fbd.ship": None} | _BLOCKS,
                 {"spec.fbd.ship": "auto"},
                 {"spec.model.attentionDropout": None},
                 {"spec.model.hiddenDropout": 0.1},
+                {"spec.model.transformerImpl": "transformer_engine"},
             )
         ),
     ),

@@ -32,6 +32,9 @@ def _of_training(field: str, value: object, *more: Changes) -> list[Example]:
 
 _CONTROLLED: Changes = {"spec.scope": {"training": {"startPaused": True}}, "spec.analyzer.enabled": True}
 """Changes that let a training be controlled."""
+_TOKENIZER: Changes = {"spec.data.tokenizer": "tokenizer.json"}
+_READS: Changes = _CONTROLLED | _TOKENIZER
+"""Changes that let a training read texts, too."""
 
 
 def _named(name: str, *, active: bool = False) -> dict[str, object]:
@@ -82,14 +85,14 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
     ),
     *good(
         "probe-texts-after-captures",
-        _CONTROLLED | {"spec.scope": {"training": {"probeTexts": ["a"]}}},
-        _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "captureEvery": 5, "probeTexts": ["a"]}}},
+        _READS | {"spec.scope": {"training": {"probeTexts": ["a"]}}},
+        _READS | {"spec.scope": {"training": {"enabled": False, "captureEvery": 5, "probeTexts": ["a"]}}},
     ),
     *bad(
         "probe-texts-after-captures",
         "spec.scope.training.probeTexts",
         (
-            _CONTROLLED | {"spec.scope": {"training": {"enabled": False, "probeTexts": ["a"]}}},
+            _READS | {"spec.scope": {"training": {"enabled": False, "probeTexts": ["a"]}}},
             "are run after captured steps, and no step is captured",
         ),
     ),
@@ -147,10 +150,10 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
     *_of_training("data.split", "98,1,1"),
     *_of_training("data.cachePath", "cache"),
     *_of_training("data.numWorkers", 1),
-    *_of_training("data.eodMaskLoss", True),
-    *_of_training("data.resetPositionIds", True),
-    *_of_training("data.resetAttentionMask", True),
-    *_of_training("data.sft", True),
+    *_of_training("data.eodMaskLoss", True, _TOKENIZER),
+    *_of_training("data.resetPositionIds", True, _TOKENIZER),
+    *_of_training("data.resetAttentionMask", True, _TOKENIZER),
+    *_of_training("data.sft", True, _TOKENIZER),
     *_of_training("checkpoint.save", "out"),
     *_of_training("checkpoint.finetune", True, {"spec.checkpoint.load": "in"}),
     *_of_training("checkpoint.exitOnMissing", True, {"spec.checkpoint.load": "in"}),

@@ -14,6 +14,7 @@ def _faults(*faults: dict[str, Any]) -> Changes:
 
 
 _SINGLE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
+_EXPERTS: Changes = {"spec.args": ["--num-experts", "12"], "spec.model.disableBiasLinear": True}
 _RAMP = "spec.training.rampupBatchSize"
 _BATCH = "spec.training.globalBatchSize"
 _SUSPENDED: Changes = {"spec.suspend": True}
@@ -21,14 +22,14 @@ _SUSPENDED: Changes = {"spec.suspend": True}
 _RUN = [
     *good(
         "expert-of-replicas",
-        {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
-        {"spec.parallelism": {"tensor": 1, "expert": 2}},
+        _EXPERTS | {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 4}},
+        _EXPERTS | {"spec.parallelism": {"tensor": 1, "expert": 2}},
     ),
     *bad(
         "expert-of-replicas",
         "spec.parallelism.expert",
-        ({"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "3 does not divide the 8 replicas"),
-        ({"spec.parallelism": {"tensor": 1, "expert": 3}}, "3 does not divide the 8 replicas"),
+        (_EXPERTS | {"spec.parallelism": {"tensor": 1, "data": 8, "expert": 3}}, "3 does not divide the 8 replicas"),
+        (_EXPERTS | {"spec.parallelism": {"tensor": 1, "expert": 3}}, "3 does not divide the 8 replicas"),
     ),
     *good("a-gpu-for-each-rank", {"spec.gpusPerNode": 4}, {"spec.gpusPerNode": 8}),
     *bad(
@@ -192,7 +193,11 @@ _GANG = [
     ),
     *good("ramp-needs-goal", {_RAMP: [2, 2, 100]}),
     *bad("ramp-needs-goal", _BATCH, ({_RAMP: [2, 2, 100], _BATCH: None}, "is missing; rampupBatchSize needs it")),
-    *good("ramp-of-replicas", {_RAMP: [2, 6, 100]}),
+    *good(
+        "ramp-of-replicas",
+        {_RAMP: [2, 6, 100]},
+        {_RAMP: [3, 5, 9], "spec.args": ["--rampup-batch-size", "2", "2", "9"]},
+    ),
     *bad(
         "ramp-of-replicas",
         _RAMP,
@@ -202,7 +207,11 @@ _GANG = [
         ),
         ({_RAMP: [3, 4, 100]}, "write [4, 4, ...]"),
     ),
-    *good("ramp-reaches-goal", {_RAMP: [8, 2, 100]}),
+    *good(
+        "ramp-reaches-goal",
+        {_RAMP: [8, 2, 100]},
+        {_RAMP: [6, 4, 9], "spec.args": ["--rampup-batch-size", "2", "2", "9"]},
+    ),
     *bad(
         "ramp-reaches-goal",
         _RAMP,
@@ -214,6 +223,45 @@ _GANG = [
         "windows-need-trace",
         "spec.trace",
         ({"spec.trace.interval": 5, "spec.trace.enabled": False}, "need enabled: true"),
+    ),
+    *good(
+        "windows-of-roles",
+        {"spec.fbd.enabled": True, "spec.trace.interval": 5, "spec.trace.granularity": "base"},
+        {"spec.fbd.enabled": True, "spec.trace.interval": 5, "spec.args": ["--trace-granularity=base"]},
+        {"spec.trace.interval": 5, "spec.trace.granularity": "full"},
+        {"spec.fbd.enabled": True},
+    ),
+    *bad(
+        "windows-of-roles",
+        "spec.trace.granularity",
+        ({"spec.fbd.enabled": True, "spec.trace.interval": 5}, "must be base with fbd.enabled (it is full by default)"),
+        ({"spec.fbd.enabled": True, "spec.trace.continuousIterations": 5}, "write granularity: base"),
+        ({"spec.fbd.enabled": True, "spec.trace.granularity": "full"}, "write granularity: base"),
+    ),
+    *good(
+        "directory-of-plain-pipeline",
+        {"spec.trace.directory": "spans"},
+        {
+            "spec.trace.directory": "spans",
+            "spec.parallelism.virtualPipeline": 2,
+            "spec.args": ["--num-virtual-stages-per-pipeline-rank", "1"],
+        },
+    ),
+    *bad(
+        "directory-of-plain-pipeline",
+        "spec.trace.directory",
+        *(
+            (
+                {"spec.trace.directory": "spans"} | change,
+                "cannot be combined with virtualPipeline, dpp or fbd, for which MegatronApp's files have no place",
+            )
+            for change in (
+                {"spec.parallelism.virtualPipeline": 2},
+                {"spec.dpp.enabled": True},
+                {"spec.fbd.enabled": True, "spec.trace.granularity": "base"},
+                {"spec.fbd.enabled": True},
+            )
+        ),
     ),
     *good("faults-need-trace", _faults(_fault()), {"spec.trace.enabled": False}),
     *bad(

@@ -10,15 +10,16 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http import views
 from megatronapp_analyzer.hub.http.megascan.views import tracer_view
 from megatronapp_analyzer.hub.judge.links import LocalJudge
-from megatronapp_analyzer.hub.metrics import build_registry
+from megatronapp_analyzer.hub.metrics import build_registry, stage_imbalance
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.progress import Progress
-from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
+from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.layer_statistics import SiteLayer, of_values, statistics_frame
 from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
+from megatronapp_common.topology import Coordinates, RankRole
 from megatronapp_common.trace import RecordKind
 
 COST_NS = 1000.0
@@ -202,6 +203,78 @@ def test_a_verdict_costs_the_seconds_lost_times_ranks(hub: Hub, attempt: int, en
     hub.verdicts.update([dataclasses.replace(CONFIRMED, state=VerdictState.CLEARED, until=until)])
     (view,) = views.verdicts(hub)
     assert view.effect.gpu_hours == pytest.approx(3.5 * 2 / 3600, rel=0.01)
+
+
+def hub_with_rings(ring_header: Any, *attempts: dict[int, str]) -> Hub:
+    """Return a hub of attempts whose ranks, all of worker 0, have these devices."""
+    hub = Hub(HubSettings(job=JobIdentity(name="demo", uid="uid-1"), state_dir=None), LocalJudge(Detector))
+    for attempt, devices in enumerate(attempts):
+        for rank, device in devices.items():
+            header = ring_header(rank) | {"worker": 0}
+            header["metadata"] |= {"world": len(devices), "localRank": rank, "device": device}
+            header["metadata"]["layout"] |= {"pipeline": len(devices)}
+            hub.ingest.add_ring(attempt, header)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("devices", "counted"),
+    [
+        (["cuda:0 NVIDIA H200", "cuda:0 NVIDIA H200", "cuda:1 NVIDIA H200", "cuda:1 NVIDIA H200"], 2),
+        (["cuda:0 NVIDIA H200", "cuda:1 NVIDIA H200", "cpu"], 2),
+        (["cpu", "cpu", "cpu"], 3),
+        (["cuda", "cuda"], 2),
+    ],
+    ids=["shared GPUs", "forward ranks on CPUs", "no GPU", "GPUs without index"],
+)
+def test_gpus_of_the_attempt_of_a_verdict_have_lost_its_time(
+    ring_header: Any, devices: list[str], counted: int
+) -> None:
+    """A later attempt has another size: it changes no older cost."""
+    hub = hub_with_rings(ring_header, dict(enumerate(devices)), dict.fromkeys(range(8), "cpu"))
+    first = hub.ingest.attempts[0]
+    assert first.layout is not None and first.layout.devices == first.devices == counted
+    later = dataclasses.replace(CONFIRMED, id="b", since=JobMoment(attempt=1, step=5, time=2.0))
+    unknown = dataclasses.replace(CONFIRMED, id="c", since=JobMoment(attempt=7, step=5, time=3.0))
+    hub.verdicts.update([CONFIRMED, later, unknown])
+    hours = {view.id: view.effect.gpu_hours for view in views.verdicts(hub)}
+    expected = {"a": counted, "b": 8, "c": 8}
+    assert hours == pytest.approx({id_: 3.5 * count / 3600 for id_, count in expected.items()}, rel=0.01)
+    assert {view.id: view.effect.gpu_hours for view in views.summary(hub).slow_ranks or ()} == hours
+
+
+def test_ranks_without_a_ring_count_like_the_others(ring_header: Any) -> None:
+    hub = hub_with_rings(ring_header, dict.fromkeys(range(4), "cuda:0 NVIDIA H200"))
+    state = hub.ingest.attempts[0]
+    assert state.devices == 1
+    del state.rings[3], state.rings[2]
+    state.add_ring(dataclasses.replace(state.rings[1], device="cuda:1 NVIDIA H200"))
+    assert state.devices == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "label"), [("cuda:1 NVIDIA H200", "1"), ("cpu", ""), ("cuda", "3"), ("cudax:2", "")]
+)
+def test_the_gpu_of_a_suspect_is_that_of_its_rank(ring_header: Any, device: str, label: str) -> None:
+    hub = hub_with_rings(ring_header, dict(enumerate(["cpu", "cpu", "cpu", device])))
+    subject = dataclasses.replace(CONFIRMED.subject, ranks=(3,))
+    hub.verdicts.update([dataclasses.replace(CONFIRMED, subject=subject)])
+    text = generate_latest(build_registry(hub)).decode()
+    assert f'megascan_suspect_info{{cause="compute",gpu="{label}",job_id="demo",node="node-3",rank="3"' in text
+
+
+def test_stages_are_compared_within_their_role() -> None:
+    """Backward stages take twice as long as forward stages, which is no imbalance."""
+    plain = JobLayout.grid(pp=4)
+    table = np.array([[1.0, 1.0, 2.0, 2.4], [1.0, 1.0, 2.0, 2.4]], np.float32)
+    roles = (RankRole.FORWARD, RankRole.FORWARD, RankRole.BACKWARD, RankRole.BACKWARD)
+    places = tuple(Coordinates(tp=0, cp=0, ep=0, dp=0, pp=stage) for stage in (0, 1, 0, 1))
+    disaggregated = dataclasses.replace(plain, pp=2, coordinates=places, roles=roles)
+    assert stage_imbalance(table, disaggregated) == pytest.approx(2.4 / 2.2)
+    assert stage_imbalance(table, plain) == pytest.approx(2.4 / 1.6)
+    table[:, 2:] = np.nan
+    assert stage_imbalance(table, disaggregated) == 1.0
+    assert stage_imbalance(np.zeros((1, 4), np.float32), disaggregated) is None
 
 
 @pytest.mark.parametrize(("cause", "ranks", "is_known"), [(Cause.LINK, (0, 1), True), (Cause.COMPUTE, (0, 1), False)])

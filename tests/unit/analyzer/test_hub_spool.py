@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.hub.archive.restore import curve_frame, digest_frame, restore
 from megatronapp_analyzer.hub.archive.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.archive.stored import StoredTraces
+from megatronapp_analyzer.hub.ingest.frame_files import read_frames
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import (
     JsonFile,
@@ -18,7 +19,6 @@ from megatronapp_analyzer.hub.ingest.spool import (
     SpoolReader,
     SpoolThread,
     SpoolWriter,
-    read_frames,
 )
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
@@ -181,6 +181,52 @@ def test_a_frame_that_was_written_in_part_is_taken_back(tmp_path: Path, monkeypa
     writer.close()
     assert writer.failed_writes == 1
     assert [frame.header["reason"] for frame in SpoolReader(tmp_path).digests(0)] == ["0", "2"]
+
+
+@pytest.mark.parametrize("torn", [1, 20, 90])
+@pytest.mark.parametrize("name", ["digests", "curves", "rings"])
+def test_the_next_hub_appends_after_whole_frames(
+    tmp_path: Path, ring_header: Any, name: str, torn: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hub was killed within a write. What is appended is read, and no frame is made of both."""
+
+    def encoded(number: int) -> bytes:
+        return frames.encode(Frame(FrameType.RING, ring_header(0) | {"rank": number, "number": number}, bytes(80)))
+
+    def append(writer: SpoolWriter, numbers: range) -> None:
+        write = getattr(writer, f"append_{name.removesuffix('s')}")
+        for number in numbers:
+            write(0, encoded(number))
+        writer.close()
+
+    append(SpoolWriter(tmp_path, SpoolLimits()), range(3))
+    path = tmp_path / "attempt-0000" / f"{name}.frames"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - len(encoded(2)) + torn])
+    found = getattr(SpoolReader(tmp_path), name)
+    assert [frame.header["number"] for frame in found(0)] == [0, 1]
+    append(SpoolWriter(tmp_path, SpoolLimits()), range(10, 14))
+    numbers = [frame.header["number"] for frame in found(0)]
+    assert numbers[-5:] == [1, 10, 11, 12, 13]
+    assert "an incomplete frame after" in caplog.text
+    assert all(len(frame.body) == 80 and not any(frame.body) for frame in found(0))
+
+
+def test_a_file_is_read_once_before_it_is_appended_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of an older attempt among those of the rings of a newer one open its file again and again."""
+    frame = frames.encode(Frame(FrameType.BYE, {}))
+    first = SpoolWriter(tmp_path, SpoolLimits())
+    first.append_digest(0, frame)
+    first.close()
+    read: list[Path] = []
+    monkeypatch.setattr("megatronapp_analyzer.hub.ingest.spool.truncate_to_frames", read.append)
+    writer = SpoolWriter(tmp_path, SpoolLimits())
+    for _ in range(3):
+        writer.append_digest(0, frame)
+        writer.append_ring(1, frame)
+    writer.close()
+    assert read == [tmp_path / "attempt-0000" / "digests.frames"]
+    assert len(list(SpoolReader(tmp_path).digests(0))) == 4
 
 
 def test_full_disk_is_counted_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.graph.deciding_part import replica_of_rank
 from megatronapp_analyzer.hub.export.chrome import chrome_trace
 from megatronapp_analyzer.hub.export.tracks import source_of, tracks_of
 from megatronapp_analyzer.hub.http import schemas, views
@@ -22,7 +23,7 @@ from megatronapp_analyzer.hub.http.role_view import forward_backward_view
 from megatronapp_analyzer.hub.http.schemas import ForwardBackwardView
 from megatronapp_analyzer.hub.http.timeline.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import StepDigest
-from megatronapp_analyzer.hub.ingest.pipeline_passes import transfers_of
+from megatronapp_analyzer.hub.ingest.pipeline_passes import pipeline_passes, transfers_of
 from megatronapp_analyzer.hub.ingest.role_passes import RolePasses, role_passes, shipments
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.links import LocalJudge
@@ -33,7 +34,7 @@ from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.progress import ForwardBackward, Progress
 from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.topology import Coordinates, RankRole
+from megatronapp_common.topology import Coordinates, FbdWorld, RankRole, fbd_world
 from megatronapp_common.trace import Flag, RecordKind, TransferPath
 
 MS = 1_000_000
@@ -84,6 +85,63 @@ def test_weight_gradients_count_as_backward_and_forward_ranks_count_the_microbat
     assert found.busy == pytest.approx([0.4, 0.5, 0.4])
     assert found.pass_seconds == pytest.approx([0.004, 0.005, 0.002])
     assert found.wait_seconds == pytest.approx([0, 0, 0])
+
+
+def layout_of(world: FbdWorld) -> JobLayout:
+    ranks = range(world.world_size)
+    roles = tuple(world.role_of(rank) for rank in ranks)
+    return JobLayout(
+        tp=world.trained.tensor,
+        pp=world.trained.pipeline,
+        dp=world.trained.data,
+        coordinates=tuple(
+            world.topology_of(role).coordinates(world.role_rank(rank)) for rank, role in zip(ranks, roles, strict=True)
+        ),
+        workers=(0,) * len(ranks),
+        nodes=("n",) * len(ranks),
+        roles=roles,
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "merged", "served"),
+    [((1, 2, 4), False, 2), ((2, 2, 6), False, 3), ((2, 2, 3), True, 1), ((2, 1, 2), False, 2), ((2, 2, 2), False, 1)],
+)
+def test_partners_are_in_a_pipeline(sizes: tuple[int, int, int], merged: bool, served: int, apart: bool) -> None:
+    tensor, pipeline, data = sizes
+    world = fbd_world(
+        tensor=tensor, pipeline=pipeline, data=data, merged=merged, backward_per_forward=served, apart=apart
+    )
+    layout = layout_of(world)
+    places = layout.pipeline_places
+    for rank in range(world.world_size):
+        assert {places[partner] for partner in world.partners(rank)} == {places[rank]}
+    assert len(set(places)) == world.forward_ranks // pipeline
+    if world.served == 1:
+        assert places == tuple((at.tp, at.cp, at.dp) for at in layout.coordinates)
+
+
+def test_a_pipeline_ends_with_the_backward_ranks_of_its_own_forward_rank() -> None:
+    """Forward replica 1 serves the backward replicas 2 and 3: its first pass begins theirs, and not that of 0 and 1."""
+    layout = layout_of(fbd_world(tensor=1, pipeline=1, data=4, backward_per_forward=2, apart=True))
+    spans = [
+        (4, RecordKind.FORWARD, 0, 0, 2 * MS),
+        (0, RecordKind.BACKWARD, 0, 2 * MS, 2 * MS),
+        (1, RecordKind.BACKWARD, 0, 2 * MS, 2 * MS),
+        (5, RecordKind.FORWARD, 0, 100 * MS, 2 * MS),
+        (2, RecordKind.BACKWARD, 0, 102 * MS, 2 * MS),
+        (3, RecordKind.BACKWARD, 0, 102 * MS, 8 * MS),
+    ]
+    found = pipeline_passes(stored(spans, offsets=(0,) * 6), layout)
+    assert found is not None and found.seconds == pytest.approx(0.010)
+    assert found.bubble == pytest.approx([0.5, 0.5, 0.8, 0.2, 0.5, 0.8])
+
+
+def test_replicas_that_a_forward_rank_serves_are_replayed_together() -> None:
+    layout = layout_of(fbd_world(tensor=2, pipeline=1, data=4, backward_per_forward=2, apart=True))
+    assert replica_of_rank(layout).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1]
+    assert replica_of_rank(JobLayout.grid(tp=2, dp=2, pp=2)).tolist() == [0, 0, 1, 1] * 2
 
 
 def test_waits_are_those_for_the_other_role() -> None:

@@ -23,6 +23,7 @@ def elastic(**given: Any) -> dict[str, Any]:
         "nodes": data // per_node,
         "procPerNode": per_node,
         "parallelism": {"data": data, "expert": given["expert"]},
+        "args": ["--num-experts", "2"],
         "checkpoint": {"save": "/c/run", "saveInterval": 1, "volume": {"claim": "c", "mountPath": "/c"}},
         "runPolicy": {"restart": "InPlace", "elastic": {"minData": given["least"]}},
     }

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
 from megatronapp_analyzer.hub.state import detector_task
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
+from megatronapp_analyzer.hub.state.totals import WasteSums
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import (
     RANK_RECORD,
@@ -88,6 +90,40 @@ async def test_waste_never_counts_a_second_twice_though_its_estimate_falls(lost_
     queue.add(LAYOUT, [stored_step(number) for number in range(len(lost_s))])
     await queue.drain_batch()
     assert queue.wasted_s == {"compute": max(lost_s) * LAYOUT.world}
+
+
+@pytest.mark.asyncio
+async def test_waste_is_that_of_gpus_where_they_are_known() -> None:
+    queue = DetectorTask(ScriptedJudge(lambda _: [verdict(lost_s=2.0)]), VerdictStore(None), liveness=lambda: None)
+    queue.add(dataclasses.replace(LAYOUT, devices=7), [stored_step(0)])
+    await queue.drain_batch()
+    assert queue.wasted_s == {"compute": 2.0 * 7}
+
+
+@pytest.mark.asyncio
+async def test_a_new_hub_continues_the_sums_and_counts_no_restored_step_again(tmp_path: pathlib.Path) -> None:
+    judge = ScriptedJudge(lambda step: [verdict(lost_s=0.5 * (step.view.step + 1))])
+    path = tmp_path / "waste.json"
+    first = DetectorTask(judge, VerdictStore(None), liveness=lambda: None, waste=WasteSums(path))
+    first.add(LAYOUT, [stored_step(number) for number in range(4)])
+    await first.drain_batch()
+    assert first.wasted_s == {"compute": 2.0 * LAYOUT.world}
+    second = DetectorTask(judge, VerdictStore(None), liveness=lambda: None, waste=WasteSums(path))
+    second.add_again(LAYOUT, [stored_step(number) for number in range(2, 4)])
+    await second.drain_batch()
+    assert second.wasted_s == first.wasted_s
+    second.add(LAYOUT, [stored_step(4)])
+    await second.drain_batch()
+    assert second.wasted_s == WasteSums(path).by_cause == {"compute": 2.5 * LAYOUT.world}
+    assert second.skipped == 0
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"compute": "much"}', '{"compute": [1]}', "{"])
+def test_damaged_sums_begin_at_zero(tmp_path: pathlib.Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "waste.json"
+    path.write_text(text)
+    assert WasteSums(path).by_cause == {}
+    assert str(path) in caplog.text
 
 
 @contextlib.asynccontextmanager

@@ -136,7 +136,7 @@ BY_TOPOLOGY = {"network": {"rankOrder": "Topology", "topologyKey": "example.com/
 
 
 def mounted(volume: Object) -> Object:
-    """Return a template that mounts a volume of its own for checkpoints."""
+    """Return a template that mounts another volume for checkpoints."""
     mount = {"name": "mine", "mountPath": "/checkpoints"}
     return {
         "spec": {"volumes": [{"name": "mine", **volume}], "containers": [{"name": "trainer", "volumeMounts": [mount]}]}

@@ -7,7 +7,7 @@ import rendered
 
 from megatronapp_analyzer.agent.main import main as run_agent
 from megatronapp_analyzer.agent.settings import load_settings
-from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
+from megatronapp_analyzer.hub.main import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_common.attempt_order import AttemptOrder
 from megatronapp_common.names import (

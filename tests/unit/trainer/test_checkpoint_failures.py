@@ -177,7 +177,7 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
     assert second[2] == []
 
 
-def test_a_model_to_serve_is_read_from_a_whole_checkpoint_and_the_damaged_one_is_logged(
+def test_a_model_to_serve_is_read_from_a_whole_checkpoint_and_the_damage_is_logged(
     save: pathlib.Path, call: RunRanks
 ) -> None:
     flip_a_byte(save / "iter_0000006")

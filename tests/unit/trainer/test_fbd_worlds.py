@@ -3,8 +3,10 @@
 import dataclasses
 import datetime
 import os
+import types
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -124,3 +126,38 @@ def run_without_roles() -> str:
 
 def test_a_run_without_roles_has_no_shared_store(run_ranks: RunRanks) -> None:
     assert "the ranks of this run have no roles" in run_ranks(1, run_without_roles)[0]
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_some_forward_rank_of_each_node_checks_and_builds_its_samples(
+    monkeypatch: pytest.MonkeyPatch, per_node: int
+) -> None:
+    """On shared workers the first ranks of a node run backward."""
+    from megatronapp_common.topology import FbdWorld, RankRole, Topology
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.parallel.layout import Layout
+
+    with warnings.catch_warnings():  # of megatron-core
+        warnings.simplefilter("ignore")
+        from megatronapp_trainer.fbd import setup
+
+    built: dict[int, Layout] = {}
+    monkeypatch.setattr(setup, "build_iterators", lambda _config, layout, *_, **__: layout)
+    world = FbdWorld(trained=Topology(tensor=2, pipeline=2), merged=False)
+    start = types.SimpleNamespace(consumed_samples=0, order_samples=None)
+    for rank in range(world.world_size):
+        if world.role_of(rank) is RankRole.FORWARD:
+            layout = Layout(
+                rank=world.role_rank(rank),
+                world_size=world.forward_ranks,
+                local_rank=rank % per_node,
+                tensor_size=2,
+                pipeline_size=2,
+                virtual_size=1,
+                role=RankRole.FORWARD,
+                fbd=world,
+            )
+            (partner,) = world.partners(rank)
+            built[rank] = cast("Layout", setup._iterators(parse(MODEL.split()), layout, partner, cast("Any", start)))
+    places = [[built[rank].local_rank for rank in built if rank // per_node == node] for node in range(8 // per_node)]
+    assert places == [list(range(per_node // 2))] * (8 // per_node)

@@ -64,7 +64,7 @@ def test_a_gang_continues_in_place_after_a_rank_has_failed(gang: Gang) -> None:
 
 
 def test_a_worker_that_fails_after_worker_0_has_succeeded_ends(gang: Gang) -> None:
-    """Nothing would serve how it ended: the launcher of worker 0 is gone."""
+    """Nothing would serve how it ended: the launcher of worker 0 has ended, too."""
     start(gang, {0: "exit0", 1: "wait"}, gang.reserve("127.0.0.2"))
     _, rank = gang.running({0: [0], 1: [1]})
     gang.go()

@@ -1,5 +1,6 @@
 """Statistics of layers in training steps: those of the values themselves, in every layout, and no bit is changed."""
 
+import math
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,13 @@ def test_statistics_are_those_of_all_values_and_training_is_bit_equal(
     assert [rank["norms"] for rank in ranks] == [rank["norms"] for rank in off]
     if layout in {"dynamic", "pair"}:
         assert sum(rank["measured"] for rank in ranks) < sum(rank["measured"] for rank in off)
+
+
+@pytest.mark.torch
+def test_gradients_in_fp16_are_those_without_the_loss_scale(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(1, train, "--fp16 --loss-scale 4096", True)
+    squares = sum(records["squares"][0] for row, records in merged(ranks).items() if row.site == "gradient")
+    assert math.sqrt(squares) == pytest.approx(ranks[0]["norms"][CAPTURED - 1], rel=1e-3)
 
 
 NUMBERS = st.one_of(

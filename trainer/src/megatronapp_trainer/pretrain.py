@@ -309,7 +309,14 @@ def prepare_capture(run: "TrainingRun") -> "ScheduledCapture | None":
     def connect(every: int) -> ConnectedCapture:
         from megatronapp_trainer.scope.statistics import setup
 
-        return setup.open_capture(run.config, run.layout, run.state.chunks, run.device.torch_device, every=every)
+        return setup.open_capture(
+            run.config,
+            run.layout,
+            run.state.chunks,
+            run.device.torch_device,
+            every=every,
+            loss_scale=lambda: float(run.state.optimizer.get_loss_scale()) if run.config.precision.fp16 else 1.0,
+        )
 
     return ScheduledCapture(connect, every=run.config.control.scope_capture_interval or 0)
 

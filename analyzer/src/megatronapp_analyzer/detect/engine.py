@@ -31,7 +31,7 @@ from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.work import WorkModel
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build_matched
-from megatronapp_analyzer.graph.deciding_part import deciding_part
+from megatronapp_analyzer.graph.deciding_part import deciding_part, replica_of_rank
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
 from megatronapp_analyzer.graph.replay import Replayer, replay
@@ -75,7 +75,7 @@ class Detector:
         self._units = Units.of(layout)
         self._places = SubjectResolver(layout=layout, units=self._units)
         self._near = Neighbours(self._places, self._settings.group_share)
-        self._replica_of_rank = np.array([at.dp for at in layout.coordinates], np.int64)
+        self._replica_of_rank = replica_of_rank(layout)
         self._attempt: int | None = None
         self._hangs = HangTracker(layout, self._settings)
         self._tracks = FindingTracker(self._settings)

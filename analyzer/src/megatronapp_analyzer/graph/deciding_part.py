@@ -13,7 +13,7 @@ from megatronapp_analyzer.graph.edges import Seconds
 from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import CommIndex, is_kind
-from megatronapp_analyzer.model import Communicator, StepRecords, select_rows
+from megatronapp_analyzer.model import Communicator, JobLayout, StepRecords, select_rows
 from megatronapp_common.trace import PASS_KINDS
 
 MOST_WHOLE = 16
@@ -24,6 +24,11 @@ many whose last pass starts last.
 """
 LAST_SLOW = 4
 """The same of the replicas of one subject, as of a stage, which all replicas have."""
+
+
+def replica_of_rank(layout: JobLayout) -> Index:
+    """Return the replica of each rank; with MegaFBD backward ranks are in that of the forward ranks that serve them."""
+    return np.array([replica for _, _, replica in layout.pipeline_places], np.int64)
 
 
 def deciding_part(step: MatchedStep, replica_of_rank: Index, subjects: Sequence[tuple[int, ...]]) -> MatchedStep:

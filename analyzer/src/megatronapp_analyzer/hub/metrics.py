@@ -7,6 +7,7 @@ go when they are cleared; the rest is per job or per worker.
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -30,7 +31,8 @@ from megatronapp_analyzer.hub.role_metrics import role_families
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
 from megatronapp_analyzer.hub.training_metrics import training_families
-from megatronapp_analyzer.model import Cause, SubjectType, Verdict
+from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, Verdict
+from megatronapp_common.topology import RankRole
 
 TOP_RANKS = 32
 RECENT_STEPS = 16
@@ -51,6 +53,21 @@ def histogram(totals: HubTotals) -> list[tuple[str, float]]:
     cumulative = np.cumsum(totals.buckets)
     bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
     return [(bound, float(count)) for bound, count in zip(bounds, cumulative, strict=True)]
+
+
+def stage_imbalance(table: NDArray[np.float32], layout: JobLayout) -> float | None:
+    """Return the slowest pipeline stage over the mean one; with MegaFBD in the role where it is larger.
+
+    `table`: seconds of [step][rank], NaN where a rank has not reported. None without reports.
+    """
+    heard = np.any(np.isfinite(table), axis=0)
+    roles: dict[RankRole, list[float]] = {}
+    for group in stage_groups(layout):
+        known = group[heard[group]]
+        if len(known):
+            role = layout.roles[group[0]] if layout.roles else RankRole.ALL
+            roles.setdefault(role, []).append(float(np.nanmedian(table[:, known], axis=0).mean()))
+    return max((max(stages) / np.mean(stages).item() for stages in roles.values() if max(stages) > 0), default=None)
 
 
 class HubCollector(Collector):
@@ -97,10 +114,14 @@ class HubCollector(Collector):
             self._slowdown(self._hub.verdicts.slowing()),
         )
         yield self._gauge(
-            "megascan_stage_imbalance_ratio", "Slowest pipeline stage over the mean stage.", self._imbalance()
+            "megascan_stage_imbalance_ratio",
+            "Slowest pipeline stage over the mean stage of its role.",
+            self._imbalance(),
         )
         wasted = CounterMetricFamily(
-            "megascan_wasted_gpu_seconds", "Rank-seconds lost to confirmed causes.", labels=["job_id", "cause"]
+            "megascan_wasted_gpu_seconds",
+            "GPU-seconds lost to confirmed causes; of ranks, where none uses a GPU.",
+            labels=["job_id", "cause"],
         )
         for cause, seconds in sorted(self._hub.analysis.wasted_s.items()):
             wasted.add_metric([self._job, cause], seconds)
@@ -119,13 +140,7 @@ class HubCollector(Collector):
         recent = [d for d in self._hub.ingest.store.recent(RECENT_STEPS) if state and d.values.shape[1] == state.world]
         if state is None or state.layout is None or not recent:
             return None
-        groups = stage_groups(state.layout)
-        table = np.stack([digest.values[0] for digest in recent])
-        heard = np.isfinite(table).any(axis=0)
-        stages = np.array(
-            [np.nanmedian(table[:, group[heard[group]]], axis=0).mean() for group in groups if heard[group].any()]
-        )
-        return float(stages.max() / stages.mean()) if len(stages) and stages.mean() > 0 else None
+        return stage_imbalance(np.stack([digest.values[0] for digest in recent]), state.layout)
 
     def _suspects(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(
@@ -156,9 +171,12 @@ class HubCollector(Collector):
         return sorted(named.items(), key=lambda item: -item[1].seconds_per_step)[:TOP_RANKS]
 
     def _place(self, rank: int) -> tuple[str, str]:
+        """Return node and GPU of a rank, empty where it has none or is not known."""
         state = self._hub.ingest.newest
         ring = state.rings.get(rank) if state else None
-        return (ring.node, str(ring.local_rank)) if ring else ("", "")
+        if ring is None:
+            return "", ""
+        return ring.node, "" if ring.gpu is None else str(ring.gpu)
 
     def _links(self) -> Iterator[Metric]:
         links = GaugeMetricFamily(

@@ -31,7 +31,7 @@ from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, DetectorTa
 from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
-from megatronapp_analyzer.hub.state.totals import HubTotals
+from megatronapp_analyzer.hub.state.totals import HubTotals, WasteSums
 from megatronapp_analyzer.hub.state.training_orders import StoredOrder, TrainingOrders, described
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.hub.state.windows import SuspectWindows, WindowStore
@@ -85,6 +85,7 @@ class Hub:
             liveness=self.ranks.liveness,
             stored=self._steps_to_learn_from,
             clocks=self.spooled,
+            waste=WasteSums(self._path("waste.json"), writable=live),
         )
         self.totals = HubTotals()
         self.passes = PassesCache()
@@ -111,7 +112,7 @@ class Hub:
         for step in self.spooled.restore(self.settings.restore_segments):
             self._sample(step)
             if self.ended is None:
-                self._analyse(step)
+                self._analyse(step, again=True)
         tasks = [asyncio.create_task(serve_pages())]
         if self.ended is None:
             tasks.append(asyncio.create_task(self.analysis.run(self.settings.tick_s)))
@@ -154,7 +155,7 @@ class Hub:
         """Add an agent; returns the header of its WELCOME. An older connection of the same worker ends."""
         key = (link.attempt, link.worker)
         if (older := self.links.get(key)) is not None:
-            older.replace()
+            self.totals.protocol_errors += older.replace(link)
         self.links[key] = link
         self.scope.core.ingest.on_attempt(link.attempt)
         link.command(self._control_page(link.attempt))
@@ -241,10 +242,10 @@ class Hub:
             self._sample(step)
             self._analyse(step)
 
-    def _analyse(self, step: StoredStep) -> None:
+    def _analyse(self, step: StoredStep, *, again: bool = False) -> None:
         layout = self.ingest.attempts[step.view.attempt].layout
         if layout is not None:
-            self.analysis.add(layout, [step])
+            (self.analysis.add_again if again else self.analysis.add)(layout, [step])
 
     def _steps_to_learn_from(self) -> list[WaitingStep]:
         """Return the steps of the newest attempt that are in memory, for a fresh detector."""

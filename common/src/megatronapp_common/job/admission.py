@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from megatronapp_common.job.api.cluster import GPU_CLAIMS
+from megatronapp_common.job.rules import ADMITTED_RULES
 from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
 from megatronapp_common.job.rules.policy import ELASTIC_RULES
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item
@@ -130,6 +131,7 @@ ADMISSION_RULES = (
     ),
     *WITHIN_LIMITS,
     *ELASTIC_RULES,
+    *ADMITTED_RULES,
     Rule(
         id="failure-rule-regex",
         field=".runPolicy.rules",

@@ -1,17 +1,23 @@
 """Files of the archive that cannot be read now, or are those of another release: they are neither moved nor lost."""
 
+import errno
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import full_disk
 import pytest
 from spooled_job import JOB, SpooledJob, all_rows
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog, DroppedHours
+from megatronapp_analyzer.hub.archive.quarantine import Quarantine
 from megatronapp_analyzer.hub.archive.schema import VERSION
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_analyzer.hub.settings import load_job_file
@@ -161,3 +167,94 @@ def test_a_volume_without_space_for_an_archive_is_refused(tmp_path: Path) -> Non
     (tmp_path / "job.yaml").write_text(json.dumps(manifest))
     with pytest.raises(SettingsError, match="sizeLimit: 100Mi is less than 128Mi; write more, such as 10Gi"):
         load_job_file(tmp_path / "job.yaml", name=None, uid=None)
+
+
+def test_a_disk_smaller_than_the_limit_has_the_newest_hours(tmp_path: Path) -> None:
+    """The disk is a real one that is full. Without space for them, no later hours would be stored."""
+    script = f'mount -t tmpfs -o size=300k none {tmp_path} || exit 77; exec "$@"'
+    mounted = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
+    command = [*mounted, sys.executable, full_disk.__file__, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["last step"] == full_disk.HOURS * full_disk.STEPS - 1
+    assert found["hours"] == full_disk.hours()[-len(found["hours"]) :]
+    assert 1 < len(found["hours"]) < full_disk.HOURS
+    assert found["dropped files"] == found["dropped on disk"] > 0
+    assert (found["failed"], found["left in the spool"]) == (0, 0)
+    assert done.stderr.count("old hours are deleted") == 1
+
+
+def test_a_full_disk_costs_old_hours_once_for_a_segment(
+    job: SpooledJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others may take the space each time: what is archived already is not deleted for nothing."""
+    before = files_of(job)
+    second = SpooledJob(job.folder, job._step_rows, job._ring_header)
+    second.write(range(60, 62))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Archiver, "_write", refuse)
+    second.spooled._writer.wait_until_written()  # type: ignore[union-attr]
+    second.spooled._writer.close()  # type: ignore[union-attr]
+    archiver = second.spooled.archiver
+    assert archiver is not None
+    [segment] = (job.folder / "traces").glob("*/records-*.frames")
+    archiver.close(120)
+    after = files_of(job)
+    assert after == before[-len(after) :]
+    assert 0 < len(after) < len(before)
+    assert not archiver._try(0, segment)
+    assert files_of(job) == after
+    assert "old hours are deleted" in caplog.text
+
+
+def test_a_command_deletes_no_old_hours_on_a_full_disk(job: SpooledJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files_of(job)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Archiver, "_move", refuse)
+    assert not Archiver(job.folder / "traces", catalog_of(job))._try(0, files_of(job)[0])
+    assert files_of(job) == before
+
+
+def test_the_quarantine_has_a_part_of_the_archive_and_drops_the_oldest(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine", limit_bytes=8000)
+    for number in range(4):
+        path = tmp_path / "hour" / f"{number}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(400))
+        os.utime(path, ns=(number, number))
+        quarantine.take(path)
+    assert sorted(path.name for path in (tmp_path / "quarantine").iterdir()) == ["hour-2", "hour-3"]
+    assert quarantine.bytes == 800
+    large = tmp_path / "hour" / "large"
+    large.write_bytes(bytes(5000))
+    quarantine.take(large)
+    assert [path.name for path in (tmp_path / "quarantine").iterdir()] == ["hour-large"], "the newest file stays"
+    assert quarantine.clear() == 5000
+    assert quarantine.bytes == 0
+
+
+def test_the_quarantine_counts_as_bytes_of_the_archive(job: SpooledJob) -> None:
+    """Old hours are deleted for it; a hub whose limit has become smaller bounds it when it starts."""
+    files = files_of(job)
+    size = sum(path.stat().st_size for path in files)
+    quarantine = job.folder / "store" / JOB / "quarantine"
+    quarantine.mkdir()
+    (quarantine / "old").write_bytes(bytes(size))
+    (quarantine / "new").write_bytes(bytes(size // 2))
+    os.utime(quarantine / "old", ns=(0, 0))
+    catalog = Catalog(job.folder / "store" / JOB, limit_bytes=size, writable=True)
+    assert [path.name for path in quarantine.iterdir()] == ["new"]
+    dropped = catalog.add(catalog.files()[-1])
+    assert [file.path for file in dropped] == files[: len(dropped)]
+    assert 0 < len(dropped) < len(files)
+    assert catalog.bytes + size // 2 <= size

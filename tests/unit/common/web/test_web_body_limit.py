@@ -97,9 +97,15 @@ async def test_a_limit_of_nothing_reads_nothing_and_closes(headers: dict[str, An
 async def test_a_guard_answers_or_closes_what_its_check_refuses(kind: str) -> None:
     server = FakeServer(chunks())
     server.scope["type"] = kind
-    guard = Guard(server.application, check=lambda _: HttpError(403, "no", "not you"))
+    refused: list[str] = []
+    guard = Guard(
+        server.application,
+        check=lambda _: HttpError(403, "no", "not you"),
+        on_refusal=lambda scope, error: refused.append(f"{scope['type']}: {error}"),
+    )
     await guard(server.scope, server.receive, server.send)
     assert bool(server.handled) is (kind == "lifespan")
+    assert refused == ([] if kind == "lifespan" else [f"{kind}: not you"])
     if kind == "websocket":
         assert server.sent == [{"type": "websocket.close", "code": 1008, "reason": "not you"}]
     elif kind == "http":

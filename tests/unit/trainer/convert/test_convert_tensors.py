@@ -64,7 +64,7 @@ def test_every_tensor_is_restored_unchanged(name: str, shape: ModelShape) -> Non
 
 
 @given(vocab=st.integers(1, 40), multiple=st.integers(1, 20))
-def test_rows_without_a_token_repeat_the_last_one(vocab: int, multiple: int) -> None:
+def test_rows_without_a_token_repeat_the_last_row(vocab: int, multiple: int) -> None:
     """So that their logits are those of a token: 0 could be far above all of them."""
     import torch
 

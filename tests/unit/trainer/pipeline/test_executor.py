@@ -258,16 +258,23 @@ def test_times_of_a_step_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch
     assert times.begun == pytest.approx(0.0, abs=1e-4)
 
 
-def test_transfers_are_measured_from_the_end_of_the_task_that_sends() -> None:
+@pytest.mark.parametrize(("boot_ids", "ahead"), [("aa", 0.0), ("ab", 86400.0), ("ab", -1e6)])
+def test_transfers_are_measured_from_the_end_of_the_task_that_sends(boot_ids: str, ahead: float) -> None:
+    """Also between machines whose clocks differ, if the shortest transfers of both directions are equally long."""
     from megatronapp_trainer.pipeline.plan_tuner import measured_times
     from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
     from megatronapp_trainer.pipeline.task_clocks import StepTimes, TaskTime
 
-    forward, backward = Task.forward(0, 0), Task.backward(0, 0)
+    forward, backward, late = Task.forward(0, 0), Task.backward(0, 0), Task.forward(1, 0)
     first = StepTimes(
-        tasks=[TaskTime(forward, 1.0, 11.0), TaskTime(backward, 2.0, 19.0)], received={backward: 15.5}, begun=10.0
+        tasks=[TaskTime(forward, 1.0, 11.0), TaskTime(late, 1.0, 12.0), TaskTime(backward, 2.0, 19.0)],
+        received={backward: 15.25},
+        begun=10.0,
     )
-    last = StepTimes(tasks=[TaskTime(forward, 1.5, 13.0), TaskTime(backward, 2.0, 15.0)], received={forward: 11.25})
-    times = measured_times(Placement(2), [[first], [last]])
-    assert times.transfer_seconds == [0.5, 0.25]
+    last = StepTimes(
+        tasks=[TaskTime(forward, 1.5, 13.0 + ahead), TaskTime(backward, 2.0, 15.0 + ahead)],
+        received={forward: 11.25 + ahead, late: 12.5 + ahead},
+    )
+    times = measured_times(Placement(2), [[first], [last]], list(boot_ids))
+    assert sorted(times.transfer_seconds) == pytest.approx([0.25, 0.25, 0.5])
     assert times.task_seconds[1, TaskKind.FORWARD, 0] == [1.5]

@@ -33,7 +33,7 @@ from megatronapp_trainer.checkpoint.saving.rank_content import RankContent
 from megatronapp_trainer.checkpoint.saving.report import CheckpointReport
 from megatronapp_trainer.checkpoint.storage import read, read_common, verify
 from megatronapp_trainer.checkpoint.train_state import NO_STEP, PerturbedSteps, TrainState
-from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config import CheckpointConfig, TrainerConfig
 from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
 from megatronapp_trainer.parallel.agreement import (
@@ -73,7 +73,7 @@ class CheckpointManager:
         self._config = config
         self._layout = layout
         flags = config.checkpoint
-        if flags.finetune and self._loads_from_save():
+        if flags.finetune and _loads_from_save(flags):
             raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
         self._claim: OwnershipClaim | None = None
@@ -113,7 +113,7 @@ class CheckpointManager:
             self._claimed(self._directory)
             is_resumed = self._load_newest(self._directory, state, finetune=False, memory=self.memory)
             if is_resumed:
-                self._note_unread()
+                _note_unread(self._config.checkpoint)
         is_resumed = is_resumed or self._load_other(state)
         if self.memory is not None:
             self._text_tokens = self.memory.begin(state, self._text_tokens)
@@ -237,27 +237,11 @@ class CheckpointManager:
         flags = self._config.checkpoint
         return StateParts(optimizer=flags.save_optim, random_states=flags.save_rng, progress=True)
 
-    def _loads_from_save(self) -> bool:
-        """Return True if `--load` and `--save` name the same directory."""
-        flags = self._config.checkpoint
-        if flags.load is None or flags.save is None:
-            return False
-        return pathlib.Path(flags.load).resolve() == pathlib.Path(flags.save).resolve()
-
-    def _note_unread(self) -> None:
-        """Report that `--load` is not read, in the first attempt of a job; a restarted one has to continue."""
-        flags = self._config.checkpoint
-        if flags.load is not None and not self._loads_from_save() and environment_integer(Env.ATTEMPT, 0) == 0:
-            _note(
-                f"--load {flags.load} is not read, because --save {flags.save} holds checkpoints, from which this run "
-                "continues; to start from --load, name an empty directory with --save"
-            )
-
     def _load_other(self, state: TrainState) -> bool:
         flags = self._config.checkpoint
         if flags.load is None:
             return False
-        found = not self._loads_from_save() and self._load_newest(
+        found = not _loads_from_save(flags) and self._load_newest(
             CheckpointDirectory(pathlib.Path(flags.load)), state, finetune=flags.finetune
         )
         if not found and flags.exit_on_missing_checkpoint:
@@ -395,6 +379,22 @@ def _inspect(path: pathlib.Path) -> _CheckpointCandidate:
 
 def _bytes_of(path: pathlib.Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
+
+
+def _loads_from_save(flags: CheckpointConfig) -> bool:
+    """Return True if `--load` and `--save` name the same directory."""
+    if flags.load is None or flags.save is None:
+        return False
+    return pathlib.Path(flags.load).resolve() == pathlib.Path(flags.save).resolve()
+
+
+def _note_unread(flags: CheckpointConfig) -> None:
+    """Report that `--load` is not read, in the first attempt of a job; a restarted attempt has to continue."""
+    if flags.load is not None and not _loads_from_save(flags) and environment_integer(Env.ATTEMPT, 0) == 0:
+        _note(
+            f"--load {flags.load} is not read, because --save {flags.save} holds checkpoints, from which this run "
+            "continues; to start from --load, name an empty directory with --save"
+        )
 
 
 def _sizes(layout: Layout) -> dict[str, int]:

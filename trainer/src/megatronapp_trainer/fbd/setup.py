@@ -391,6 +391,7 @@ def _iterators(config: TrainerConfig, layout: Layout, partner: int, start: Start
     replica = dataclasses.replace(
         layout,
         rank=world.role_rank(partner),
+        local_rank=layout.local_rank_in_role,  # of forward ranks, too, some rank checks and builds for its node
         world_size=world.trained.world_size,
         tensor_size=world.trained.tensor,
         role=RankRole.BACKWARD,

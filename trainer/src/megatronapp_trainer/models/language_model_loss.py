@@ -172,7 +172,11 @@ def refuse_not_finite(loss: StepLoss, pending: PendingLossReduction, layout: Lay
         return
     found: list[list[int]] = [[] for _ in range(layout.world_size)]
     dist.all_gather_object(found, pending.bad_microbatches())
-    places = [f"rank {rank}, microbatch {number}" for rank, numbers in enumerate(found) for number in numbers[:1]]
+    places = [
+        f"rank {layout.global_rank_of(rank)}, microbatch {number}"
+        for rank, numbers in enumerate(found)
+        for number in numbers[:1]
+    ]
     where = "; ".join(places) or "the sum overflowed although each microbatch is finite"
     raise NotFiniteError(
         f"the loss of step {step} is {loss.mean} ({where}). The weights are those before this step; "

@@ -123,12 +123,15 @@ class Layout:
         """Return the index among the ranks of the node that use its GPUs; None if this rank runs on the CPU."""
         if not fbd.fbd_forward_on_cpu:
             return self.local_rank
-        if self.role is RankRole.FORWARD:
-            return None
-        assert self.fbd is not None
-        first = self.global_rank - self.local_rank
-        before = [self.fbd.role_of(rank) for rank in range(first, self.global_rank)]
-        return before.count(RankRole.BACKWARD)
+        return None if self.role is RankRole.FORWARD else self.local_rank_in_role
+
+    @property
+    def local_rank_in_role(self) -> int:
+        """Return the index among the ranks of the node that have this rank's role."""
+        if self.fbd is None:
+            return self.local_rank
+        before = range(self.global_rank - self.local_rank, self.global_rank)
+        return [self.fbd.role_of(rank) for rank in before].count(self.role)
 
     @property
     def is_reporter(self) -> bool:

@@ -232,7 +232,9 @@ class PlanTuner:
         self._compared = self._guided = None
 
     def _gathered_times(self) -> MeasuredTimes:
-        return measured_times(self._plan.placement, self._gather(self._steps))
+        gathered = self._gather((_boot_id(), self._steps))
+        steps, boot_ids = [steps for _, steps in gathered], [boot_id for boot_id, _ in gathered]
+        return measured_times(self._plan.placement, steps, boot_ids)
 
     def _compare(self, choice: PlanChoice) -> float:
         """Return the length of the steps under a choice, and report it next to what the choice promises."""
@@ -250,8 +252,7 @@ class PlanTuner:
 
         Clocks of several machines have nothing in common: there it is the longest time of a rank.
         """
-        boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
-        gathered = self._gather((boot_id, [(step.begun, step.ended) for step in self._steps]))
+        gathered = self._gather((_boot_id(), [(step.begun, step.ended) for step in self._steps]))
         steps = list(zip(*(spans for _, spans in gathered), strict=True))
         if len({boot_id for boot_id, _ in gathered}) == 1:
             lengths = [max(ended for _, ended in step) - min(begun for begun, _ in step) for step in steps]
@@ -267,13 +268,24 @@ class PlanTuner:
         return gathered
 
 
-def measured_times(placement: Placement, steps: Sequence[Sequence[StepTimes]]) -> MeasuredTimes:
+def _boot_id() -> str:
+    """Return what only processes with the same monotonic clock have in common."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def measured_times(
+    placement: Placement, steps: Sequence[Sequence[StepTimes]], boot_ids: Sequence[str]
+) -> MeasuredTimes:
     """Return lengths of tasks and transfers from the times of some steps by pipeline rank.
 
-    A transfer lasts from the end of the task that sends until its output is at the rank that takes it.
+    A transfer lasts from the end of the task that sends until its output is at the rank that takes it. Between ranks of
+    different machines (`boot_ids`) the offset of their clocks is taken out, as NTP does it: the shortest transfers of
+    both directions are assumed to last as long as each other.
     """
     task_seconds: dict[tuple[int, TaskKind, int], list[float]] = {}
     transfer_seconds = []
+    between: dict[tuple[int, int], list[float]] = {}
+    """Received less sent, each on its rank's clock, by sender and receiver."""
     for step in zip(*steps, strict=True):
         ends = {RankTask(rank, time.task): time.ended for rank, times in enumerate(step) for time in times.tasks}
         for rank, times in enumerate(step):
@@ -283,5 +295,11 @@ def measured_times(placement: Placement, steps: Sequence[Sequence[StepTimes]]) -
             for task, received in times.received.items():
                 source = placement.previous_task(rank, task)
                 assert source is not None
-                transfer_seconds.append(max(received - ends[source], 0.0))
+                between.setdefault((source.rank, rank), []).append(received - ends[source])
+    for (sender, receiver), differences in between.items():
+        offset = 0.0
+        if boot_ids[sender] != boot_ids[receiver]:
+            shortest, back = min(differences), between.get((receiver, sender))
+            offset = shortest if back is None else (shortest - min(back)) / 2
+        transfer_seconds += [max(difference - offset, 0.0) for difference in differences]
     return MeasuredTimes(task_seconds=task_seconds, transfer_seconds=transfer_seconds or [0.0])

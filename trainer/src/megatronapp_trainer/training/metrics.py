@@ -4,9 +4,10 @@ import datetime
 import math
 from collections.abc import Mapping
 
-from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.config import ModelConfig, TrainerConfig
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.models.experts.statistics import ExpertStatistics
+from megatronapp_trainer.parallel.layout import Layout
 
 
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
@@ -24,6 +25,16 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
 def flops_per_token_full_attention(model: ModelConfig, padded_vocab_size: int) -> float:
     """Return the same number with the attention as if nothing were masked."""
     return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length)
+
+
+def device_count(config: TrainerConfig, layout: Layout) -> float:
+    """Return the number of devices that compute: several ranks may share a GPU, and with MegaFBD forward ranks may have
+    none.
+    """
+    ranks = layout.global_world_size
+    if config.fbd.fbd_forward_on_cpu and layout.fbd is not None:
+        ranks = layout.fbd.backward_ranks
+    return ranks / config.parallel.ranks_per_gpu
 
 
 def _flops_per_token(model: ModelConfig, padded_vocab_size: int, *, attended_tokens: float) -> float:

@@ -13,7 +13,7 @@ from megatronapp_trainer.models.experts.statistics import ExpertStatistics
 from megatronapp_trainer.models.language_model_loss import StepLoss
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.learning_rate import learning_rate
-from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
+from megatronapp_trainer.training.metrics import device_count, flops_per_token, peak_tflops, why_no_mfu
 from megatronapp_trainer.training.progress import Reporter
 from megatronapp_trainer.training.watch.device_memory import take_peak_gib
 
@@ -126,7 +126,7 @@ class TrainingMonitor:
 
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s
-        tflops = tokens_per_second * self._flops / self._run.layout.global_world_size / 1e12
+        tflops = tokens_per_second * self._flops / device_count(self._run.config, self._run.layout) / 1e12
         return StepMetrics(
             iteration=self._state.iteration,
             loss=outcome.loss.mean,

@@ -70,8 +70,6 @@ class TrainingStep:
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
         self._monitor.agreed(loss.announced)
-        if not succeeded and self._config.training.check_for_nan:  # no scale mends a loss that is not finite
-            refuse_not_finite(loss, pending, self._run.layout, step=self._state.iteration)
         self._advance(batch_size, succeeded=succeeded)
         outcome = StepOutcome(
             loss=loss,
@@ -99,6 +97,9 @@ class TrainingStep:
         succeeded = False
         try:
             succeeded, norm, _ = optimizer.step()  # computes the norm even where nothing is clipped
+            if not succeeded and self._config.training.check_for_nan and self._pending is not None:
+                # an overflow of gradients is mended by another scale, a loss that is not finite is not
+                refuse_not_finite(self._pending.read(), self._pending, self._run.layout, step=self._state.iteration)
         except NotFiniteError as error:
             note = "" if self._again is None else self._again.run(microbatches)
             if not note:

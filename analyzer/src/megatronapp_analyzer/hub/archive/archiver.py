@@ -1,5 +1,6 @@
 """Thread that moves closed segments of the spool into the archive, one after the other."""
 
+import errno
 import logging
 import pathlib
 import threading
@@ -22,6 +23,7 @@ from megatronapp_analyzer.hub.ingest.spool import SpoolReader, segment_number
 LOG = logging.getLogger(__name__)
 RETRY_S = 30.0
 """Seconds after which a segment is tried again that could not be written, as on a full disk."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Archiver:
@@ -30,7 +32,10 @@ class Archiver:
     The spool has what is not archived: nothing is lost if the thread ends anywhere.
     """
 
-    def __init__(self, spool: pathlib.Path, catalog: Catalog, *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self, spool: pathlib.Path, catalog: Catalog, *, retry_s: float = RETRY_S, makes_space: bool = False
+    ) -> None:
+        """Create without starting. `makes_space`: old hours are deleted where the disk is full."""
         self._spool = SpoolReader(spool)
         self._catalog = catalog
         self._retry_s = retry_s
@@ -39,6 +44,9 @@ class Archiver:
         self._closing = False
         self._rings: dict[tuple[str, int], Mapping[RingKey, Mapping[str, Any]]] = {}
         """Rings that were written, by hour and attempt."""
+        self._makes_space = makes_space
+        self._freed_for: pathlib.Path | None = None
+        """Segment for which older hours were deleted on a full disk."""
         self.failed_writes = 0
         """Number of times that a file could not be written."""
         self.damaged = 0
@@ -97,7 +105,7 @@ class Archiver:
     def _try(self, attempt: int, path: pathlib.Path) -> bool:
         """Move a segment; return false if it is to be tried again."""
         try:
-            self._move(attempt, path)
+            self._move_with_space(attempt, path)
         except (OSError, MemoryError) as error:
             if not path.exists():
                 LOG.warning("%s was deleted before it was archived", path)
@@ -111,6 +119,24 @@ class Archiver:
             self.damaged += 1
             self._catalog.quarantine(path)
         return True
+
+    def _move_with_space(self, attempt: int, path: pathlib.Path) -> None:
+        """Move a segment; on a full disk, delete older hours and try again. Raises OSError.
+
+        Older hours are deleted once for a segment: what others write on the disk may take the space each time.
+        """
+        try:
+            self._move(attempt, path)
+        except OSError as error:
+            if not self._makes_space or error.errno not in FULL or path == self._freed_for:
+                raise
+            if self._freed_for is None:
+                limit = self._catalog.limit_bytes
+                LOG.warning("the disk is full before the archive has its %d bytes: old hours are deleted", limit)
+            self._freed_for = path
+            if not self._catalog.make_space(2 * path.stat().st_size):  # the next segment of the spool needs some, too
+                raise
+            self._move(attempt, path)
 
     def _move(self, attempt: int, path: pathlib.Path) -> None:
         number = segment_number(path)

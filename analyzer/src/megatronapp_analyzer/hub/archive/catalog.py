@@ -6,17 +6,18 @@ import dataclasses
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from megatronapp_analyzer.errors import ArchiveError, DamagedArchiveError
 from megatronapp_analyzer.hub.archive import names
+from megatronapp_analyzer.hub.archive.quarantine import Quarantine
 from megatronapp_analyzer.hub.archive.values import ArchiveFile
 from megatronapp_analyzer.hub.ingest.ingest import RingKey
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
 
 LOG = logging.getLogger(__name__)
-QUARANTINE_FILES = 4
-"""Number of files in quarantine; the newest are retained."""
+RESERVE = 16
+"""Part of the archive that is deleted where the disk is full, in addition to what is needed at once."""
 SegmentKey = tuple[int, int]
 """Key (attempt, segment) of a segment of the spool, wherever its records are."""
 
@@ -63,6 +64,9 @@ class Catalog:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._writable = writable
+        self._quarantine = Quarantine(folder / names.QUARANTINE, limit_bytes=limit_bytes)
+        if writable:  # the limit may have been larger
+            self._quarantine.bound()
         self._lock = threading.Lock()
         self._files: dict[SegmentKey, ArchiveFile] = {}
         self._next: dict[int, dict[RingKey, int]] = {}
@@ -124,21 +128,7 @@ class Catalog:
 
     def quarantine(self, path: pathlib.Path) -> None:
         """Move a file to quarantine, out of the way of all readers. What cannot be moved stays, and is logged."""
-        target = self.folder / names.QUARANTINE / f"{path.parent.name}-{path.name}"
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
-        except OSError as error:
-            LOG.error("%s cannot be moved to %s: %s", path, target.parent, error)
-        else:
-            LOG.error("%s was moved to %s", path, target)
-            self._bound_quarantine(target.parent)
-
-    def _bound_quarantine(self, folder: pathlib.Path) -> None:
-        """Delete the oldest files in quarantine beyond QUARANTINE_FILES."""
-        with contextlib.suppress(OSError):
-            for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-QUARANTINE_FILES]:
-                path.unlink()
+        self._quarantine.take(path)
 
     def refresh(self) -> None:
         """Read what another process has written or dropped since; does nothing if the catalog is writable."""
@@ -182,19 +172,36 @@ class Catalog:
         """Add a file that was written; return those that were deleted for space, of the oldest hours first."""
         with self._lock:
             self._insert(file)
-            oldest = sorted(self._files.values(), key=lambda known: (known.hour, known.attempt, known.segment))
-        surplus = sum(known.size for known in oldest) - self.limit_bytes
+        surplus = self.bytes + self._quarantine.bytes - self.limit_bytes
+        return self._drop_oldest(surplus, f"the archive has at most {self.limit_bytes} bytes")
+
+    def make_space(self, nbytes: int) -> bool:
+        """Delete the quarantine and the oldest hours on a full disk; return false if there was nothing to delete.
+
+        That makes `nbytes` and some reserve, and the archive does not grow again: its limit was too large for the disk.
+        The newest file stays.
+        """
+        before = self._quarantine.clear() + self.bytes
+        self._drop_oldest(nbytes + before // RESERVE - (before - self.bytes), "the disk is full")
+        after = self.bytes
+        if after < before:
+            self.limit_bytes = min(self.limit_bytes, after)
+        return after < before
+
+    def _drop_oldest(self, nbytes: int, reason: str) -> list[ArchiveFile]:
+        """Delete at least `nbytes` of the oldest files, but not the newest file; return them."""
+        oldest = sorted(self.files(), key=lambda known: (known.hour, known.attempt, known.segment))
         sizes = [0]
         for known in oldest:
             sizes.append(sizes[-1] + known.size)
-        count = min(bisect.bisect_left(sizes, surplus), len(oldest) - 1) if surplus > 0 else 0
+        count = min(bisect.bisect_left(sizes, nbytes), len(oldest) - 1) if nbytes > 0 else 0
         # Whole hours, except of the newest one.
         while 0 < count < len(oldest) - 1 and oldest[count].hour == oldest[count - 1].hour != oldest[-1].hour:
             count += 1
-        self._drop(oldest[:count])
-        return oldest[:count]
+        self._drop(oldest[: max(count, 0)], reason)
+        return oldest[: max(count, 0)]
 
-    def _drop(self, files: Iterable[ArchiveFile]) -> None:
+    def _drop(self, files: Sequence[ArchiveFile], reason: str) -> None:
         for file in files:
             with self._lock:
                 self._files.pop((file.attempt, file.segment), None)
@@ -204,8 +211,9 @@ class Catalog:
             self.dropped.bytes += file.size
             self.dropped.until = max(self.dropped.until or "", file.hour)
             self._delete_if_empty(file.path.parent)
-            LOG.info("%s was deleted: the archive has at most %d bytes", file.path, self.limit_bytes)
-        self._dropped_file.write(dataclasses.asdict(self.dropped))
+            LOG.info("%s was deleted: %s", file.path, reason)
+        if files:
+            self._dropped_file.write(dataclasses.asdict(self.dropped))
 
     def _delete_if_empty(self, folder: pathlib.Path) -> None:
         """Delete the folder of an hour, with its rings, once it has no records."""

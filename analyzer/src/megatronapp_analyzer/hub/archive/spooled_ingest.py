@@ -71,7 +71,7 @@ class SpooledIngest:
         if self.catalog is None:
             self._writer = SpoolThread(SpoolWriter(directory, self._limits))
             return
-        self.archiver = Archiver(directory, self.catalog)
+        self.archiver = Archiver(directory, self.catalog, makes_space=True)
         writer = SpoolWriter(directory, self._limits, first_segment=self.catalog.next_segment)
         writer.on_closed = self.archiver.add
         self.archiver.start()

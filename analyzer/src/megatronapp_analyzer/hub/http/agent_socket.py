@@ -2,24 +2,54 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from fastapi import APIRouter
+from starlette.types import Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.http.access import AGENT_PATH, HubOf
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import CloseCode
+from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
 PROTOCOL = 1
 HELLO_TIMEOUT_S = 10.0
+LOG_S = 30.0
+"""Least seconds between lines of the log about agents that the guard refuses, which try again every few seconds."""
 
 router = APIRouter()
+
+
+class AgentRefusals:
+    """Count and log of agents that the guard refuses, as with a wrong token: their route never sees them."""
+
+    def __init__(self, totals: HubTotals, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._totals = totals
+        self._now_s = now_s
+        self._logged_s: float | None = None
+        self._unlogged = 0
+
+    def note(self, scope: Scope, error: HttpError) -> None:
+        """Count a refused request if it is the connection of an agent."""
+        if scope["type"] != "websocket" or scope["path"] != AGENT_PATH:
+            return
+        self._totals.protocol_errors += 1
+        self._unlogged += 1
+        now_s = self._now_s()
+        if self._logged_s is not None and now_s - self._logged_s < LOG_S:
+            return
+        host, *_ = scope.get("client") or ("an unknown address",)
+        LOG.warning("agent refused: %s, from %s; %d since the last such line", error, host, self._unlogged)
+        self._logged_s, self._unlogged = now_s, 0
 
 
 def parse_hello(frame: Frame, job: str, uid: str) -> AgentLink:

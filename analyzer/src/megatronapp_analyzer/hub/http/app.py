@@ -92,6 +92,7 @@ def create_app(hub: Hub, *, secret: str, frontend: pathlib.Path | None, named: b
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))
     app.add_middleware(BodyLimit, limit_of=access.limit_of)
-    app.add_middleware(Guard, check=access.AccessCheck(secret=secret, logins=logins))
+    refusals = agent_socket.AgentRefusals(hub.totals)
+    app.add_middleware(Guard, check=access.AccessCheck(secret=secret, logins=logins), on_refusal=refusals.note)
     app.add_middleware(SecurityHeaders)
     return app

@@ -130,7 +130,7 @@ class LiveFeed:
             self._sent_snapshot = (now_s, snapshot)
 
     def _verdicts_frame(self) -> bytes:
-        return frames.encode(Frame(FrameType.VERDICTS, {"verdicts": self._hub.verdicts.all()}))
+        return frames.encode(Frame(FrameType.VERDICTS, {"verdicts": views.verdict_documents(self._hub)}))
 
 
 def _snapshot_frame(snapshot: dict[str, Any]) -> bytes:

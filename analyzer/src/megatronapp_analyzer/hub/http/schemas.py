@@ -128,7 +128,9 @@ class Effect(ApiModel):
     seconds_per_step: float
     seconds_lost: Annotated[float | None, Field(description="Their sum over the steps in which it was active.")] = None
     slowdown: Annotated[float | None, Field(description="Step time over the step time without this cause.")]
-    gpu_hours: Annotated[float | None, Field(description="Time that all ranks have lost since it began.")] = None
+    gpu_hours: Annotated[
+        float | None, Field(description="Time that its GPUs have lost since it began; of its ranks without GPUs.")
+    ] = None
     cost: Annotated[float | None, Field(description="The same at spec.analyzer.gpuHourPrice, if it is set.")] = None
 
 

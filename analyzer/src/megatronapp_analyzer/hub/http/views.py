@@ -160,19 +160,27 @@ def tracer_health(hub: HubReader) -> schemas.TracerHealth:
 
 def verdicts(hub: HubReader) -> list[schemas.VerdictView]:
     """Return all verdicts, newest first."""
+    return [schemas.VerdictView.model_validate(verdict) for verdict in verdict_documents(hub)]
+
+
+def verdict_documents(hub: HubReader) -> list[dict[str, Any]]:
+    """Return all verdicts, newest first, with their cost."""
     return [_with_cost(hub, verdict) for verdict in hub.verdicts.all()]
 
 
-def _with_cost(hub: HubReader, verdict: dict[str, Any]) -> schemas.VerdictView:
-    """Return a verdict with what all ranks have lost to it, in three digits, as a status must not change each step."""
-    view = schemas.VerdictView.model_validate(verdict)
-    state, lost_s = hub.ingest.newest, view.effect.seconds_lost
+def _with_cost(hub: HubReader, verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return a verdict with what all GPUs have lost to it, in three digits, as a status must not change each step.
+
+    Those of the attempt in which it began, because a later attempt may have more or fewer.
+    """
+    lost_s = verdict["effect"].get("secondsLost")
+    began = hub.ingest.attempts.get(verdict["since"]["attempt"])
+    state = began if began is not None and began.rings else hub.ingest.newest
     if state is None or lost_s is None or verdict["cause"] == Cause.HANG:
-        return view
-    view.effect.gpu_hours = hours = float(f"{lost_s * state.world / 3600:.3g}")
-    if (price := hub.identity.gpu_hour_price) is not None:
-        view.effect.cost = float(f"{hours * price:.3g}")
-    return view
+        return verdict
+    hours, price = float(f"{lost_s * state.devices / 3600:.3g}"), hub.identity.gpu_hour_price
+    cost = None if price is None else float(f"{hours * price:.3g}")
+    return verdict | {"effect": verdict["effect"] | {"gpuHours": hours, "cost": cost}}
 
 
 def summary(hub: HubReader) -> schemas.Summary:
@@ -181,7 +189,7 @@ def summary(hub: HubReader) -> schemas.Summary:
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
         progress=hub.ranks.progress,
-        slow_ranks=None if unknown else [_with_cost(hub, verdict.to_json()) for verdict in hub.verdicts.standing()],
+        slow_ranks=None if unknown else _slow_ranks(hub),
         hung_ranks=None if unknown else hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
@@ -194,6 +202,12 @@ def summary(hub: HubReader) -> schemas.Summary:
             schemas.Action.model_validate(dataclasses.asdict(action)) for action in hub.scope.probe_client.actions.all()
         ],
     )
+
+
+def _slow_ranks(hub: HubReader) -> list[schemas.VerdictView]:
+    """Return the verdicts that were reported and are not cleared."""
+    standing = [verdict.to_json() for verdict in hub.verdicts.standing()]
+    return [schemas.VerdictView.model_validate(_with_cost(hub, verdict)) for verdict in standing]
 
 
 def series(hub: HubReader, name: str, first: int | None, last: int | None) -> schemas.Series:

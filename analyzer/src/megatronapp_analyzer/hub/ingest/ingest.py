@@ -15,7 +15,7 @@ from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, FrameSummary, StepAssembler
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
 from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, durations_ns, is_kind
-from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
+from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, device_count, parse_ring
 from megatronapp_analyzer.hub.ingest.store import MemoryStepStore, StepKey, StepStore, StoredStep, StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
 from megatronapp_analyzer.model import Communicator, JobLayout, RankRecords, StepRecords, select_rows
@@ -67,6 +67,7 @@ class AttemptState:
         self._clocks: AttemptClocks | None = None
         self._reading: ClockReading | None = None
         self._tables: tuple[Mapping[int, Mapping[int, Communicator]], Mapping[int, str]] | None = None
+        self._devices: int | None = None
         self._first_boot_id: str | None = None
         """Clock of the first worker's node; None until it is needed after a report of a ring."""
         self.clock_uncertainty_s: dict[int, float] = {}
@@ -77,12 +78,19 @@ class AttemptState:
         """Return the number of ranks; 0 before the first ring."""
         return next(iter(self.rings.values())).world if self.rings else 0
 
+    @property
+    def devices(self) -> int:
+        """Return the number of GPUs that the ranks use, or of ranks where none uses a GPU; 0 before the first ring."""
+        if self._devices is None:  # counted once: a list of verdicts asks for each
+            self._devices = device_count(self.rings)
+        return self._devices
+
     def add_ring(self, ring: RankRing) -> None:
         """Take the metadata of a ring. Raises ProtocolError if it contradicts the others, LayoutError likewise."""
         if self.rings and ring.world != self.world:
             raise ProtocolError("bad-ring", f"rank {ring.rank} says a world of {ring.world}, others {self.world}")
         self.rings[ring.rank] = ring
-        self._tables = self._first_boot_id = None
+        self._tables = self._first_boot_id = self._devices = None
         if self.assembler is None:
             self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
             self._digester = StepDigester(ring.world, None)

@@ -65,7 +65,8 @@ def pipeline_passes(step: StoredStep, layout: JobLayout) -> PipelinePasses | Non
         return None
     starts = records["start_ns"][passes].astype(np.int64) + step.offsets_ns[ranks]
     lengths = durations_ns(records[passes])
-    pipeline = _pipelines(layout)[ranks]
+    numbers = _pipelines(layout)
+    pipeline = numbers[ranks]
     size = int(pipeline.max()) + 1
     first = np.full(size, np.iinfo(np.int64).max)
     last = np.zeros(size, np.int64)
@@ -75,7 +76,7 @@ def pipeline_passes(step: StoredStep, layout: JobLayout) -> PipelinePasses | Non
     busy = np.bincount(ranks, weights=lengths * 1e-9, minlength=layout.world)
     bubble = np.full(layout.world, np.nan)
     seen = np.unique(ranks)
-    whole = seconds[_pipelines(layout)[seen]]
+    whole = seconds[numbers[seen]]
     bubble[seen] = np.clip(1 - busy[seen] / np.maximum(whole, 1e-12), 0, 1)
     return PipelinePasses(
         attempt=step.view.attempt,
@@ -88,8 +89,8 @@ def pipeline_passes(step: StoredStep, layout: JobLayout) -> PipelinePasses | Non
 
 
 def _pipelines(layout: JobLayout) -> NDArray[np.int64]:
-    """Return for each rank the number of its pipeline: ranks that differ in their stage alone."""
-    places = np.array([(place.tp, place.cp, place.dp) for place in layout.coordinates])
+    """Return for each rank the number of its pipeline."""
+    places = np.array(layout.pipeline_places)
     numbers: NDArray[np.int64] = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
     return numbers
 

@@ -1,6 +1,7 @@
 """Metadata of rings as agents report it: writer, communicators and clock of each ring."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatronapp_common.topology import Coordinates, RankRole, Topology
 
 COORDINATES = ("tp", "cp", "ep", "dp", "pp")
 MAX_WORLD = 65536
+GPU_NAME = re.compile(r"cuda\b(?::(\d+))?")
 NOWHERE = -1
 """Worker of a rank that has not reported."""
 
@@ -37,6 +39,14 @@ class RankRing:
     total_iterations: int | None = None
     record_cost_ns: float | None = None
     """Cost of a record for the rank, as it measured when it began; None if it did not report it."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Index of the rank's GPU among those of its worker, the local rank for a GPU without index; None on a CPU."""
+        found = GPU_NAME.match(self.device)
+        if found is None:
+            return None
+        return self.local_rank if found[1] is None else int(found[1])
 
 
 def real_offset_ns(pairs: Sequence[Sequence[int]]) -> int:
@@ -88,6 +98,18 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
     return ring
 
 
+def device_count(rings: Mapping[int, RankRing]) -> int:
+    """Return the number of GPUs that the ranks use, or of ranks where none uses a GPU; 0 without rings.
+
+    Ranks without a ring are taken to share GPUs, or to use none, like the others.
+    """
+    if not rings:
+        return 0
+    world = next(iter(rings.values())).world
+    gpus = {(ring.worker, gpu) for ring in rings.values() if (gpu := ring.gpu) is not None}
+    return round(world * len(gpus) / len(rings)) if gpus else world
+
+
 def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> JobLayout | None:
     """Return the layout of the job once every rank's ring is known; None before. Raises LayoutError if rings disagree.
 
@@ -117,6 +139,7 @@ def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> Job
         nodes=tuple(rings[rank].node if rank in rings else "" for rank in ranks),
         is_vee=sizes.get("vee", 0) == 1,
         roles=() if first.role is RankRole.ALL else tuple(rings[rank].role for rank in ranks),
+        devices=device_count(rings),
     )
 
 

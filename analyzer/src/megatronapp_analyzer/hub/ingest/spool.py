@@ -7,7 +7,9 @@
                             records-<seq>.frames    RECORDS frames as they were received, and CLOCK frames, in segments
 
 Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
-write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
+write() to a file opened with O_APPEND. A hub that is killed within it may leave an incomplete frame: the next hub
+begins new segments of records, and cuts other files off after their last whole frame before it appends to them. Frames
+have no checksum: one is whole if its lengths agree and its header can be read. The record segments of all attempts
 together stay under a budget: the oldest segment is deleted; so do the digests and curves. The hub writes in a thread:
 what still waits there when the hub is killed is lost to the spool. The next hub of the job gets it from the agents, as
 long as they run and their rings hold it.
@@ -26,8 +28,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatronapp_analyzer.errors import SpoolError
+from megatronapp_analyzer.hub.ingest.frame_files import read_frames, truncate_to_frames
 from megatronapp_common import frames
-from megatronapp_common.errors import FrameError
 
 LOG = logging.getLogger(__name__)
 WAITING_BYTES = 64 << 20
@@ -64,24 +66,6 @@ class SpoolLimits:
     """Bytes of the archive, to which closed segments are moved."""
     captures_bytes: int = 640 << 20
     """Most bytes of captures of a training, and as many of its probe texts, however few steps these are."""
-
-
-def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
-    """Yield the whole frames of a file; none if it is missing. Stops at an incomplete or garbled frame."""
-    try:
-        data = memoryview(path.read_bytes())
-    except FileNotFoundError:
-        return
-    while len(data) >= frames.PREFIX.size:
-        try:
-            length = frames.frame_length(data)
-            if length > len(data):
-                return
-            yield frames.decode(data[:length])
-        except FrameError as error:
-            LOG.warning("%s: the rest is left out: %s", path, error)
-            return
-        data = data[length:]
 
 
 def segment_number(path: pathlib.Path) -> int | None:
@@ -195,6 +179,8 @@ class SpoolWriter:
         self.dropped_segments = 0
         """Number of segments that were deleted for space while they were in the spool."""
         self._files: dict[pathlib.Path, int] = {}
+        self._known: set[pathlib.Path] = set()
+        """Files that have whole frames alone, apart from those that this writer takes back."""
         self._segment: dict[int, tuple[pathlib.Path, int]] = {}
         self._hour: dict[int, int] = {}
         """Hour in which the segment of an attempt was begun."""
@@ -339,6 +325,10 @@ class SpoolWriter:
     def _open(self, path: pathlib.Path) -> int:
         if path not in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path not in self._known:
+                if path.is_file():  # of an earlier hub, which may have been killed while it wrote
+                    truncate_to_frames(path)
+                self._known.add(path)
             self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         return self._files[path]
 

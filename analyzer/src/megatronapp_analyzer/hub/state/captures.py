@@ -4,7 +4,8 @@ import logging
 import pathlib
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, read_frames
+from megatronapp_analyzer.hub.ingest.frame_files import read_frames
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.state.capture_store import MAX_BYTES, CapturedStep, CaptureStore
 from megatronapp_analyzer.hub.state.probe_store import ProbeStore
 from megatronapp_common import frames

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.hub.judge.judging import Judgement, LivenessReport
 from megatronapp_analyzer.hub.judge.learned import LearnedVerdicts
 from megatronapp_analyzer.hub.judge.links import JudgeLink
+from megatronapp_analyzer.hub.state.totals import WasteSums
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import JobLayout, Verdict, VerdictState
 
@@ -67,6 +68,7 @@ class DetectorTask:
         liveness: Callable[[], LivenessReport | None],
         stored: Callable[[], Iterable[WaitingStep]] = tuple,
         clocks: ClockReader | None = None,
+        waste: WasteSums | None = None,
         real_time_s: Callable[[], float] = time.time,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
@@ -76,6 +78,7 @@ class DetectorTask:
         self._liveness = liveness
         self._stored = stored
         self._clocks = clocks
+        self._waste = WasteSums(None) if waste is None else waste
         self._real_time_s = real_time_s
         self._first_pause_s = first_pause_s
         self._waiting: deque[WaitingStep] = deque()
@@ -83,9 +86,9 @@ class DetectorTask:
         self._wake = asyncio.Event()
         # Of its own: requests may fill the executor that the event loop has for all.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="detector")
-        self._world = 0
+        self._devices = 0
         self._counted: StepKey = (-1, -1)
-        """Newest step whose waste and waits are in the sums: those that are judged again are not added twice."""
+        """Newest step whose waste and waits were counted, here or by an earlier hub: none is added twice."""
         self._judged: StepKey | None = None
         """Step that the detector judges now."""
         self._fatal: dict[StepKey, int] = {}
@@ -102,8 +105,6 @@ class DetectorTask:
         self.failures = 0
         self.restarts = 0
         self.lag_s: float | None = None
-        self.wasted_s: dict[str, float] = {}
-        """Rank-seconds lost by cause since the start."""
         self._counted_s: dict[str, float] = {}
         """Most seconds lost that each verdict has been counted with."""
         self.imposed_s: dict[tuple[int, str], float] = {}
@@ -113,6 +114,16 @@ class DetectorTask:
     def is_out(self) -> bool:
         """Return true if the detector could not be started for some time: nothing is judged until it can."""
         return self._losses_in_row >= OUT_LOSSES
+
+    @property
+    def wasted_s(self) -> dict[str, float]:
+        """Return the GPU-seconds lost by cause since the job began; of ranks, where none uses a GPU."""
+        return self._waste.by_cause
+
+    def add_again(self, layout: JobLayout, steps: Sequence[StoredStep]) -> None:
+        """Queue steps that an earlier hub has counted: the detector learns from them."""
+        self._counted = max([self._counted, *(step.key for step in steps)])
+        self.add(layout, steps)
 
     def add(self, layout: JobLayout, steps: Iterable[StoredStep]) -> None:
         """Queue finished steps for the detector."""
@@ -218,7 +229,7 @@ class DetectorTask:
         """Judge up to BATCH waiting steps. Raises JudgeLostError."""
         for _ in range(min(BATCH, len(self._waiting))):
             layout, step = self._pop()
-            self._world, self._judged = layout.world, step.key
+            self._devices, self._judged = layout.devices or layout.world, step.key
             judgement = await self._in_thread(self._judge.judge, layout, step)
             self._judged = None
             self._take(judgement, step.key)
@@ -286,6 +297,7 @@ class DetectorTask:
 
         `again`: a step that an earlier detector has judged, whose cost is counted already.
         """
+        found_s: dict[str, float] = {}
         for verdict in verdicts:
             if verdict.state is VerdictState.SUSPECT:
                 continue
@@ -295,6 +307,7 @@ class DetectorTask:
             self._counted_s[verdict.id] = before_s + lost_s
             if not again:
                 cause = str(verdict.cause)
-                self.wasted_s[cause] = self.wasted_s.get(cause, 0.0) + lost_s * self._world
+                found_s[cause] = found_s.get(cause, 0.0) + lost_s * self._devices
             if verdict.state is VerdictState.CLEARED:
                 del self._counted_s[verdict.id]
+        self._waste.add(found_s)

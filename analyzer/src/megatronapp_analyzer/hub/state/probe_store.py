@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from megatronapp_analyzer.hub.ingest.spool import read_frames
+from megatronapp_analyzer.hub.ingest.frame_files import read_frames, truncate_to, whole_frames
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
@@ -116,12 +116,11 @@ class ProbeStore:
     def _restore_file(self, path: pathlib.Path) -> None:
         """Read a file; an incomplete frame at its end is cut off, so that later ones are read again."""
         whole = 0
-        for frame in read_frames(path):
+        for frame, end in whole_frames(path):
             self._restore(path, frame)
-            whole += len(frames.encode(frame))
-        if self._writable and path.stat().st_size > whole:
-            LOG.warning("%s: an incomplete frame after %d bytes is removed", path, whole)
-            os.truncate(path, whole)
+            whole = end
+        if self._writable:
+            truncate_to(path, whole)
 
     def _restore(self, path: pathlib.Path, frame: Frame) -> None:
         try:

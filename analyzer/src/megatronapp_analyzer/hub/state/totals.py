@@ -2,10 +2,14 @@
 
 import bisect
 import dataclasses
+import logging
+import pathlib
 
 from megatronapp_analyzer.hub.ingest.digest import phase_seconds
+from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 
+LOG = logging.getLogger(__name__)
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 
 
@@ -30,3 +34,24 @@ class HubTotals:
         for key, (total, count) in phase_seconds(step.view.records, workers).items():
             before = self.phases.get(key, (0.0, 0))
             self.phases[key] = (before[0] + total, before[1] + count)
+
+
+class WasteSums:
+    """GPU-seconds lost to confirmed causes since the job began: the next hub continues these sums."""
+
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+        """Read the sums of an earlier hub. Without a path they are in memory only."""
+        self._file = JsonFile(path, writable=writable)
+        self.by_cause: dict[str, float] = {}
+        stored = self._file.read() or {}
+        try:
+            self.by_cause = {str(cause): float(seconds) for cause, seconds in stored.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            LOG.error("%s: is damaged and is begun anew: %s", path, error)
+
+    def add(self, lost_s: dict[str, float]) -> None:
+        """Add to the sums, and store them."""
+        for cause, seconds in lost_s.items():
+            self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
+        if any(lost_s.values()):
+            self._file.write(self.by_cause)

@@ -1,6 +1,6 @@
 """Rules about data and checkpoints."""
 
-from megatronapp_common.job.rules.rule import Rule, cel_message, let
+from megatronapp_common.job.rules.rule import Rule, cel_message, let, no_item
 
 _PATH = "self.data.path"
 _MOCK = "self.data.mock"
@@ -129,4 +129,55 @@ _CHECKPOINT = (
     _belongs_to("finetune", "load"),
     _belongs_to("exitOnMissing", "load"),
 )
+_SPLIT = "self.data.split"
+_READS_FILES = f"self.mode == 'train' && !{_MOCK} && {_PATH}.size() > 0"
+_POSITIONS = "self.model.positionEmbeddingType"
+_ROPE = f"(has({_POSITIONS}) && {_POSITIONS} == 'rope')"
+_DOCUMENTS = f"(self.data.sft || (self.data.resetPositionIds && !{_ROPE}) || self.data.resetAttentionMask)"
+_PROBED = "(has(self.scope) && has(self.scope.training) && self.scope.training.probeTexts.size() > 0)"
+DATA_AT_ADMISSION = (
+    Rule(
+        id="documents-need-tokenizer",
+        field=".data.tokenizer",
+        rule=f"self.mode == 'serve' || self.model.type == 'bert' || has(self.data.tokenizer) || {_VOCAB} || "
+        f"!(self.data.eodMaskLoss || (!{_MOCK} && {_DOCUMENTS}) || {_PROBED})",
+        message="is missing; eodMaskLoss, resetPositionIds, resetAttentionMask, sft and scope.training.probeTexts need "
+        "it, for example tokenizer: tokenizer.json",
+        args=("--tokenizer-file", "--tokenizer-model", "--vocab-file"),
+    ),
+    Rule(
+        id="sft-without-eod-mask",
+        field=".data.eodMaskLoss",
+        rule="self.mode == 'serve' || self.model.type == 'bert' || !self.data.sft || !self.data.eodMaskLoss",
+        message="has no effect with sft, whose loss counts answers only; leave it out",
+    ),
+    Rule(
+        id="sft-without-weights",
+        field=".data.path",
+        rule=f"!({_READS_FILES}) || !self.data.sft || {_PATH}.size() < 2 || !{_PATH}[0].{_WEIGHT}",
+        message="holds weights, and with sft an epoch has each conversation once; write prefixes alone",
+        args=("--data-path",),
+    ),
+    Rule(
+        id="weights-above-zero",
+        field=".data.path",
+        rule=f"!({_READS_FILES}) || self.data.sft || {_PATH}.size() < 2 || !{_PATH}[0].{_WEIGHT} || "
+        + no_item(_PATH, "word", f"word.{_WEIGHT} && !word.matches('^[^eE]*[1-9]')"),
+        message="holds a weight of 0; write one above 0, or leave it and its prefix out",
+        args=("--data-path",),
+    ),
+    Rule(
+        id="split-of-numbers",
+        field=".data.split",
+        rule=f"!({_READS_FILES}) || !has({_SPLIT}) || ({_SPLIT}.matches('[1-9]') && "
+        f"!{_SPLIT}.matches('[.][0-9]*[.]') && !{_SPLIT}.matches('(^|,)[^0-9,]*(,|$)'))",
+        message="must have up to three numbers with some above 0, such as 969,30,1",
+        message_expression=cel_message(
+            f"{{{_SPLIT}}} must have up to three numbers with some above 0; write shares of training, validation and "
+            "test such as 969,30,1"
+        ),
+        args=("--split", "--data-path"),
+    ),
+)
+"""Rules that an admission policy carries: the schema has no space left for what is seldom wrong."""
 DATA_RULES = (*_SOURCE, *_TOKENIZER, *_CHECKPOINT)

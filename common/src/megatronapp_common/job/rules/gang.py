@@ -1,6 +1,6 @@
 """Rules that need the number of ranks or replicas. They pass while the world is inconsistent (`world`)."""
 
-from megatronapp_common.job.rules.model import GIVEN_CHUNKS, VEE
+from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, VEE
 from megatronapp_common.job.rules.rule import (
     Rule,
     cel_message,
@@ -18,7 +18,18 @@ _STAGES = "self.parallelism.pipeline"
 _STRIDE = f"self.training.microBatchSize * {REPLICAS}"  # samples of one microbatch of every replica
 _GIVEN_OR_ONE = f"(has({_BATCH}) ? {_BATCH} : stride)"
 _HERE = "nodes * per_node"  # without forward workers
+_DETAIL = "self.trace.granularity"
 _IS_LINK = "fault.kind == 'link' && has(fault.peer)"
+_OF_RAMP = ("--rampup-batch-size",)
+_OF_BATCHES = (
+    *_OF_RAMP,
+    "--micro-batch-size",
+    "--global-batch-size",
+    "--pipeline-model-parallel-size",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--dpp-schedule",
+    "--dpp-placement",
+)
 _NODES_FOR_GPUS = f"({_HERE} + self.gpusPerNode - 1) / self.gpusPerNode"
 
 
@@ -79,6 +90,7 @@ _BATCHES = (
                 f"write {{{nearest_multiple(_GIVEN_OR_ONE, f'(stride * {_STAGES})')}}}"
             )
         ),
+        args=("--num-virtual-stages-per-pipeline-rank",),
     ),
     Rule(
         id="ramp-needs-goal",
@@ -99,6 +111,7 @@ _BATCHES = (
                 f"{{{nearest_multiple(f'{_RAMP}[1]', 'stride')}}}, ...]"
             )
         ),
+        args=_OF_RAMP,
     ),
     Rule(
         id="ramp-reaches-goal",
@@ -112,6 +125,7 @@ _BATCHES = (
         message_expression=cel_message(
             f"{{{_RAMP}[0]}} does not reach globalBatchSize {{{_BATCH}}} in steps of {{{_RAMP}[1]}}"
         ),
+        args=_OF_RAMP,
     ),
 )
 
@@ -136,6 +150,23 @@ _FAULTS = (
         rule="self.trace.enabled || !(has(self.trace.interval) || has(self.trace.continuousIterations) || "
         "has(self.trace.granularity) || has(self.trace.directory))",
         message="interval, continuousIterations, granularity and directory need enabled: true",
+    ),
+    Rule(
+        id="windows-of-roles",
+        field=".trace.granularity",
+        rule=f"!self.fbd.enabled || (has({_DETAIL}) ? {_DETAIL} == 'base' : "
+        "!(has(self.trace.interval) || has(self.trace.continuousIterations)))",
+        message="must be base with fbd.enabled (it is full by default), whose backward ranks run no modules that could "
+        "be timed; write granularity: base",
+        args=("--trace-granularity",),
+    ),
+    Rule(
+        id="directory-of-plain-pipeline",
+        field=".trace.directory",
+        rule=f"!has(self.trace.directory) || !(has({CHUNKS}) || self.dpp.enabled || self.fbd.enabled)",
+        message="cannot be combined with virtualPipeline, dpp or fbd, for which MegatronApp's files have no place; "
+        "leave it out, and write spans with megatronapp trace export JOB -o FILE",
+        args=("--num-virtual-stages-per-pipeline-rank",),
     ),
     Rule(
         id="faults-need-trace",
@@ -179,3 +210,26 @@ _FAULTS = (
     ),
 )
 GANG_RULES = (_GPUS, _EXPERTS, *_BATCHES, *_FAULTS)
+_ROUND = f"(stride * {_STAGES})"
+GANG_AT_ADMISSION = (
+    Rule(
+        id="ramp-of-interleaved-stages",
+        field=".training.rampupBatchSize",
+        rule=f"!has({_RAMP}) || !has({_BATCH}) || {GIVEN_CHUNKS} == 1 || {VEE} || "
+        + _with_stride(
+            f"{_RAMP}[0] % stride != 0 || {_RAMP}[1] % stride != 0 || "
+            f"({_RAMP}[0] % {_ROUND} == 0 && {_RAMP}[1] % {_ROUND} == 0)"
+        ),
+        message="start and increment must give multiples of parallelism.pipeline microbatches, which the interleaved "
+        "schedule needs",
+        message_expression=_message_with_stride(
+            cel_message(
+                f"start {{{_RAMP}[0]}} and increment {{{_RAMP}[1]}} must be multiples of {{{_ROUND}}} (microBatchSize "
+                f"x data x pipeline), as the interleaved schedule needs; write "
+                f"[{{{nearest_multiple(f'{_RAMP}[0]', _ROUND)}}}, {{{nearest_multiple(f'{_RAMP}[1]', _ROUND)}}}, ...]"
+            )
+        ),
+        args=_OF_BATCHES,
+    ),
+)
+"""Rules that an admission policy carries: the schema has no space left for what is seldom wrong."""

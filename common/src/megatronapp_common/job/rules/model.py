@@ -36,6 +36,7 @@ def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "
 
 _EXPERT, _CONTEXT = "self.parallelism.expert", "self.parallelism.context"
 _POSITIONS, _LAYERS = "self.model.positionEmbeddingType", "self.model.transformerImpl"
+_DROPOUT = "self.model.attentionDropout"
 _NOT_OF_BERT = (
     "self.fbd.enabled",
     f"(self.dpp.enabled && {VEE})",
@@ -57,6 +58,7 @@ _NOT_OF_CONTEXT = (
     "has(self.scope)",
     f"(has({_LAYERS}) && {_LAYERS} != 'torch')",
 )
+_WITHOUT_CONTEXT = " || ".join(_NOT_OF_CONTEXT)
 _SUPPORT = (
     Rule(
         id="bert-unsupported",
@@ -68,14 +70,23 @@ _SUPPORT = (
     Rule(
         id="context-unsupported",
         field=".parallelism.context",
-        rule=f"{_CONTEXT} == 1 || !({' || '.join(_NOT_OF_CONTEXT)})",
+        rule=f"{_CONTEXT} == 1 || !({_WITHOUT_CONTEXT})",
         message="must be 1 with model.type bert, mode serve, fbd, scope or a transformerImpl other than torch; write 1",
+    ),
+    Rule(
+        id="context-without-attention-dropout",
+        field=".model.attentionDropout",
+        rule=f"{_CONTEXT} == 1 || {_WITHOUT_CONTEXT} || (has({_DROPOUT}) && {_DROPOUT} == 0.0)",
+        message="must be 0 with parallelism.context above 1 (it is 0.1 by default): keys and values that go around a "
+        "ring have no dropout; write attentionDropout: 0, or args: [--cp-comm-type, a2a]",
+        args=("--attention-dropout", "--cp-comm-type", "--context-parallel-size"),
     ),
     Rule(
         id="sequence-of-context",
         field=".model.seqLength",
-        rule=f"{_CONTEXT} == 1 || self.model.seqLength % (2 * {_CONTEXT}) == 0",
-        message="must be a multiple of 2 x parallelism.context",
+        rule=f"{_CONTEXT} == 1 || (self.model.seqLength % (2 * {_CONTEXT}) == 0 && "
+        f"(!{SEQUENCE} || self.model.seqLength % ({TENSOR} * {_CONTEXT}) == 0))",
+        message="must be a multiple of 2 x parallelism.context, and with sequenceParallel of tensor x context",
     ),
     Rule(
         id="expert-unsupported",
@@ -190,3 +201,13 @@ _LAYOUT = (
     ),
 )
 MODEL_RULES = (*_SUPPORT, *_WIDTHS, *_LAYOUT)
+MODEL_AT_ADMISSION = (
+    Rule(
+        id="expert-needs-experts",
+        field=".parallelism.expert",
+        rule=f"self.mode == 'serve' || {_EXPERT} == 1 || self.fbd.enabled || self.dpp.enabled",
+        message="above 1 needs experts to share; write args: [--num-experts, N] with a multiple of it, or leave it out",
+        args=("--num-experts", "--expert-model-parallel-size"),
+    ),
+)
+"""Rules that an admission policy carries: the schema has no space left for what is seldom wrong."""

@@ -44,6 +44,10 @@ SIZED_FLAGS = (
     "--hf-dataset",
     "--replication-jump",
     "--replication-factor",
+    "--node-ips",
+    "--multi-node",
+    "--forward-backward-disaggregating",
+    "--use-dpp",
 )
 """Flags that would decide in `spec.args` which sizes are possible: a trainer that refuses its size fails the job."""
 
@@ -211,8 +215,9 @@ ELASTIC_RULES = (
         rule=f"{_SAME_SIZE} || "
         + no_item(f"{_JOB}.args", "word", f"[{_FLAGS}].exists(flag, word == flag || word.startsWith(flag + '='))"),
         message="must hold no flag of batches or of the layout with runPolicy.elastic, which are fields of training "
-        "and parallelism, and none of --profile-ranks, --hf-dataset, --replication-jump and --replication-factor, "
-        "which are for one number of replicas",
+        "and parallelism, none of --profile-ranks, --hf-dataset, --replication-jump, --replication-factor, --node-ips "
+        "and --multi-node, which are for one number of replicas, and neither --use-dpp nor "
+        "--forward-backward-disaggregating",
     ),
     Rule(
         id="elastic-sizes-are-written",

@@ -50,7 +50,23 @@ def where_given(rule: Rule) -> Rule:
 def _given(flags: tuple[str, ...]) -> str:
     """Return CEL text: `spec.args` contains one of these flags, as `--flag` or `--flag=value`."""
     words = ", ".join(f"'{flag}'" for flag in flags)
-    return f"self.args.exists(word, word in [{words}] || [{words}].exists(flag, word.startsWith(flag + '=')))"
+    return f"self.args.exists(word, [{words}].exists(flag, word == flag || word.startsWith(flag + '=')))"
+
+
+def at_admission(rule: Rule) -> Rule:
+    """Return a rule over `self`, the spec, as the admission policy has it: over `object`, the whole job.
+
+    It passes where the job names a profile: the operator judges the merged spec.
+    """
+
+    def over_object(text: str) -> str:
+        return re.sub(r"\bself\b", "object.spec", text)
+
+    return dataclasses.replace(
+        rule,
+        rule=f"has(object.spec.profile) || ({over_object(rule.rule)})",
+        message_expression=over_object(rule.message_expression),
+    )
 
 
 def cel_message(template: str) -> str:

@@ -138,16 +138,27 @@ _OF_FBD = (
     ),
 )
 """Fields that the trainer refuses together with MegaFBD (`trainer/.../config/rules/fbd.py`)."""
+_LAYERS = "self.model.transformerImpl"
 _ON_CPU = f"(self.fbd.enabled && has({_FORWARD}) && {_GPUS} == 0 && self.gpusPerNode > 0)"
-_SHIPS_FULL = f"(has({_SHIP}) ? {_SHIP} == 'full' : has({_RECOMPUTE}) && {_RECOMPUTE}.granularity == 'full')"
+_SHIPS_FULL = (
+    f"(has({_SHIP}) ? {_SHIP} == 'full' : has({_RECOMPUTE}) && {_RECOMPUTE}.granularity == 'full' && "
+    f"!(has({_RECOMPUTE}.method) && {_RECOMPUTE}.method == 'block'))"
+)
 _NO_DROPOUT = " && ".join(f"has({dropout}) && {dropout} == 0.0" for dropout in (_ATTENTION, _HIDDEN))
 _FORWARD_ON_CPU = Rule(
     id="forward-on-cpu",
     field=".fbd.forward.gpusPerNode",
-    rule=f"!{_ON_CPU} || ({_SHIPS_FULL} && {_NO_DROPOUT})",
+    rule=f"!{_ON_CPU} || ({_SHIPS_FULL} && {_NO_DROPOUT} && (!has({_LAYERS}) || {_LAYERS} != 'transformer_engine'))",
     message="0 with GPUs for backward ranks needs fbd.ship: full, model.attentionDropout: 0 and model.hiddenDropout: 0 "
-    "(they are 0.1 by default); write these, or give forward ranks GPUs",
-    args=("--recompute-granularity", "--fbd-ship", "--attention-dropout", "--hidden-dropout"),
+    "(they are 0.1 by default), and no transformer_engine; write these, or give forward ranks GPUs",
+    args=(
+        "--recompute-granularity",
+        "--recompute-method",
+        "--fbd-ship",
+        "--attention-dropout",
+        "--hidden-dropout",
+        "--transformer-impl",
+    ),
 )
 """Fields that `--fbd-forward-on-cpu` needs, the flag of forward workers without GPUs."""
 

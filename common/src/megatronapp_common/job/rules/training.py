@@ -8,7 +8,9 @@ _STEPS = "(has(self.training.lrDecayIters) ? self.training.lrDecayIters : self.t
 _WARMUP = "self.training.lrWarmupIters"
 _STYLE = "self.training.weightDecayIncrStyle"
 _GROWING = f"(has({_STYLE}) && {_STYLE} != 'constant')"
-_STARTS, _ENDS = "has(self.training.startWeightDecay)", "has(self.training.endWeightDecay)"
+_START, _END = "self.training.startWeightDecay", "self.training.endWeightDecay"
+_STARTS, _ENDS = f"has({_START})", f"has({_END})"
+_LAST_PHASE = "self.training.lrWsdDecayIters"
 
 _OVERLAP = (
     Rule(
@@ -95,4 +97,38 @@ _WEIGHT_DECAY = (
         args=("--weight-decay-incr-style",),
     ),
 )
+TRAINING_AT_ADMISSION = (
+    Rule(
+        id="last-phase-within-decay",
+        field=".training.lrWsdDecayIters",
+        rule="!has(self.training.lrDecayStyle) || self.training.lrDecayStyle != 'WSD' || "
+        f"!has({_LAST_PHASE}) || {_LAST_PHASE} <= {_STEPS}",
+        message="must not be above the steps of the decay (lrDecayIters, or trainIters), whose last phase it is",
+        message_expression=cel_message(
+            f"{{{_LAST_PHASE}}} is above the {{{_STEPS}}} steps of the decay, whose last phase it is; "
+            f"write {{{_STEPS}}} or less"
+        ),
+        args=(
+            "--lr-decay-style",
+            "--lr-decay-iters",
+            "--lr-wsd-decay-iters",
+            "--lr-decay-samples",
+            "--lr-wsd-decay-samples",
+            "--train-iters",
+            "--train-samples",
+        ),
+    ),
+    Rule(
+        id="weight-decay-only-grows",
+        field=".training.endWeightDecay",
+        rule=f"!{_GROWING} || !{_STARTS} || !{_ENDS} || {_END} >= {_START}",
+        message="must not be below startWeightDecay: weight decay can only grow",
+        message_expression=cel_message(
+            f"{{{_END}}} is below startWeightDecay {{{_START}}}, and weight decay can only grow; "
+            f"write {{{_START}}} or more"
+        ),
+        args=("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style"),
+    ),
+)
+"""Rules that an admission policy carries: the schema has no space left for what is seldom wrong."""
 TRAINING_RULES = (*_OVERLAP, *_RECOMPUTATION, *_RATE, *_WEIGHT_DECAY)

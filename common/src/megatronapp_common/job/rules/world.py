@@ -20,14 +20,15 @@ _FORWARD = "self.fbd.forward"
 APART = f"(self.fbd.enabled && has({_FORWARD}))"
 """CEL text: forward ranks have separate workers."""
 _MERGED = "self.fbd.ignoreForwardTensorParallel"
-_BESIDE = f"(self.fbd.enabled && !has({_FORWARD}))"
+_NO_FORWARD = f"(!self.fbd.enabled || has({_FORWARD}))"
+"""CEL text: no forward ranks on the workers of `nodes`. With ||, as an annotation stores && in 12 bytes."""
 _FORWARD_TENSOR = f"({_MERGED} ? 1 : {_TENSOR})"
-_SERVED = f"(self.fbd.enabled && !{_MERGED} ? self.fbd.backwardPerForward : 1)"
-_GROUP = f"(served * {_TENSOR} + ({_BESIDE} ? {_FORWARD_TENSOR} : 0)) * {_CONTEXT} * {_STAGES}"
+_SERVED = f"(!self.fbd.enabled || {_MERGED} ? 1 : self.fbd.backwardPerForward)"
+_GROUP = f"(served * {_TENSOR} + ({_NO_FORWARD} ? 0 : {_FORWARD_TENSOR})) * {_CONTEXT} * {_STAGES}"
 _OF_SERVED = f"served > 1 ? {cel_message('{served} replicas of ')} : ''"
 _OF_CONTEXT = f"{_CONTEXT} > 1 ? {cel_message(f'context {{{_CONTEXT}}} x ')} : ''"
 _OF_FORWARD = (
-    f"!{_BESIDE} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : "
+    f"{_NO_FORWARD} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : "
     "served > 1 ? ', and their forward ranks' : ', forward and backward'"
 )
 _GROUPS = f"{{{_OF_SERVED}}}tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF_FORWARD}}}"
@@ -40,7 +41,7 @@ def _spread(count: str, gpus: str, block: str, *, otherwise: tuple[str, str] = (
     `otherwise`: texts in front of the derivation from the number.
     """
     nodes, per_node = f"has({block}.nodes)", f"has({block}.procPerNode)"
-    free = f"({gpus} > 0 && {gpus} < {count} ? {gpus} : {count})"  # where neither is written
+    free = f"({gpus} == 0 || {gpus} > {count} ? {count} : {gpus})"  # where neither is written
     return (
         f"{nodes} ? {block}.nodes : {otherwise[0]}{per_node} ? "
         f"({count} < {block}.procPerNode ? 1 : {count} / {block}.procPerNode) : {count} / {free}",

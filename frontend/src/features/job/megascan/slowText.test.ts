@@ -104,6 +104,8 @@ describe("suspects", () => {
   it("cost the seconds lost times ranks", () => {
     expect(gpuHours(verdict(), 72)).toBeCloseTo((5 * 72) / 3600);
     expect(gpuHours(verdict({ effect: { secondsPerStep: 0.5, slowdown: 2 } }), 72)).toBe(0);
+    const counted = { secondsPerStep: 0.5, slowdown: 2, secondsLost: 5, gpuHours: 0.25 };
+    expect(gpuHours(verdict({ effect: counted }), 72)).toBe(0.25);
     expect([0, 0.004, 1.234, 1234].map(gpuHoursText)).toEqual(["–", "< 0.01", "1.23", "1,234"]);
     const [row] = suspectRows([verdict()], 72);
     expect(row?.cells.slice(0, 6)).toEqual([

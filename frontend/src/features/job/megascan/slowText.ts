@@ -95,7 +95,7 @@ export function slowFacts(slowdowns: Slowdowns): (readonly [string, string])[] {
 
 /** GPU-hours that a verdict has cost, where every rank waits for the slowest. */
 export function gpuHours(verdict: Verdict, world: number): number {
-  return ((verdict.effect.secondsLost ?? 0) * world) / 3600;
+  return verdict.effect.gpuHours ?? ((verdict.effect.secondsLost ?? 0) * world) / 3600;
 }
 
 export const gpuHoursText = (hours: number): string =>

@@ -26,8 +26,8 @@ class GangConnection(Protocol):
     async def await_ends(self, limit_s: float) -> bool:
         """On worker 0, wait until the others have reported how their ranks ended, elsewhere until worker 0 has.
 
-        Waits for at most `limit_s` seconds. Returns False if worker 0 has ended with success: then its launcher is
-        gone, and serves the end of this worker no longer.
+        Waits for at most `limit_s` seconds. Returns False if worker 0 has ended with success: then its launcher
+        ends, and serves the end of this worker no longer.
         """
 
     async def close(self) -> None:

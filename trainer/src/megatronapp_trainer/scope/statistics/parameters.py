@@ -1,6 +1,6 @@
 """Weights of a rank and their gradients, by layer, each number on one rank alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ class LayerParameters:
     tensor ranks share none of, the first one counts; of tied embeddings the first stage.
     """
 
-    def __init__(self, chunks: Sequence[Any], *, tensor_rank: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], *, tensor_rank: int, loss_scale: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """`loss_scale`: factor of the gradients until the optimizer divides them by it."""
+        self._loss_scale = loss_scale
         self._chunks = chunks
         self._firsts = {
             parameter
@@ -49,13 +53,15 @@ class LayerParameters:
         return [SiteLayer(site, layer) for site in (GRADIENT, WEIGHT, UPDATE) for layer in layers]
 
     def add_to(self, statistics: StatisticsAccumulator) -> None:
-        """Add weights and gradients."""
+        """Add weights, and gradients without the loss scale."""
+        scale = self._loss_scale()
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 group = buffer.data_parallel_group
                 for parameter, gradient in _gradients(buffer, chunk.ddp_config.use_distributed_optimizer, group):
                     if parameter in self._layers:
-                        statistics.add(SiteLayer(GRADIENT, self._layers[parameter]), gradient)
+                        unscaled = gradient if scale == 1 else gradient / scale
+                        statistics.add(SiteLayer(GRADIENT, self._layers[parameter]), unscaled)
                 if group.rank() == 0:
                     for parameter in buffer.params:
                         if parameter in self._layers:

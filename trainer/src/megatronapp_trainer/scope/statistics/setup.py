@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ from megatronapp_trainer.scope.transfer.publisher import FramePublisher
 
 
 def open_capture(
-    config: TrainerConfig, layout: Layout, chunks: list[Any], device: torch.device, *, every: int
+    config: TrainerConfig,
+    layout: Layout,
+    chunks: list[Any],
+    device: torch.device,
+    *,
+    every: int,
+    loss_scale: Callable[[], float],
 ) -> LayerCapture:
-    """Connect a rank that captures steps, and announce their interval.
+    """Connect a rank that captures steps, and announce their interval; `loss_scale` as in `LayerParameters`.
 
     Raises UsageError where no agent passes its frames on.
     """
@@ -43,7 +50,7 @@ def open_capture(
         parallel = config.parallel
         sites = SiteHooks(chunks, tensor_rank=layout.tensor_rank, sequence_parallel=parallel.sequence_parallel)
     if backwards:
-        parameters = LayerParameters(chunks, tensor_rank=layout.tensor_rank)
+        parameters = LayerParameters(chunks, tensor_rank=layout.tensor_rank, loss_scale=loss_scale)
     return LayerCapture(
         header,
         publisher.post,
