@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
+from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_common.processes import is_locked
 from megatronapp_common.state import jobs_dir
@@ -142,13 +144,18 @@ def _forget_addresses(paths: JobPaths) -> None:
 
 
 def view(name: str) -> JobView:
-    """Return the job of this name, with its state corrected if the backend died. Raises JobNotFoundError."""
+    """Return the job of this name, with its state corrected if the backend died.
+
+    Raises JobNotFoundError, also for a path: it may lead to a folder that has a job.yaml but is no job's.
+    """
     paths = JobPaths.of(name)
+    missing = JobNotFoundError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise missing
     try:
         paths.manifest.stat()
     except FileNotFoundError as error:
-        message = f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs'
-        raise JobNotFoundError(message) from error
+        raise missing from error
     alive = is_locked(paths.lock)
     if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
         with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: another process starts it right now
