@@ -266,7 +266,7 @@ class _JobCollector(Collector):
         )
         for key, job in jobs:
             for reason, count in sorted(job.restarts.items()):
-                restarts.add_metric([*key, reason], count)
+                restarts.add_metric([*key, _valid(reason)], count)
         yield restarts
         yield _labelled(
             "progress_unknown",
@@ -280,6 +280,11 @@ class _JobCollector(Collector):
 
 
 _Jobs = list[tuple[tuple[str, str], _JobMetrics]]
+
+
+def _valid(label: str) -> str:
+    """Return a label that can be encoded: JSON of a job's hub or pods may hold half of a surrogate pair."""
+    return label.encode("utf-8", "replace").decode()
 
 
 def _info(jobs: _Jobs) -> Metric:
@@ -296,7 +301,7 @@ def _labelled(
     family = GaugeMetricFamily(f"megatron_job_{name}", text, labels=[*_JOB, label])
     for key, job in jobs:
         for value, number in read(job).items():
-            family.add_metric([*key, str(value)], number)
+            family.add_metric([*key, _valid(str(value))], number)
     return family
 
 
@@ -337,7 +342,7 @@ def _slow(jobs: _Jobs) -> Iterator[Metric]:
     )
     for key, job in jobs:
         for slow_node in slow_nodes(job.status, job.facts, job.verdict_times):
-            place = [*key, slow_node.node, slow_node.cause]
+            place = [*key, _valid(slow_node.node), _valid(slow_node.cause)]
             ratio.add_metric(place, slow_node.slowdown)
             cost.add_metric(place, slow_node.seconds_per_step)
             since.add_metric(place, slow_node.since)

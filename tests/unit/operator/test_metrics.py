@@ -216,6 +216,15 @@ def test_a_slow_node_is_named_with_its_cost_and_since_when(scrape: Scrape) -> No
     ]
 
 
+def test_texts_of_a_job_that_cannot_be_encoded_leave_the_others_readable(scrape: Scrape) -> None:
+    """JSON of a hub or a container may hold half of a surrogate pair."""
+    verdict = dataclasses.replace(slow(1, 0, cause="\ud800"), node="\udfff")
+    scrape.see(Status())
+    scrape.see(Status(slow_ranks=(verdict,), restarts=1, failures=(failure(0, "\ud800"),)))
+    text = generate_latest(scrape.registry).decode()
+    assert 'cause="?"' in text and 'node="?"' in text and 'reason="?"' in text
+
+
 def test_nodes_and_times_of_a_verdict_precede_computed_ones(scrape: Scrape) -> None:
     verdict = dataclasses.replace(slow(1, 0), node="gpu-z", since_time=NOW - 77)
     scrape.see(Status(slow_ranks=(verdict,)), facts=JobFacts(nodes={0: "gpu-a"}))

@@ -84,7 +84,7 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
 async def polled(before: PollResult | None = None, pods: list[PodRecord] = PODS) -> PollResult:
     async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         return await HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([KEY])).poll(
-            "uid", pods, before or PollResult(), attempt=1, workers=2, key_id=""
+            "uid", pods, before or PollResult(), attempt=1, workers=2, ranks=16, key_id=""
         )
 
 
@@ -106,18 +106,18 @@ async def test_a_refused_token_is_remembered_until_the_next_answer() -> None:
     async with httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         async with answering(HUB, HUB_PORT, b"{}"), answering(LAUNCHER, STATUS_PORT, b"{}"):
             result = await HubPoller(client, timeout_s=PATIENCE_S, keys=other).poll(
-                "uid", PODS, PollResult(), attempt=1, workers=2, key_id=""
+                "uid", PODS, PollResult(), attempt=1, workers=2, ranks=16, key_id=""
             )
         assert result.refused == ("hub", "launcher") and (result.summary, result.received_at) == (None, 0.0)
         silence = await HubPoller(client, timeout_s=PATIENCE_S, keys=other).poll(
-            "uid", PODS, result, attempt=1, workers=2, key_id=""
+            "uid", PODS, result, attempt=1, workers=2, ranks=16, key_id=""
         )
         assert silence.refused == ("hub", "launcher")
         observed = observe(PODS, silence, attempt=1, refusal=None)
         assert (observed.token_refused, observed.last_contact) == (("hub", "launcher"), 0.0)
         async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()), answering(LAUNCHER, STATUS_PORT, b"{}"):
             both = HubPoller(client, timeout_s=PATIENCE_S, keys=KeyRing([*other.values, KEY]))
-            result = await both.poll("uid", PODS, silence, attempt=1, workers=2, key_id=key_id(KEY))
+            result = await both.poll("uid", PODS, silence, attempt=1, workers=2, ranks=16, key_id=key_id(KEY))
     assert result.refused == () and result.summary is not None
 
 
@@ -130,13 +130,13 @@ async def test_without_the_key_of_the_job_no_request_is_sent() -> None:
     ):
         known = await polled()
         lost = await HubPoller(client, timeout_s=PATIENCE_S, keys=ring).poll(
-            "uid", PODS, known, attempt=1, workers=2, key_id="01234567"
+            "uid", PODS, known, attempt=1, workers=2, ranks=16, key_id="01234567"
         )
         assert (len(hub), len(launcher)) == (1, 1)
         observed = observe(PODS, lost, attempt=1, refusal=None)
         assert (observed.unknown_key, observed.token_refused, lost.rank_table) == ("01234567", (), TABLE)
         again = await HubPoller(client, timeout_s=PATIENCE_S, keys=ring).poll(
-            "uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY)
+            "uid", PODS, lost, attempt=1, workers=2, ranks=16, key_id=key_id(KEY)
         )
     assert again.unknown_key is None and again.summary is not None
 
@@ -169,6 +169,17 @@ async def test_a_useless_answer_changes_nothing(body: bytes, status: str) -> Non
     assert result == before
 
 
+@pytest.mark.parametrize("ranks", [[[*range(17)]], [[0], [1], [2]]], ids=["more ranks", "more workers"])
+async def test_a_rank_table_of_a_larger_gang_is_absent(ranks: list[list[int]]) -> None:
+    """The operator stores tables of all jobs, and a launcher is the users'."""
+    workers = [{"index": place, "address": "10.0.0.1", "ranks": found} for place, found in enumerate(ranks)]
+    body = json.dumps(LAUNCHER_ANSWER | {"rankTable": TABLE | {"workers": workers}}).encode()
+    async with answering(LAUNCHER, STATUS_PORT, body):
+        result = await polled(PollResult(rank_table=TABLE))
+    assert result.rank_table == TABLE
+    assert result.progress is not None
+
+
 async def test_an_ipv6_or_invalid_address_is_not_polled() -> None:
     assert await polled(pods=[pod(ReplicaType.HUB, "::1"), pod(ReplicaType.WORKER, "no address")]) == PollResult()
 
@@ -188,13 +199,13 @@ async def test_a_hub_that_times_out_is_polled_less_and_less_often() -> None:
     async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False, verify=SHARED_TLS) as client:
         poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock, timeout_s=0.02)
         for _ in range(40):
-            result = await poller.poll("uid", PODS[:1], result, attempt=1, workers=2, key_id="")
+            result = await poller.poll("uid", PODS[:1], result, attempt=1, workers=2, ranks=16, key_id="")
             misses.append(result.hub.misses)
             clock.now += POLL_S
         polled_at = [poll for poll, (now, before) in enumerate(zip(misses, [0, *misses], strict=False)) if now > before]
         assert [POLL_S * (after - before) for before, after in itertools.pairwise(polled_at)] == [10, 20, 40, 60, 60]
         fresh = dataclasses.replace(PODS[0], uid="another")
-        assert (await poller.poll("uid", [fresh], result, attempt=1, workers=2, key_id="")).hub.misses == 1
+        assert (await poller.poll("uid", [fresh], result, attempt=1, workers=2, ranks=16, key_id="")).hub.misses == 1
 
 
 async def test_a_launcher_is_polled_while_its_slow_hub_is_left_alone() -> None:
@@ -238,7 +249,7 @@ def summary(updated_at: float | None, *, attempt: int = 1, agents: int | None = 
 async def poll_hub(poller: HubPoller, before: PollResult, body: bytes, port: int = HUB_PORT) -> PollResult:
     """Return what is known after this answer of the hub, or of the launcher."""
     async with answering(HUB if port == HUB_PORT else LAUNCHER, port, body):
-        return await poller.poll("uid", PODS, before, attempt=1, workers=2, key_id="")
+        return await poller.poll("uid", PODS, before, attempt=1, workers=2, ranks=16, key_id="")
 
 
 async def test_the_time_of_the_last_contact_alone_is_no_change() -> None:
@@ -251,7 +262,7 @@ async def test_the_time_of_the_last_contact_alone_is_no_change() -> None:
         again = await poll_hub(poller, first, summary(1000.0))
         assert (first.received_at, again.received_at, first == again) == (1000.0, 1005.0, True)
         clock.now += 5
-        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2, key_id="")).received_at == 1005.0
+        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2, ranks=16, key_id="")).received_at == 1005.0
         nothing = b'{"rankTable": null, "progress": null}'
         assert (await poll_hub(poller, again, nothing, STATUS_PORT)).received_at == 1010.0
 

@@ -9,6 +9,7 @@ import pytest
 from megatronapp_common.web.loopback import has_ipv6
 from megatronapp_operator.backends.process import ports
 from megatronapp_operator.errors import BackendError
+from megatronapp_trainer.serve.app import listen
 
 
 def test_a_reserved_port_is_refused_to_others_and_open_to_its_server() -> None:
@@ -60,6 +61,14 @@ def test_a_port_of_pages_stays_ours_while_its_server_is_down(address: str) -> No
             pass
     reserved.close()
     server_at(address, reserved.number, socket.SO_REUSEADDR).close()
+
+
+def test_a_port_that_clients_send_keys_to_stays_ours_while_its_server_is_down() -> None:
+    reserved = ports.ReservedPort("127.0.0.9", secrets=True)
+    with pytest.raises(OSError, match="in use"):
+        server_at("127.0.0.9", reserved.number, socket.SO_REUSEADDR)
+    listen("127.0.0.9", reserved.number, reserved=True).close()
+    reserved.close()
 
 
 def server_at_v6_alone() -> socket.socket:

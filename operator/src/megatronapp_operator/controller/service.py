@@ -329,7 +329,8 @@ class LeaderService:
         if memory is None:
             return
         pods, status = self._store.pods(key[0], memory.uid), memory.status
-        gang = {"attempt": status.attempt, "workers": status.replicas.desired}
+        most_ranks = max(memory.job.world.world_size, memory.spec_job.world.world_size)
+        gang = {"attempt": status.attempt, "workers": status.replicas.desired, "ranks": most_ranks}
         key_id = memory.pinned.key_id if memory.pinned is not None else self._settings.keys.current_id
         try:
             polled = await self._poller.poll(memory.uid, pods, memory.poll_result, key_id=key_id, **gang)

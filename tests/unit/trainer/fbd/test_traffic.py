@@ -196,7 +196,7 @@ def exchanged(fault: str) -> str:
         device=None,
         threads=1,
     )
-    exchange = StartExchange(store, rank, 2)
+    exchange = StartExchange(store, rank, 2, key=b"of this job")
     channel = Channel(plan, agree(plan, exchange), exchange)
     if fault == "missing":
         channel._bulk.options = dataclasses.replace(channel._bulk.options, deadline_s=2.0)
@@ -220,3 +220,22 @@ def exchanged(fault: str) -> str:
     exchange.gather("received", None)
     channel.close(drain=False)
     return text
+
+
+@pytest.mark.parametrize("stored", ["80054e2e", "zz", "", None], ids=["unsealed", "no hexadecimal", "empty", "foreign"])
+def test_what_no_rank_of_the_job_has_published_is_not_read(stored: str | None) -> None:
+    """torch's store takes what any process writes that reaches it."""
+    from torch.distributed import HashStore
+
+    from megatronapp_trainer.fbd.channels.start import StartExchange
+
+    store = HashStore()
+    own = StartExchange(store, 0, 1, key=b"of this job")
+    own.put("plan", {"a": 1})
+    assert own.get("plan", 0) == {"a": 1}
+    if stored is None:
+        StartExchange(store, 0, 1, key=b"of another job").put("plan", {"a": 2})
+    else:
+        store.set("fbd/plan/0", stored)
+    with pytest.raises(TransferError, match="plan of rank 0 in torch's store is not what that rank has published"):
+        own.get("plan", 0)

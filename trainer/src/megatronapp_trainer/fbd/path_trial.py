@@ -23,7 +23,7 @@ from megatronapp_trainer.fbd.channels.agreement import agree
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.plan import SUMMARY_BYTES, ChannelPlan, channel_plan
-from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.fbd.channels.start import StartExchange, exchange_key
 from megatronapp_trainer.fbd.stage import stage_of
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.transport.path_trial import open_store, run_trial, wait_until_closed
@@ -51,7 +51,8 @@ def try_channels(config: TrainerConfig, layout: Layout, *, deadline_s: float) ->
         device = place // config.parallel.ranks_per_gpu
         torch.cuda.set_device(device)
     store = open_store(layout, datetime.timedelta(seconds=deadline_s))
-    exchange = StartExchange(PrefixStore("trial", store), layout.global_rank, layout.global_world_size)
+    ranks = layout.global_rank, layout.global_world_size
+    exchange = StartExchange(PrefixStore("trial", store), *ranks, key=exchange_key())
     of_role = config.of_role(layout.role)
     planned = channel_plan(of_role, layout, stage_of(layout), shipment_bytes=1, shipments=1, device=device)
     plan = dataclasses.replace(planned, deadline_s=deadline_s)

@@ -22,7 +22,7 @@ from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import Split
 from megatronapp_trainer.fbd.channels.expected import TrafficManifest
 from megatronapp_trainer.fbd.channels.plan import channel_plan
-from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.fbd.channels.start import StartExchange, exchange_key
 from megatronapp_trainer.fbd.commanded_perturbation import CommandedPerturbation
 from megatronapp_trainer.fbd.example_passes import ExamplePasses
 from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
@@ -410,4 +410,4 @@ def _world(layout: Layout) -> FbdWorld:
 
 
 def _exchange(layout: Layout) -> StartExchange:
-    return StartExchange(shared_store(), layout.global_rank, layout.global_world_size)
+    return StartExchange(shared_store(), layout.global_rank, layout.global_world_size, key=exchange_key())

@@ -67,13 +67,13 @@ def check_address(host: str, secret: str | None) -> None:
         )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
+def listen(host: str, port: int, *, reserved: bool = False) -> socket.socket:
+    """Return a listening socket. `reserved`: the backend has reserved the port for sockets of this user.
 
     Raises RendezvousError if the port is taken or the address not ours.
     """
     try:
-        return server.listen(host, port, stall_s=EvictingProtocol.stall_s)
+        return server.listen(host, port, stall_s=EvictingProtocol.stall_s, reuse_port=reserved)
     except OSError as error:
         raise RendezvousError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
 

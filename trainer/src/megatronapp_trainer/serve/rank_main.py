@@ -295,7 +295,7 @@ def open_front(command: ServeCommand, stop_request: "StopRequest") -> Iterator[H
     page = open_progress(0)
     if page is not None:
         page.update(state="starting", totalIterations=None)
-    sock = web.listen(place, requested_port)
+    sock = web.listen(place, requested_port, reserved=bool(os.environ.get(Env.SERVE_ADDRESS)))
     url = f"http://{authority(*sock.getsockname()[:2])}"
     broker = RequestBroker(most_open=_most_open(command), statistics=ServerStatistics())
     broker.is_stopping = lambda: stop_request.requested

@@ -68,13 +68,21 @@ class HubPoller:
         self._timeout_s = timeout_s
 
     async def poll(
-        self, uid: str, pods: Iterable[PodRecord], before: PollResult, *, key_id: str, attempt: int, workers: int
+        self,
+        uid: str,
+        pods: Iterable[PodRecord],
+        before: PollResult,
+        *,
+        key_id: str,
+        attempt: int,
+        workers: int,
+        ranks: int,
     ) -> PollResult:
         """Poll hub and launcher once. A silent hub clears its summary; the last rank table is kept.
 
-        The launcher is polled in parallel with a hub, whose agent may have died. `workers` is the size of the gang,
-        `key_id` names the key that it was started with. Without that key neither is polled: they reject the token of
-        another key, and must not receive it.
+        The launcher is polled in parallel with a hub, whose agent may have died. `workers` and `ranks` are the size of
+        the gang, and `key_id` names the key that it was started with. Without that key neither is polled: they reject
+        the token of another key, and must not receive it.
         """
         key = self._keys.find(key_id)
         if key is None:
@@ -88,7 +96,7 @@ class HubPoller:
             self._poll_if_due(first, STATUS_PORT, "launcher", token, before.launcher),
         )
         summary = read_summary(summary_answer)
-        known, progress, table = _launcher(answer, before.rank_table)
+        known, progress, table = _launcher(answer, before.rank_table, workers, ranks)
         page = _page(summary, attempt)
         known |= page is not None and (self._is_new(page, before.page) or _agents(summary_answer) >= workers)
         return PollResult(
@@ -223,12 +231,22 @@ def _end(end: Any, attempt: int) -> ReportedEnd:  # noqa: ANN401 - JSON of anoth
     return ReportedEnd(attempt=attempt, outcome=outcome, finished_at=float(end["finishedAt"]))
 
 
-def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process
-    """Return True if a launcher has answered, its progress and rank table; the given table if it has none."""
+def _launcher(
+    answer: Any,  # noqa: ANN401 - JSON of another process
+    table: Any,  # noqa: ANN401 - of the answer before
+    workers: int,
+    ranks: int,
+) -> tuple[bool, Progress | None, Any]:
+    """Return True if a launcher has answered, its progress and rank table; the given table if it has none.
+
+    A table for more workers or ranks than the gang has is treated as absent: the operator stores those of all jobs.
+    """
     try:
-        ranks, progress = answer["rankTable"], read_progress(answer["progress"])
-        if ranks is not None:
-            table = RankTable.model_validate_json(json.dumps(ranks)).to_dict()
+        found, progress = answer["rankTable"], read_progress(answer["progress"])
+        if found is not None:
+            read = RankTable.model_validate_json(json.dumps(found))
+            if len(read.workers) <= workers and sum(len(worker.ranks) for worker in read.workers) <= ranks:
+                table = read.to_dict()
     except UNREADABLE:  # a ValidationError is a ValueError
         return False, None, table
     return True, progress, table

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import read_status, status_document
@@ -66,6 +66,20 @@ MANAGER = "megatronapp.io/operator"
 """Our value of spec.managedBy; a job with another one is not ours."""
 
 
+@contextlib.contextmanager
+def _spec_of_another_job() -> Iterator[None]:
+    """Let no spec that cannot be rendered end what is done for all jobs; `reconcile` reports it at its job.
+
+    Templates of pods are the users', and a form of them that no rule foresees raises errors of any kind.
+    """
+    try:
+        yield
+    except JobError:
+        return
+    except Exception:
+        log.warning("the objects of a job cannot be rendered", exc_info=True)
+
+
 class Reconciler:
     """Reconciler of all jobs, for one event loop. `clock` gives seconds since the epoch."""
 
@@ -120,7 +134,7 @@ class Reconciler:
             document, memory = self._store.job(key), self._memories.get(key)
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
                 continue
-            with contextlib.suppress(JobError):  # of a spec that cannot be rendered; `reconcile` reports it
+            with _spec_of_another_job():
                 if self._maintenance.compare(memory, self._contexts.build(memory, document), found):
                     differing.append(key)
             await asyncio.sleep(0)  # yields to other tasks between two jobs
@@ -132,7 +146,8 @@ class Reconciler:
         for key, memory in self._memories.items():
             document = self._store.job(key)
             if document is not None and self._executor.budgets.exists(memory.uid):
-                having[key] = self._contexts.build(memory, document)
+                with _spec_of_another_job():
+                    having[key] = self._contexts.build(memory, document)
         try:
             return await self._executor.budgets.compare(namespaces, having)
         except ForbiddenError as error:

@@ -82,7 +82,7 @@ class ProcessBackend:
         """Reserve the port of a served model, and store its address. Raises BackendError if the port is in use."""
         if self._settings.serve is None:
             return
-        self._api = ReservedPort(*self._settings.serve)
+        self._api = ReservedPort(*self._settings.serve, secrets=True)
         files.write_json(self._settings.paths.serve, {"url": self._api.url})
 
     def _write_to_the_end(self, arrived: signals.SignalPipe) -> None:

@@ -22,16 +22,17 @@ class ReservedPort:
     port can stay reserved while its server lives, and is still there for it after a restart.
     """
 
-    def __init__(self, address: str, number: int = 0, *, pages: bool = False) -> None:
+    def __init__(self, address: str, number: int = 0, *, pages: bool = False, secrets: bool = False) -> None:
         """Bind `number`, or (0) a free port. Raises BackendError.
 
-        With `pages` browsers have logins at this port, which another user who listens while the server is down would
-        get. Then the server must set SO_REUSEPORT, which Linux lets only sockets of one user share. If `address` is
-        127.0.0.1, the port is reserved at [::1], too, because browsers resolve names below `localhost` to it; a given
-        `number` that is in use at [::1] is reserved without it.
+        With `secrets` clients send a key to this port, which another user who listens while the server is down would
+        get. Then the server must set SO_REUSEPORT, which Linux lets only sockets of one user share. So it must with
+        `pages`, where browsers have logins. If `address` is 127.0.0.1, a port of pages is reserved at [::1], too,
+        because browsers resolve names below `localhost` to it; a given `number` that is in use at [::1] is reserved
+        without it.
         """
         self.address = address
-        self._option = socket.SO_REUSEPORT if pages else socket.SO_REUSEADDR
+        self._option = socket.SO_REUSEPORT if pages or secrets else socket.SO_REUSEADDR
         self._other_addresses = (V6,) if pages and is_shared(address) and has_ipv6() else ()
         self._sockets = self._bind(number) if number else self._bind_free()
         self.number = int(self._sockets[0].getsockname()[1])
