@@ -91,7 +91,7 @@ class LoginService:
         """Return the role of a browser with this cookie."""
         return self._sessions.role_of(session)
 
-    def log_in(self, shown: str) -> str | None:
-        """Return a cookie in exchange for a code or a token; None for any other value."""
-        role = self.codes.take(shown) or self.role_of_token(shown)
+    def log_in(self, shown: str, *, takes_codes: bool = True) -> str | None:
+        """Return a cookie in exchange for a token, or a code where these are taken; None for any other value."""
+        role = (self.codes.take(shown) if takes_codes else None) or self.role_of_token(shown)
         return None if role is None else self._sessions.make(role)

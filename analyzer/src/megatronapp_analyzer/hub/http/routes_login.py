@@ -7,6 +7,7 @@ from starlette.responses import RedirectResponse, Response
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.login import LIFE_S, LoginService
+from megatronapp_common.web.loopback import is_another_user
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.origin import bearer_token
 from megatronapp_common.web.problems import HttpError
@@ -38,9 +39,13 @@ async def add_code(request: Request) -> schemas.Code:
 
 @router.post("/login", include_in_schema=False)
 async def log_in(request: Request) -> Response:
-    """Takes a form with one field, `token`: a code or a token of viewer or controller."""
+    """Takes a form with one field, `token`: a code or a token of viewer or controller.
+
+    A code is in the command line with which a browser is started, where other users of this computer can read it.
+    """
     logins = login_service_of(request)
-    session = logins.log_in(await read_login(request, MAX_FORM_BYTES, "hub"))
+    is_stranger = is_another_user(request.scope.get("client"), request.scope.get("server"))
+    session = logins.log_in(await read_login(request, MAX_FORM_BYTES, "hub"), takes_codes=not is_stranger)
     if session is None:
         return login_page(401, WRONG)
     there = RedirectResponse("./", 303)

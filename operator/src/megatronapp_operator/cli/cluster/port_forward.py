@@ -153,6 +153,11 @@ class _Forwarder:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         problem, received = "", asyncio.Event()
+        ends = [writer.get_extra_info(name)[:2] for name in ("peername", "sockname")]
+        if loopback.is_another_user(*ends):  # which can read the login in the command line of the user's browser
+            print("warning: a connection of another user of this computer was refused", file=sys.stderr)
+            writer.close()
+            return
         try:
             async with await self._connect() as stream, asyncio.TaskGroup() as group:
                 sending = group.create_task(_send(reader, stream, received))
