@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary, inspect_corpus
+from megatronapp_trainer.data import corpus_check
+from megatronapp_trainer.data.corpus_check import CorpusFacts, check_ends, check_vocabulary, inspect_corpus
 from megatronapp_trainer.errors import DataError
 
 LENGTHS = [3, 5, 2]
@@ -112,3 +113,39 @@ def test_without_a_recorded_maximum_the_tokens_are_read(prefix: str) -> None:
     check_vocabulary(prefix, vocab_size=10, digest="any", token_type=np.dtype(np.uint16))
     with pytest.raises(DataError, match="up to 9, but the vocabulary has 5"):
         check_vocabulary(prefix, vocab_size=5, digest="any", token_type=np.dtype(np.uint16))
+
+
+def test_ends_of_documents_are_compared_with_the_record(prefix: str) -> None:
+    facts = inspect_corpus(prefix)
+
+    def check(recorded: int | None) -> None:
+        pathlib.Path(prefix + ".json").write_text(json.dumps({"summary": {"eod": recorded}}))
+        check_ends(prefix, eod=4, lengths=facts.lengths, token_type=facts.token_type)
+
+    check(4)
+    with pytest.raises(DataError, match=r"no token that ends its documents, but .*look for token 4.*--append-eod"):
+        check(None)
+    with pytest.raises(DataError, match="documents that end with 5, but"):
+        check(5)
+
+
+def test_without_a_record_a_missing_end_of_documents_is_a_warning(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = inspect_corpus(prefix)
+    note(prefix, "of an earlier release", 10)
+    check_ends(prefix, eod=7, lengths=facts.lengths, token_type=facts.token_type)
+    assert not caplog.records
+    check_ends(prefix, eod=11, lengths=facts.lengths, token_type=facts.token_type)
+    assert "no document end (token 11)" in caplog.text
+
+
+def test_ends_are_sampled_over_the_whole_corpus(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(corpus_check, "_WINDOW", 1)
+    facts = inspect_corpus(prefix)
+    check_ends(prefix, eod=7, lengths=facts.lengths, token_type=facts.token_type)
+    assert not caplog.records, "7 ends the second sequence"
+    check_ends(prefix, eod=6, lengths=facts.lengths, token_type=facts.token_type)
+    assert "no document end (token 6)" in caplog.text

@@ -10,10 +10,8 @@ from megatronapp_trainer.data.prepare.documents import EncodeOptions, Encoder, P
 from megatronapp_trainer.data.prepare.sources import START, DocumentBatch, DocumentFormat, InputChunk
 
 
-def chunk(
-    payload: bytes, *, kind: DocumentFormat = DocumentFormat.JSONL, first_line: int = 1, closes: bool = True
-) -> InputChunk:
-    return InputChunk(path="corpus", format=kind, first_line=first_line, payload=payload, closes_file=closes)
+def chunk(payload: bytes, *, kind: DocumentFormat = DocumentFormat.JSONL, first_line: int = 1) -> InputChunk:
+    return InputChunk(path="corpus", format=kind, first_line=first_line, payload=payload)
 
 
 def parsed(
@@ -45,8 +43,9 @@ def test_several_keys() -> None:
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
         (b'{"text": "\xff"}', "is not UTF-8 (byte 0xff)"),
         (b"[" * 100_000, "is not JSON"),
+        (b'{"text": "a", "id": ' + b"1" * 5000 + b"}", "is not JSON (Exceeds the limit"),
     ],
-    ids=["cut", "list", "key", "number", "surrogate", "bytes", "deep"],
+    ids=["cut", "list", "key", "number", "surrogate", "bytes", "deep", "digits"],
 )
 def test_a_bad_line_is_reported_and_the_others_are_parsed(line: bytes, reason: str) -> None:
     result = parsed(b'{"text": "before"}\n' + line + b'\n{"text": "after"}')
@@ -61,6 +60,15 @@ def test_a_text_file_is_a_single_document_and_a_bad_byte_has_a_line() -> None:
     assert parsed(b" \n", DocumentFormat.TEXT).empty == 1
     (bad,) = parsed(b"one\ntwo\nthr\xffe\n", DocumentFormat.TEXT).bad
     assert bad.line == 12
+
+
+def test_of_a_text_file_the_bad_lines_alone_are_skipped() -> None:
+    result = parsed(b"one\r\n\n\xfftwo\nthree\n\xff\xff\nf\xc3\xbcnf", DocumentFormat.TEXT)
+    assert result.texts["text"] == ["one\r\n\nthree\nfünf"]
+    assert [bad.line for bad in result.bad] == [12, 14]
+    assert all("byte 0xff" in bad.reason for bad in result.bad)
+    nothing = parsed(b"\xff\n", DocumentFormat.TEXT)
+    assert (nothing.texts["text"], nothing.empty, len(nothing.bad)) == ([], 0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +94,10 @@ def test_ids_are_those_of_the_tokenizer(trained: tokenizers.Tokenizer) -> None:
     assert encode(trained, [chunk(lines)], eod=True) == [[*trained.tokenize(text), trained.eod] for text in texts]
 
 
-def test_a_file_in_chunks_ends_once(trained: tokenizers.Tokenizer) -> None:
-    chunks = [
-        chunk(b"the\n", kind=DocumentFormat.TEXT, closes=False),
-        chunk(b"dog\n", kind=DocumentFormat.TEXT, closes=True),
-    ]
-    first, second = encode(trained, chunks, eod=True)
-    assert first[-1] != trained.eod
-    assert second[-1] == trained.eod
+def test_each_part_of_a_file_is_a_document_with_an_end(trained: tokenizers.Tokenizer) -> None:
+    parts = [chunk(b"the\n", kind=DocumentFormat.TEXT), chunk(b"dog\n", kind=DocumentFormat.TEXT)]
+    expected = [[*trained.tokenize(text), trained.eod] for text in ("the\n", "dog\n")]
+    assert encode(trained, parts, eod=True) == expected
 
 
 def test_text_cannot_forge_the_end_of_a_document(trained: tokenizers.Tokenizer) -> None:

@@ -1,14 +1,19 @@
 """Batches of a training run over megatron-core's datasets: order, masks, resumes, evaluation, and refusals."""
 
 import json
+import os
 import pathlib
 import random
 import shutil
+import socket
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
+
+from megatronapp_trainer.errors import StorageError
 
 pytestmark = pytest.mark.torch
 
@@ -264,7 +269,7 @@ def test_every_rank_learns_why_the_data_is_unusable(flags: str, call: RunRanks, 
     cases = [f"{flags} {more.format(folder=corpus)}" for more in REFUSALS]
     for found in call(2, refusals, cases):
         for (kind, text), (more, message) in zip(found, REFUSALS.items(), strict=True):
-            assert kind in ("DataError", "UsageError"), more
+            assert kind in ("DataError", "UsageError", "StorageError"), more
             assert message in text, more
 
 
@@ -276,3 +281,84 @@ def test_tokens_beyond_the_vocabulary(flags: str, call: RunRanks, corpus: pathli
     (((kind, text),),) = call(1, refusals, [bare])
     assert kind == "DataError"
     assert "the vocabulary has 20" in text
+
+
+def test_what_a_killed_build_left_is_not_read(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
+    """Build as a container that starts again does: its name and process id are those of the killed builder."""
+    cached = f"{flags} --data-cache-path {tmp_path}"
+    expected = call(1, rows, cached, 2)
+    (cache,) = tmp_path.iterdir()
+    stage = cache / f".building-{socket.gethostname()}-{os.getpid()}"
+    stage.mkdir()
+    for file in cache.glob("*.npy"):
+        file.replace(stage / file.name)
+        os.truncate(stage / file.name, 10)
+    for description in cache.glob("*.txt"):
+        (stage / description.name).symlink_to(description)
+    assert call(1, rows_of_process, cached, 2, os.getpid()) == expected
+    assert stage.exists(), "another builder may still be at work in it"
+    for path in (*stage.iterdir(), stage):
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    for file in cache.glob("*.npy"):
+        file.unlink()
+    assert call(1, rows_of_process, cached, 2, os.getpid()) == expected
+    assert not stage.exists()
+
+
+def rows_of_process(flags: str, microbatches: int, process: int) -> list[list[int]]:
+    """Return `rows` in a process that has this id."""
+    with mock.patch("os.getpid", return_value=process):
+        return rows(flags, microbatches)
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure_of_storage(tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.data.index_cache import staged
+
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="--data-cache-path"), staged(tmp_path / "file" / "cache"):
+        pass
+    with pytest.raises(StorageError, match="No space left"), staged(tmp_path / "cache"):
+        raise OSError(28, "No space left on device")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_corpora_without_ends_of_documents_cannot_be_divided_at_them(
+    flags: str, call: RunRanks, corpus: pathlib.Path
+) -> None:
+    from megatronapp_trainer.data.prepare.prepare import PrepareOptions, prepare
+
+    tokenizer = str(corpus / "tokenizer.json")
+    options = PrepareOptions(inputs=(f"{corpus}/a.jsonl",), output=f"{corpus}/endless", tokenizer_file=tokenizer)
+    prepare(options)
+    endless = f"{flags} --data-path {corpus}/endless_text_document"
+    found = call(1, refusals, [f"{endless} {flag}" for flag in ("--eod-mask-loss", "--reset-attention-mask", "")])
+    for kind, text in found[0][:2]:
+        assert kind == "DataError"
+        assert "endless_text_document.bin has no token that ends its documents" in text
+        assert "--append-eod --overwrite" in text
+    assert found[0][2] == ("", "")
+
+
+def logged_of_building(flags: str) -> list[str]:
+    """Return the warnings that are logged while the datasets are built on this rank."""
+    import logging
+
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatronapp_trainer").addHandler(handler)
+    open_iterators(flags)
+    return messages
+
+
+def test_corpora_that_repeat_in_the_same_order_are_named(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
+    both = f"{flags} --train-iters 60 --data-path {corpus}/a_text_document {corpus}/b_text_document"
+    weighted = f"{flags} --train-iters 60 --data-path 1 {corpus}/a_text_document 1 {corpus}/b_text_document"
+    once = f"{flags} --train-iters 1 --data-path {corpus}/a_text_document {corpus}/b_text_document"
+    (repeated,), (shuffled,), (single,), (short,) = (
+        call(1, logged_of_building, case) for case in (both, weighted, f"{flags} --train-iters 60", once)
+    )
+    (message,) = repeated
+    assert "times those of its 2 corpora, each time in the same order" in message
+    assert message.startswith("training takes 480 samples")
+    assert shuffled == single == short == []

@@ -381,3 +381,65 @@ def test_what_has_no_meaning_here_is_answered(flags: str, reason: str, capsys: p
     with pytest.raises(SystemExit):
         typed("--input", "in", "--output-prefix", "out", *flags.split())
     assert reason in capsys.readouterr().err
+
+
+def test_a_folder_can_be_prepared_into_itself_again(
+    run: Run, corpus: pathlib.Path, tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Its own files, which the patterns of text match, are no input, also when the first run was stopped."""
+    folder = str(corpus.parent)
+    flags = ("--input", folder, "--train-tokenizer", "--vocab-size", "300")
+    monkeypatch.setattr(prepare._Preparation, "_publish", stop)
+    with pytest.raises(StopHereError):
+        run(*flags, output="input/corpus", tokenizer=False)
+    monkeypatch.undo()
+    assert (corpus.parent / "corpus.preparing" / "finished.json").exists()
+    for printed in ("written", "exist already"):
+        assert run(*flags, output="input/corpus", tokenizer=False) == 0
+        assert printed in capsys.readouterr().out
+    assert (corpus.parent / "tokenizer.json").exists()
+    assert len(documents(corpus.parent / "corpus_text_document")) == 100
+
+
+def stop(*_arguments: object) -> None:
+    raise StopHereError
+
+
+def test_the_end_of_documents_is_recorded(run: Run, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert run("--append-eod", output="out/ended") == run(output="out/endless") == 0
+    recorded = [
+        json.loads((tmp_path / "out" / f"{name}_text_document.json").read_text())["summary"]["eod"]
+        for name in ("ended", "endless")
+    ]
+    assert recorded == [tokenizers.load_file(tokenizer_file).eod, None]
+
+
+def test_a_file_of_several_documents_has_an_end_of_each(
+    run: Run, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 20)
+    (tmp_path / "long.txt").write_text("stage rank step loss\n" * 3)
+    assert run("--append-eod", "--input", str(tmp_path / "long.txt")) == 0
+    tokenizer = tokenizers.load_file(tokenizer_file)
+    document = [*tokenizer.tokenize("stage rank step loss\n"), tokenizer.eod]
+    assert documents(tmp_path / "out" / "corpus_text_document") == [document] * 3
+
+
+def test_a_corpus_that_ended_documents_with_another_token_is_not_taken_for_the_same(
+    run: Run, tokenizer_file: pathlib.Path, capsys: Any
+) -> None:
+    assert run("--append-eod") == 0
+    tokenizer_file.with_name("tokenizer_config.json").write_text('{"eos_token": "step"}')
+    capsys.readouterr()
+    assert run("--append-eod") == 65
+    assert "an earlier release that ended documents in another way" in capsys.readouterr().err
+    assert run("--append-eod", "--overwrite") == 0
+
+
+def test_bad_lines_of_plain_text_are_counted(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+    (tmp_path / "mixed.txt").write_bytes(b"stage\n\xff\nrank\n\xfe\nstep\n")
+    flags = ("--input", str(tmp_path / "mixed.txt"))
+    assert run(*flags) == 65
+    assert "mixed.txt line 2 is not UTF-8 (byte 0xff)" in capsys.readouterr().err
+    assert run(*flags, "--skip-bad-lines") == 0
+    assert "skipped: 2 unreadable lines" in capsys.readouterr().out

@@ -60,7 +60,6 @@ def test_chunks_know_their_lines(tmp_path: pathlib.Path, small_batches: None) ->
     (tmp_path / "a.jsonl").write_text("".join(f"{number:07d}\n" for number in range(1, 11)))
     chunks = [chunk for batch in batches(find(tmp_path), START) for chunk in batch.chunks]
     assert [(chunk.first_line, int(chunk.payload[:7])) for chunk in chunks] == [(n, n) for n in (1, 3, 5, 7, 9)]
-    assert [chunk.closes_file for chunk in chunks] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])

@@ -249,3 +249,119 @@ def test_flags_that_exclude_streams_are_refused(flags: str) -> None:
 
     with pytest.raises(UsageError, match=REFUSALS[flags]):
         parse(f"{FLAGS} --vocab-size 8 {flags}".split())
+
+
+@pytest.fixture
+def loaded(texts: pathlib.Path) -> Any:
+    """The tokenizer of the texts."""
+    from megatronapp_trainer.data import tokenizer
+
+    return tokenizer.load_file(texts / "tokenizer.json")
+
+
+def reader(loaded: Any, path: pathlib.Path, state: Any = None, length: int = 8) -> Any:
+    """A reader of a whole data set."""
+    from megatronapp_trainer.data.streaming.readers import TextForm, TextReader
+    from megatronapp_trainer.data.streaming.sources import open_parts
+
+    form = TextForm(
+        flag="--hf-dataset", field="text", sequence_length=length, eod_mask_loss=False, restarts_positions=False
+    )
+    open_part = open_parts("--hf-dataset", [str(path)], "train", 1)
+    return TextReader(lambda: open_part(0), loaded, form, state)
+
+
+def documents_of(loaded: Any, path: pathlib.Path, tokens: int) -> list[str]:
+    """The documents among the first tokens of a stream, of which the last one may be a part."""
+    found = reader(loaded, path, length=tokens).next_sample()["tokens"].tolist()
+    return str(loaded.detokenize(found)).split("<|endoftext|>")
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_a_text_file_is_a_document_with_its_lines(loaded: Any, tmp_path: pathlib.Path, whole_folder: bool) -> None:
+    contents = ["river king\n\n  step\n", "loss\n"]
+    for number, text in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_text(text)
+    if whole_folder:
+        assert documents_of(loaded, tmp_path, 80)[:3] == [*contents, contents[0]]
+    else:
+        assert documents_of(loaded, tmp_path / "0.txt", 60)[:2] == [contents[0]] * 2
+
+
+def test_a_text_file_that_is_too_large_is_refused(
+    loaded: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatronapp_trainer.data.streaming import sources
+
+    monkeypatch.setattr(sources, "_LARGEST_TEXT_BYTES", 1 << 20)
+    (tmp_path / "a.txt").write_text("king " * (1 << 18))
+    for path in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(UsageError, match=r"a\.txt has 1 MiB: a \.txt is a single document.*data prepare"):
+            reader(loaded, path)
+
+
+def test_text_cannot_forge_the_end_of_a_document(loaded: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "river <|endoftext|> king"}) + "\n")
+    tokens = reader(loaded, tmp_path / "a.jsonl", length=80).next_sample()["tokens"].tolist()
+    assert loaded.detokenize(tokens[: tokens.index(loaded.eod)]) == "river <|endoftext|> king"
+
+
+def test_examples_without_text_are_skipped_and_counted(
+    loaded: Any, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(name: str, texts: list[str | None]) -> pathlib.Path:
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return tmp_path / name
+
+    with_nulls = write("nulls.jsonl", ["river king", None, None, "step loss gradient", *[None] * 9, "king"])
+    plain = write("plain.jsonl", ["river king", "step loss gradient", "king"])
+    expected = reader(loaded, plain)
+    rows = [expected.next_sample()["tokens"].tolist() for _ in range(12)]
+    ours, states = reader(loaded, with_nulls), []
+    for row in rows:
+        states.append(ours.state())
+        assert ours.next_sample()["tokens"].tolist() == row
+    for number, state in enumerate(states):
+        again = reader(loaded, with_nulls, json.loads(json.dumps(state)))
+        assert [again.next_sample()["tokens"].tolist() for _ in rows[number:]] == rows[number:]
+    assert "1 examples skipped, whose 'text' is null" in caplog.text
+    assert "10 examples skipped" in caplog.text
+    with pytest.raises(DataError, match="no examples with text"):
+        reader(loaded, write("none.jsonl", [None] * 3)).next_sample()
+
+
+@pytest.mark.torch
+def test_a_folder_that_changed_is_another_source(
+    texts: pathlib.Path, run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "a"
+    (folder / "train").mkdir(parents=True)
+    for number in range(2):
+        shutil.copy(texts / f"part{number}.jsonl", folder / "train")
+    flags = f"{flags_of(texts)} --hf-dataset"
+
+    def resumed() -> str:
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (found,) = run_ranks(1, failures, [(f"{flags} {tmp_path}/b/a", state, 2)], environment=OFFLINE)
+        return str(found[0])
+
+    ((_, state),) = run_ranks(1, read, f"{flags} {folder}", 1, None, 0, environment=OFFLINE)
+    shutil.copytree(folder, tmp_path / "b" / "a")
+    (tmp_path / "b" / "a" / "README.md").write_text("no data")
+    assert resumed() == "", "another place of the folder is the same source"
+    shutil.copy(texts / "part2.jsonl", tmp_path / "b" / "a" / "train")
+    assert "a (split train), 3 files of" in resumed()
+    (tmp_path / "b" / "a" / "train" / "part2.jsonl").unlink()
+    (tmp_path / "b" / "a" / "train" / "part1.jsonl").rename(tmp_path / "b" / "a" / "train" / "part3.jsonl")
+    assert "not of the files there now, whose names or sizes differ, so it cannot be continued" in resumed()
+
+
+@pytest.mark.torch
+def test_a_stream_of_lines_of_text_is_not_continued(
+    texts: pathlib.Path, run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "a.txt").write_text("river\nking\n")
+    earlier = {"microBatchSize": 2, "source": {"names": ["a.txt"], "split": "train"}, "readers": {"0": None}}
+    case = (f"{flags_of(texts)} --hf-dataset {tmp_path}/a.txt", json.dumps(earlier), 2)
+    (found,) = run_ranks(1, failures, [case], environment=OFFLINE)
+    assert "each line of a .txt was a document" in found[0]

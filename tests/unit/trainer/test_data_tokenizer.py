@@ -1,11 +1,14 @@
 """Tokenizers from files and from text, and what is said about files that are none."""
 
+import json
 import pathlib
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from megatronapp_trainer.config import DataConfig
 from megatronapp_trainer.data import tokenizer as tokenizers
@@ -96,3 +99,61 @@ def test_a_vocabulary_from_a_tokenizer(files: pathlib.Path, trained: tokenizers.
     assert load_vocabulary(DataConfig(tokenizer_file=path, vocab_size=1000)).vocab_size == 1000
     with pytest.raises(DataError, match=rf"--vocab-size 5 is below.*write --vocab-size {trained.vocab_size}, or"):
         load_vocabulary(DataConfig(tokenizer_file=path, vocab_size=5))
+
+
+def special(folder: pathlib.Path, trained: tokenizers.Tokenizer, names: list[str], plain: list[str]) -> pathlib.Path:
+    """Write a tokenizer.json with these special tokens, and these that are added as plain ones."""
+    backend = Backend.from_str(trained.backend.to_str().replace("<|endoftext|>", "<pad>"))
+    backend.add_tokens([AddedToken(name, special=False) for name in plain])
+    backend.add_special_tokens(names)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_the_end_of_documents_is_a_special_token(tmp_path: pathlib.Path, trained: tokenizers.Tokenizer) -> None:
+    loaded = tokenizers.load_file(special(tmp_path, trained, ["<bos>", "<eos>"], ["</s>"]))
+    assert loaded.eod == loaded.vocab["<eos>"], "as in Gemma's, where </s> is a tag of HTML"
+    assert loaded.eod_by_name == loaded.vocab["</s>"]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}], ids=["text", "object"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_files_next_to_a_tokenizer_name_the_end_of_documents(
+    tmp_path: pathlib.Path, trained: tokenizers.Tokenizer, name: str, end: object
+) -> None:
+    folder = special(tmp_path, trained, ["<|endoftext|>", "<|im_end|>", "</s>"], [])
+    (folder / name).write_text(json.dumps({"eos_token": end}))
+    loaded = tokenizers.load_file(folder)
+    assert loaded.eod == loaded.vocab["<|im_end|>"]
+
+
+def test_ends_of_documents_that_are_not_clear_are_refused(
+    tmp_path: pathlib.Path, trained: tokenizers.Tokenizer
+) -> None:
+    folder = special(tmp_path, trained, ["<eos>", "</s>"], [])
+    with pytest.raises(
+        DataError, match=r'several tokens .*: </s>, <eos>; write {"eos_token": "..."} into a tokenizer_c'
+    ):
+        _ = tokenizers.load_file(folder).eod
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(DataError, match=r"eos_token '<end>' of .* is no token"):
+        _ = tokenizers.load_file(folder).eod
+    (folder / "tokenizer_config.json").write_text('{"eos_token": null}')
+    with pytest.raises(DataError, match="no end-of-document token"):
+        _ = tokenizers.load_file(special(tmp_path, trained, ["<bos>"], ["</s>"])).eod
+
+
+def test_without_marks_the_end_of_documents_is_known_by_its_name(
+    tmp_path: pathlib.Path, trained: tokenizers.Tokenizer
+) -> None:
+    """GPT-2's files do not mark special tokens."""
+    trained.backend.model.save(str(tmp_path))
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(
+        json.dumps(vocabulary | {"</s>": len(vocabulary), "<eos>": len(vocabulary) + 1})
+    )
+    loaded = tokenizers.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert loaded.eod == loaded.vocab["<|endoftext|>"]
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    again = tokenizers.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert again.eod == again.vocab["<eos>"]

@@ -312,3 +312,15 @@ def test_flags_that_exclude_conversations_are_refused(flags: str) -> None:
     needed = FLAGS.removesuffix(" --sft") + " --vocab-size 8 --data-path a"
     with pytest.raises(UsageError, match=REFUSALS[flags]):
         parse(f"{needed} {flags}".split())
+
+
+def test_tools_are_refused(tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.data.sft.conversations import read_conversations
+
+    messages = [{"role": "user", "content": "river"}, {"role": "assistant", "content": "king"}]
+    lines = [json.dumps({"messages": messages, "tools": tools}) for tools in ([], None, [{"type": "function"}])]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    found = read_conversations(str(tmp_path / "chats.jsonl"))
+    assert [number for number, _ in (next(found), next(found))] == [1, 2]
+    with pytest.raises(DataError, match='line 3 has "tools", which --sft does not give to the chat template'):
+        next(found)

@@ -1,6 +1,7 @@
 """`megatronapp data prepare --split-sentences` with WordPiece: files, restarts, tokens, refusals."""
 
 import argparse
+import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -184,3 +185,29 @@ def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: pathlib.Path) 
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\nthe\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"vocab\.txt cannot be read as a tokenizer \(it has no \[CLS\] \[SEP\]"):
         tokenizers.load_wordpiece(tmp_path / "vocab.txt", lowercase=True)
+
+
+def test_documents_longer_than_a_sample_are_reported(
+    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    known = [token for token in (folder / "vocab.txt").read_text().split() if token.isalpha()]
+    text = " ".join((known * 700)[:700]) + ". A " + known[0] + "."
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": known[0]}) + "\n")
+    long = ("--input", str(tmp_path / "long.jsonl"))
+    assert run(folder, "long", *long, sentences=False) == 0
+    printed = capsys.readouterr().out
+    stored_tokens = len(stored(folder / "long_text_document")[0][0])
+    assert f"warning: 1 sequences of {folder}/long_text_document are longer" in printed
+    assert f"{stored_tokens - 509} tokens are not trained on; prepare with --split-sentences" in printed
+    assert run(folder, "short", sentences=False) == 0
+    assert "warning" not in capsys.readouterr().out
+    flags = (
+        "--model-type bert --num-layers 1 --hidden-size 32 --num-attention-heads 2 --micro-batch-size 1 --lr 1e-3 "
+        f"--train-iters 2 --eval-iters 0 --split 1,0,0 --tokenizer-type {LOWER} --vocab-file {folder}/vocab.txt "
+        f"--bert-no-binary-head --data-path {folder}/long_text_document"
+    )
+    assert check.find_problems(f"{flags} --seq-length 1024".split(), 1) == []
+    assert not caplog.records
+    assert check.find_problems(f"{flags} --seq-length 128".split(), 1) == []
+    assert "1 of 2 sequences have more than 125 tokens" in caplog.text
+    assert f"{100 * (stored_tokens - 125) / (stored_tokens + 1):.1f} % of all tokens" in caplog.text

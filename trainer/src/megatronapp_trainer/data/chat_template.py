@@ -18,10 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from megatronapp_trainer.errors import DataError
+from megatronapp_trainer.data.tokenizer_folder import CONFIG, read_json, read_text, special_tokens
 
-CONFIG = "tokenizer_config.json"
-SPECIAL_MAP = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 _DEFAULT = "default"
@@ -71,8 +69,8 @@ def read_template(*folders: pathlib.Path) -> ChatTemplate:
     """
     tokens: dict[str, str] = {}
     for folder in folders:
-        config = _json(folder / CONFIG)
-        tokens = _tokens(_json(folder / SPECIAL_MAP)) | _tokens(config) or tokens
+        config = read_json(folder / CONFIG)
+        tokens = special_tokens(folder) or tokens
         text = _template_in(folder, config)
         if text is not None:
             return compiled(text, tokens)
@@ -81,8 +79,8 @@ def read_template(*folders: pathlib.Path) -> ChatTemplate:
 
 def _template_in(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).is_file():
-        return _read(folder / TEMPLATE)
-    found = _json(folder / TEMPLATE_JSON).get("chat_template", config.get("chat_template"))
+        return read_text(folder / TEMPLATE)
+    found = read_json(folder / TEMPLATE_JSON).get("chat_template", config.get("chat_template"))
     if isinstance(found, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get(_DEFAULT)
@@ -100,31 +98,6 @@ def compiled(text: str, tokens: Mapping[str, str]) -> ChatTemplate:
     except Exception as error:  # Jinja makes a Python program of it, which Python may refuse in any way
         return ChatTemplate(tokens=tokens, flaw=f"{type(error).__name__}: {error}")
     return ChatTemplate(text=text, tokens=tokens)
-
-
-def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    given = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is not a JSON object; copy it again")
-    return found
-
-
-def _read(path: pathlib.Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}); copy it again") from error
 
 
 class _Generation(jinja2.ext.Extension):

@@ -4,7 +4,7 @@ import argparse
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_trainer.config.data import WORDPIECE_TYPES
@@ -279,10 +279,27 @@ def report(summary: "PrepareSummary", args: argparse.Namespace) -> str:
     left_out = [(summary.bad_lines, "unreadable lines"), (summary.empty_documents, "empty documents")]
     lines += [f"skipped: {count:,} {what}" for count, what in left_out if count]
     if args.tokenizer_type in WORDPIECE_TYPES:
+        lines += _too_long_for_bert(summary.prefixes, split_sentences=args.split_sentences)
         return "\n".join([*lines, *_use_in_bert(summary.prefixes[0], args)])
     lines.append(f"train with: --data-path {summary.prefixes[0]} {_tokenizer_flags(summary, args)}")
     lines.append(f"in a manifest: spec.data.path: [{summary.prefixes[0]}], {_tokenizer_fields(summary, args)}")
     return "\n".join(lines)
+
+
+def _too_long_for_bert(prefixes: Sequence[str], *, split_sentences: bool) -> Iterator[str]:
+    """Yield how much of each corpus no sample of BERT's usual length has."""
+    from megatronapp_trainer.data.corpus_check import LONGEST_SENTENCE, SPECIAL_IN_SAMPLE, inspect_corpus
+
+    advice = "train with a longer --seq-length"
+    if not split_sentences:
+        advice = f"prepare with --split-sentences, or {advice}"
+    for prefix in prefixes:
+        sequences, tokens = inspect_corpus(prefix).tokens_beyond(LONGEST_SENTENCE - SPECIAL_IN_SAMPLE)
+        if sequences:
+            yield (
+                f"warning: {sequences:,} sequences of {prefix} are longer than a sample of --seq-length "
+                f"{LONGEST_SENTENCE}, which cuts both of their ends: {tokens:,} tokens are not trained on; {advice}"
+            )
 
 
 def _use_in_bert(prefix: str, args: argparse.Namespace) -> list[str]:

@@ -5,6 +5,7 @@ boundaries m, then n int32 lengths, n int64 byte offsets and m int64 document bo
 """
 
 import json
+import logging
 import pathlib
 import struct
 from dataclasses import dataclass
@@ -15,11 +16,19 @@ import numpy.typing as npt
 
 from megatronapp_trainer.errors import DataError
 
+log = logging.getLogger(__name__)
+
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LONGEST_SENTENCE = 512
 """Tokens of a sentence above which megatron-core skips its document for BERT."""
+SPECIAL_IN_SAMPLE = 3
+"""Tokens of a sample of BERT that are none of its text."""
+_FLAGS_OF_ENDS = "--eod-mask-loss, --reset-position-ids and --reset-attention-mask"
+_WINDOW = 1 << 20
+"""Tokens at both ends of a corpus that are read where its record does not say what it has."""
+_SAMPLED_ENDS = 1000
 _PREPARE_AGAIN = "prepare it again with `megatronapp data prepare ... --overwrite`"
 
 
@@ -35,6 +44,11 @@ class CorpusFacts:
     def documents(self) -> int:
         """Return the number of sequences, each of which `data prepare` writes as one document."""
         return len(self.lengths)
+
+    def tokens_beyond(self, length: int) -> tuple[int, int]:
+        """Return the number of sequences of more than `length` tokens, and their tokens beyond it."""
+        beyond = self.lengths[self.lengths > length].astype(np.int64) - length
+        return len(beyond), int(beyond.sum())
 
     def tokens_between(self, first_fraction: float, last_fraction: float) -> tuple[int, int]:
         """Return documents and tokens of the part of the corpus between two fractions, split as megatron-core splits
@@ -143,6 +157,41 @@ def check_vocabulary(
         )
 
 
+def check_ends(prefix: str, *, eod: int, lengths: npt.NDArray[np.int32], token_type: np.dtype[Any]) -> None:
+    """Compare the ends of documents of a corpus with the token by which a run finds them.
+
+    The record that `data prepare` stored next to the corpus is exact; without it the ends of sequences and of the
+    corpus are read, and a warning is logged if none has the token.
+
+    Raises:
+        DataError: documents of the corpus end without a token, or with another one.
+    """
+    note = _note(prefix)
+    if note is not None and "eod" in note:
+        if note["eod"] == eod:
+            return
+        found = "no token that ends its documents" if note["eod"] is None else f"documents that end with {note['eod']}"
+        raise DataError(
+            f"{prefix}.bin has {found}, but {_FLAGS_OF_ENDS} look for token {eod}; prepare it again with `megatronapp "
+            "data prepare ... --append-eod --overwrite` and the tokenizer of the run, or leave these flags out"
+        )
+    if not _has_sampled(prefix, eod, lengths, token_type):
+        log.warning(
+            "no document end (token %d) was found in %s.bin, so %s change nothing where there is none; was it prepared "
+            "without --append-eod?",
+            eod,
+            prefix,
+            _FLAGS_OF_ENDS,
+        )
+
+
+def _has_sampled(prefix: str, eod: int, lengths: npt.NDArray[np.int32], token_type: np.dtype[Any]) -> bool:
+    tokens = np.memmap(prefix + ".bin", dtype=token_type, mode="r")
+    ends = np.cumsum(lengths, dtype=np.int64)[lengths > 0] - 1
+    sampled = ends[:: max(1, len(ends) // _SAMPLED_ENDS)]
+    return bool((tokens[sampled] == eod).any() or (tokens[:_WINDOW] == eod).any() or (tokens[-_WINDOW:] == eod).any())
+
+
 def _note(prefix: str) -> dict[str, Any] | None:
     try:
         summary = json.loads(pathlib.Path(prefix + ".json").read_text(encoding="utf-8"))["summary"]
@@ -153,5 +202,4 @@ def _note(prefix: str) -> dict[str, Any] | None:
 
 def _largest_sampled(prefix: str, token_type: np.dtype[Any]) -> int:
     tokens = np.memmap(prefix + ".bin", dtype=token_type, mode="r")
-    window = 1 << 20
-    return max(int(tokens[:window].max()), int(tokens[-window:].max()))
+    return max(int(tokens[:_WINDOW].max()), int(tokens[-_WINDOW:].max()))

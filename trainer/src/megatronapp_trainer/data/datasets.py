@@ -1,14 +1,19 @@
 """Datasets of training, validation and test, through megatron-core's classes."""
 
+import logging
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
+
 from megatronapp_trainer.data.blend import Blend, parse_blend, split_fractions
 from megatronapp_trainer.data.corpus_check import (
     LONGEST_SENTENCE,
+    SPECIAL_IN_SAMPLE,
     CorpusFacts,
+    check_ends,
     check_vocabulary,
     inspect_corpus,
     sentences_of_documents,
@@ -19,6 +24,8 @@ from megatronapp_trainer.data.sft.form import ConversationForm
 from megatronapp_trainer.data.vocabulary import MaskingVocabulary, Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -147,7 +154,9 @@ def check_training_has_data(request: DatasetRequest) -> None:
 
 
 def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
-    """Raise DataError if the corpus was made with another tokenizer, or has ids beyond the vocabulary."""
+    """Raise DataError if the corpus was made with another tokenizer, has ids beyond the vocabulary, or has not the ends
+    of documents that flags of the run need.
+    """
     of_bert = {"flags": "--tokenizer-type and --vocab-file"} if isinstance(vocabulary, MaskingVocabulary) else {}
     check_vocabulary(
         corpus.prefix,
@@ -156,6 +165,8 @@ def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
         token_type=corpus.token_type,
         **of_bert,
     )
+    if vocabulary.eod >= 0:
+        check_ends(corpus.prefix, eod=vocabulary.eod, lengths=corpus.lengths, token_type=corpus.token_type)
 
 
 def check_size(request: DatasetRequest, corpus: CorpusFacts) -> None:
@@ -197,6 +208,42 @@ def check_sentences(request: DatasetRequest, corpus: CorpusFacts, *, least: int)
                 f"{least} or more sentences of at most {LONGEST_SENTENCE} tokens; prepare the text with "
                 "`megatronapp data prepare --split-sentences`, or take more text, another --split, or --eval-iters 0"
             )
+    _warn_of_long_sequences(request, corpus)
+
+
+def _warn_of_long_sequences(request: DatasetRequest, corpus: CorpusFacts) -> None:
+    """Log how much of a corpus no sample has, because megatron-core cuts both ends of a sequence that is too long."""
+    longest = request.sequence_length - SPECIAL_IN_SAMPLE
+    sequences, tokens = corpus.tokens_beyond(longest)
+    if sequences:
+        log.warning(
+            "%s: %d of %d sequences have more than %d tokens (--seq-length less %d) and are cut at both ends: %.1f %% "
+            "of all tokens are not trained on; prepare the text with `megatronapp data prepare --split-sentences`, or "
+            "take a longer --seq-length",
+            corpus.prefix,
+            sequences,
+            len(corpus.lengths),
+            longest,
+            SPECIAL_IN_SAMPLE,
+            100 * tokens / int(corpus.lengths.sum(dtype=np.int64)),
+        )
+
+
+def warn_of_repeated_order(request: DatasetRequest, train: SampleDataset | None) -> None:
+    """Log that training reads corpora without weights more than once, each time in the same order."""
+    _, blend, _ = request.parts()[0]
+    needed = request.samples[0] or 0
+    if request.conversations is not None or blend is None or train is None or len(blend.prefixes) == 1:
+        return
+    if blend.weights is None and needed > len(train):
+        log.warning(
+            "training takes %d samples, %.1f times those of its %d corpora, each time in the same order, because they "
+            "have no weights; write WEIGHT PREFIX WEIGHT PREFIX ... with weights in proportion to their sizes to have "
+            "another order in each epoch",
+            needed,
+            needed / len(train),
+            len(blend.prefixes),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +261,8 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> BuiltData
     """Build the datasets of training, validation and test. Needs no process group.
 
     Raises:
-        DataError: megatron-core cannot build them, or the index cache cannot be written.
+        DataError: megatron-core cannot build them.
+        StorageError: the index cache cannot be written.
     """
     if request.conversations is not None:
         return _conversation_datasets(request, request.conversations)

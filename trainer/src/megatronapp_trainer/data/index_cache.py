@@ -11,13 +11,14 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import sys
+import tempfile
+import time
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatronapp_trainer.errors import DataError
+from megatronapp_trainer.errors import StorageError
 
 _DATASET_MODULES = (
     "megatron.core.datasets.gpt_dataset",
@@ -25,6 +26,10 @@ _DATASET_MODULES = (
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.masked_dataset",
 )
+
+_STAGE = ".building-"
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age above which a stage that no builder has written to since is a leftover of a killed one."""
 
 
 def cache_directory(chosen: str | None, prefixes: Sequence[str]) -> pathlib.Path:
@@ -45,12 +50,17 @@ def _identity(prefixes: Sequence[str]) -> str:
 def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
     """Create a directory to build in, with links to the files of `cache`; new files are moved to `cache` at the end.
 
+    No two builders share that directory, nor do those of a container that starts again with equal names and process
+    ids: what a killed builder left is not read, and is removed a day later.
+
     Raises:
-        DataError: the cache cannot be written.
+        StorageError: the cache cannot be written.
     """
-    stage = cache / f".building-{socket.gethostname()}-{os.getpid()}"
+    stage: pathlib.Path | None = None
     try:
-        stage.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache)
+        stage = pathlib.Path(tempfile.mkdtemp(prefix=_STAGE, dir=cache))
         for known in cache.iterdir():
             if known.is_file():
                 (stage / known.name).symlink_to(known.absolute())
@@ -59,12 +69,22 @@ def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
             if not made.is_symlink():
                 made.replace(cache / made.name)
     except OSError as error:
-        raise DataError(
+        raise StorageError(
             f"cannot store the order of samples in {error.filename or cache}: {error.strerror or error}; "
             "give a writable directory with free space with --data-cache-path"
         ) from error
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _remove_abandoned(cache: pathlib.Path) -> None:
+    """Remove stages of builders that were killed, as far as this process may."""
+    for stage in cache.glob(_STAGE + "*"):
+        with contextlib.suppress(OSError):  # its builder, or another one, has just removed it
+            newest = max(path.lstat().st_mtime for path in (stage, *stage.iterdir()))
+            if time.time() - newest > _ABANDONED_SECONDS:
+                shutil.rmtree(stage, ignore_errors=True)
 
 
 @contextlib.contextmanager

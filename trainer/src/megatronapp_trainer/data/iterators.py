@@ -13,6 +13,7 @@ from megatronapp_trainer.data.datasets import (
     build_datasets,
     check_request,
     check_training_has_data,
+    warn_of_repeated_order,
 )
 from megatronapp_trainer.data.microbatches import DataIterators, ValidationSet
 from megatronapp_trainer.data.request import dataset_request, sample_counts
@@ -117,7 +118,10 @@ def _datasets(request: DatasetRequest, vocabulary: Vocabulary, *, check: bool) -
     check_training_has_data(request)
     if check:
         check_request(request, vocabulary)
-    return build_datasets(request, vocabulary)
+    built = build_datasets(request, vocabulary)
+    if check:
+        warn_of_repeated_order(request, built.train)
+    return built
 
 
 def _stream(

@@ -3,15 +3,17 @@
 Nothing here uses a network: a tokenizer is a pair of GPT-2 files, a tokenizer.json, or trained from local text.
 """
 
+import functools
 import hashlib
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatronapp_trainer.config.data import WORDPIECE_TYPES
+from megatronapp_trainer.data.tokenizer_folder import CONFIG, special_tokens
 from megatronapp_trainer.errors import DataError
 
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -23,7 +25,17 @@ _BYTE_VALUES = 256
 class Tokenizer:
     """A `tokenizers.Tokenizer` for megatron-core's GPTDataset: sizes, end-of-document id, a stable identity."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, folder: pathlib.Path | None = None, marks_special: bool = True
+    ) -> None:
+        """Take a tokenizer of the library.
+
+        Args:
+            backend: that tokenizer, which loses its truncation and padding.
+            folder: of its files, next to which others may name the end-of-document token.
+            marks_special: special tokens are marked as such, as in a tokenizer.json.
+        """
+        self._folder, self._marks_special = folder, marks_special
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -53,19 +65,42 @@ class Tokenizer:
         """Return one more than the largest id, so that every id indexes an embedding of this many rows."""
         return max(self._vocab.values()) + 1
 
-    @property
+    @functools.cached_property
     def eod(self) -> int:
-        """Return the id of the end-of-document token.
+        """Return the id of the end-of-document token: the `eos_token` of the files next to the tokenizer; without
+        one, a special token with a known name.
 
-        Raises DataError if the tokenizer has none.
+        Raises DataError if the tokenizer has none, or several.
         """
-        for name in _END_OF_DOCUMENT_NAMES:
-            if name in self._vocab:
-                return self._vocab[name]
-        raise DataError(
-            f"the tokenizer has no end-of-document token (known are {', '.join(_END_OF_DOCUMENT_NAMES)}); "
-            "use one that has, or omit --append-eod, --eod-mask-loss and the --reset-* flags"
-        )
+        declared = {} if self._folder is None else special_tokens(self._folder)
+        if (name := declared.get("eos_token")) is not None:
+            if name not in self._vocab:
+                raise DataError(
+                    f"eos_token {name!r} of {self._folder} is no token of the tokenizer there; copy its files again"
+                )
+            return self._vocab[name]
+        known = [name for name in _END_OF_DOCUMENT_NAMES if name in self._special_names()]
+        advice = f'write {{"eos_token": "..."}} into a {CONFIG} next to it'
+        if not known:
+            raise DataError(
+                f"the tokenizer has no end-of-document token (no special token is {' or '.join(_END_OF_DOCUMENT_NAMES)}"
+                f"); if another one ends documents, {advice}; else use a tokenizer that has one, or omit --append-eod, "
+                "--eod-mask-loss and the --reset-* flags"
+            )
+        if len(known) > 1 and self._marks_special:
+            raise DataError(f"the tokenizer has several tokens that may end a document: {', '.join(known)}; {advice}")
+        return self._vocab[known[0]]
+
+    @property
+    def eod_by_name(self) -> int | None:
+        """Return the id that earlier releases took for the end of a document: by names alone, special or not."""
+        return next((self._vocab[name] for name in _END_OF_DOCUMENT_NAMES if name in self._vocab), None)
+
+    def _special_names(self) -> Collection[str]:
+        """Return the tokens that may be special: where none is marked, all."""
+        if not self._marks_special:
+            return self._vocab
+        return {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`, without any special token added."""
@@ -92,7 +127,7 @@ def load_gpt2(vocab_file: pathlib.Path, merge_file: pathlib.Path) -> Tokenizer:
         backend: tokenizers.Tokenizer = tokenizers.ByteLevelBPETokenizer(str(vocab_file), str(merge_file))._tokenizer
         return backend
 
-    return _load(read, vocab_file, merge_file)
+    return _load(read, vocab_file, merge_file, marks_special=False)
 
 
 def load_wordpiece(vocab_file: pathlib.Path, *, lowercase: bool) -> Tokenizer:
@@ -106,7 +141,7 @@ def load_wordpiece(vocab_file: pathlib.Path, *, lowercase: bool) -> Tokenizer:
         backend: tokenizers.Tokenizer = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lowercase)._tokenizer
         return backend
 
-    return _load(read, vocab_file)
+    return _load(read, vocab_file, marks_special=False)
 
 
 def load_file(tokenizer_file: pathlib.Path) -> Tokenizer:
@@ -115,7 +150,7 @@ def load_file(tokenizer_file: pathlib.Path) -> Tokenizer:
     return _load(lambda: tokenizers.Tokenizer.from_file(str(path)), path)
 
 
-def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path) -> Tokenizer:
+def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path, marks_special: bool = True) -> Tokenizer:
     names = " and ".join(str(path) for path in files)
     for path in files:
         if not path.is_file():
@@ -126,7 +161,7 @@ def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path) -> Tok
         raise DataError(
             f"{names} cannot be read as a tokenizer ({error}); is it truncated, or in another format?"
         ) from error
-    return Tokenizer(backend)
+    return Tokenizer(backend, folder=files[0].parent, marks_special=marks_special)
 
 
 def load(

@@ -4,6 +4,7 @@ A worker imports `tokenizers` and numpy only, neither torch nor megatron-core, s
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,10 +59,9 @@ class EncodedTexts:
 
 @dataclass(kw_only=True, slots=True)
 class ParsedTexts:
-    """Texts of a batch per key, in order, and the skipped lines. `closing` marks texts that end their document."""
+    """Texts of a batch per key, in order, and the skipped lines."""
 
     texts: dict[str, list[str]]
-    closing: dict[str, list[bool]]
     bad: list[BadLine] = field(default_factory=list)
     empty: int = 0
 
@@ -77,7 +77,7 @@ class BatchResult:
 
 def parse(chunks: Sequence[InputChunk], keys: Sequence[str]) -> ParsedTexts:
     """Parse the documents of `chunks`. Empty documents are counted, blank lines skipped, unreadable lines listed."""
-    parsed = ParsedTexts(texts={key: [] for key in keys}, closing={key: [] for key in keys})
+    parsed = ParsedTexts(texts={key: [] for key in keys})
     for chunk in chunks:
         if chunk.format is DocumentFormat.TEXT:
             _parse_text(chunk, keys[0], parsed)
@@ -87,17 +87,24 @@ def parse(chunks: Sequence[InputChunk], keys: Sequence[str]) -> ParsedTexts:
 
 
 def _parse_text(chunk: InputChunk, key: str, parsed: ParsedTexts) -> None:
+    before = len(parsed.bad)
     try:
         text = chunk.payload.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = chunk.first_line + chunk.payload.count(b"\n", 0, error.start)
-        parsed.bad.append(BadLine(path=chunk.path, line=line, reason=_not_utf8(error)))
-        return
+    except UnicodeDecodeError:
+        text = "".join(_readable_lines(chunk, parsed))
     if text.strip():
         parsed.texts[key].append(text)
-        parsed.closing[key].append(chunk.closes_file)
-    else:
+    elif len(parsed.bad) == before:
         parsed.empty += 1
+
+
+def _readable_lines(chunk: InputChunk, parsed: ParsedTexts) -> Iterator[str]:
+    """Yield the lines that are UTF-8; the others are listed, each by its number."""
+    for number, raw in enumerate(re.findall(rb"[^\n]*\n|[^\n]+", chunk.payload), start=chunk.first_line):
+        try:
+            yield raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            parsed.bad.append(BadLine(path=chunk.path, line=number, reason=_not_utf8(error)))
 
 
 def _parse_lines(chunk: InputChunk, keys: Sequence[str], parsed: ParsedTexts) -> None:
@@ -111,7 +118,6 @@ def _parse_lines(chunk: InputChunk, keys: Sequence[str], parsed: ParsedTexts) ->
         for key, text in zip(keys, values, strict=True):
             if text:
                 parsed.texts[key].append(text)
-                parsed.closing[key].append(True)
             else:
                 parsed.empty += 1
 
@@ -122,7 +128,7 @@ def _document(raw: bytes, keys: Sequence[str]) -> list[str] | str:
         record: Any = json.loads(raw)
     except UnicodeDecodeError as error:
         return _not_utf8(error)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # Python refuses numbers of thousands of digits by a ValueError
         return f"is not JSON ({error})"
     if not isinstance(record, dict):
         return f'is a JSON {type(record).__name__}, not an object like {{"text": "..."}}'
@@ -168,12 +174,12 @@ class Encoder:
         """Encode all documents of `batch`."""
         parsed = parse(batch.chunks, self._options.keys)
         encode = self._encode if self._options.sentences_of is None else self._encode_sentences
-        encoded = {key: encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
+        encoded = {key: encode(parsed.texts[key]) for key in self._options.keys}
         empty = parsed.empty + sum(texts.empty for texts in encoded.values())
         return BatchResult(encoded=encoded, bad=tuple(parsed.bad), empty=empty)
 
-    def _encode(self, texts: list[str], closing: list[bool]) -> EncodedTexts:
-        lengths, ids = self._joined(list(self._rows(texts, closing)))
+    def _encode(self, texts: list[str]) -> EncodedTexts:
+        lengths, ids = self._joined(list(self._rows(texts)))
         return EncodedTexts(lengths=lengths, ids=ids)
 
     def _joined(self, rows: Sequence[list[int]]) -> tuple[npt.NDArray[np.int32], bytes]:
@@ -181,17 +187,17 @@ class Encoder:
         ids = np.fromiter((token for row in rows for token in row), dtype=self._options.dtype, count=int(lengths.sum()))
         return lengths, ids.tobytes()
 
-    def _encode_sentences(self, texts: list[str], closing: list[bool]) -> EncodedTexts:
+    def _encode_sentences(self, texts: list[str]) -> EncodedTexts:
         documents = [self._sentences(text) for text in texts]
         found = [sentence for document in documents for sentence in document]
         encodings = iter(self._tokenizer.encode_batch_fast(found, add_special_tokens=False))
         rows: list[list[int]] = []
         counts: list[int] = []
-        for document, closes in zip(documents, closing, strict=True):
+        for document in documents:
             own = [ids for ids in (next(encodings).ids for _ in document) if ids]
             if not own:
                 continue
-            if closes and self._options.eod is not None:
+            if self._options.eod is not None:
                 own[-1].append(self._options.eod)
             rows += own
             counts.append(len(own))
@@ -204,9 +210,7 @@ class Encoder:
         found = (sentence.strip() for sentence in sentencex.segment(self._options.sentences_of, text))
         return [sentence for sentence in found if sentence]
 
-    def _rows(self, texts: list[str], closing: list[bool]) -> Iterator[list[int]]:
-        for encoding, closes in zip(
-            self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), closing, strict=True
-        ):
+    def _rows(self, texts: list[str]) -> Iterator[list[int]]:
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             row: list[int] = encoding.ids
-            yield [*row, self._options.eod] if closes and self._options.eod is not None else row
+            yield row if self._options.eod is None else [*row, self._options.eod]

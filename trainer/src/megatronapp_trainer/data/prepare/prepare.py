@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatronapp_trainer.data.prepare.documents import BadLine, EncodeOptions, p
 from megatronapp_trainer.data.prepare.pool import encode_in_order
 from megatronapp_trainer.data.prepare.progress import progress
 from megatronapp_trainer.data.prepare.sources import (
+    CHUNK_BYTES,
     DEFAULT_PATTERNS,
     START,
     DocumentBatch,
@@ -79,6 +80,8 @@ class PrepareSummary:
     trained_tokenizer: str | None
     bad_lines: int
     empty_documents: int
+    eod: int | None = None
+    """Token that ends each document; None: none does, or an earlier release made the corpus and did not record it."""
     reused: bool = False
 
 
@@ -89,14 +92,34 @@ def prepare(options: PrepareOptions) -> PrepareSummary:
         DataError: input or tokenizer is missing, empty or corrupt.
         StorageError: the output cannot be written; finished work is preserved, and the same command resumes it.
     """
-    sources = find_sources(options.inputs, options.patterns, options.format)
     output = pathlib.Path(options.output)
+    sources = find_sources(options.inputs, options.patterns, options.format, made=_made(options))
     if options.output.endswith("/") or output.is_dir():
         raise DataError(f"--output {options.output} is a directory; give a prefix such as {output / 'corpus'}")
     with _storage_errors(output), _working_directory(output) as directory:
         summary = _Preparation(options, sources, directory).summary()
         shutil.rmtree(directory)
     return summary
+
+
+def _made(options: PrepareOptions) -> Callable[[pathlib.Path], bool]:
+    """Return a function that says whether a preparation with these options makes a file: such files are no input."""
+    output = pathlib.Path(os.path.abspath(options.output))
+    working = working_path(output)
+    made = {
+        pathlib.Path(f"{output}_{key}_{sequence}{suffix}")
+        for key in options.json_keys
+        for sequence in ("document", "sentence")
+        for suffix in (".bin", ".idx", ".json")
+    }
+    if options.train_vocab_size is not None:
+        made.add(output.parent / "tokenizer.json")
+
+    def is_made(path: pathlib.Path) -> bool:
+        whole = pathlib.Path(os.path.abspath(path))
+        return whole in made or working in whole.parents
+
+    return is_made
 
 
 class _Preparation:
@@ -135,9 +158,22 @@ class _Preparation:
             "skip": options.skip_bad_lines,
         }
         # Not among the others: corpora of releases without them are still recognised.
-        later = {"type": options.tokenizer_type, "sentences": options.sentences_of}
+        later: dict[str, Any] = {"type": options.tokenizer_type, "sentences": options.sentences_of}
+        if options.append_eod:
+            later |= {"end": self._end_unlike_before(), "divided": self._has_divided_files() or None}
         content |= {name: value for name, value in later.items() if value is not None}
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def _end_unlike_before(self) -> int | None:
+        """Return the token that ends documents if earlier releases took another one."""
+        if self._options.train_vocab_size is not None:
+            return None
+        tokenizer = self._loaded_tokenizer()
+        return None if tokenizer.eod == tokenizer.eod_by_name else tokenizer.eod
+
+    def _has_divided_files(self) -> bool:
+        """Return True if a file is divided into documents, of which earlier releases ended the last one alone."""
+        return any(source.format is DocumentFormat.TEXT and source.size_bytes > CHUNK_BYTES for source in self._sources)
 
     def _already_done(self, fingerprint: str) -> PrepareSummary | None:
         files = [pathlib.Path(prefix + suffix) for prefix in self._prefixes.values() for suffix in (".bin", ".idx")]
@@ -160,19 +196,15 @@ class _Preparation:
         for prefix in self._prefixes.values():
             if not self._options.overwrite and (os.path.exists(prefix + ".idx") or os.path.exists(prefix + ".bin")):
                 raise DataError(
-                    f"{prefix}.bin exists and was made from other input or with other options; "
+                    f"{prefix}.bin exists and was made from other input, with other options, or by an earlier release "
+                    "that ended documents in another way; "
                     "pass --overwrite to replace it, or choose another --output"
                 )
 
     def _tokenizer(self, fingerprint: str) -> tokenizers.Tokenizer:
         options = self._options
         if options.train_vocab_size is None:
-            return tokenizers.load(
-                vocab_file=options.vocab_file,
-                merge_file=options.merge_file,
-                tokenizer_file=options.tokenizer_file,
-                tokenizer_type=options.tokenizer_type,
-            )
+            return self._loaded_tokenizer()
         trained_file = self._directory / f"tokenizer-{fingerprint[:16]}.json"
         if not trained_file.exists():
             trained = tokenizers.train(self._training_texts(), options.train_vocab_size)
@@ -184,6 +216,15 @@ class _Preparation:
                 "replace it with --overwrite, or choose an --output in another directory"
             )
         return tokenizers.load_file(trained_file)
+
+    def _loaded_tokenizer(self) -> tokenizers.Tokenizer:
+        options = self._options
+        return tokenizers.load(
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+            tokenizer_file=options.tokenizer_file,
+            tokenizer_type=options.tokenizer_type,
+        )
 
     def _training_texts(self) -> Iterator[str]:
         """Yield every n-th batch of the input, so that the tokenizer learns from about TRAINING_BYTES of it."""
@@ -239,6 +280,7 @@ class _Preparation:
                 trained_tokenizer=str(self._tokenizer_target) if options.train_vocab_size is not None else None,
                 bad_lines=journal.bad_lines,
                 empty_documents=journal.empty_documents,
+                eod=encode.eod,
             )
             corpus.finish()
         write_atomically(self._directory / _FINISHED, _sidecar(summary, fingerprint))

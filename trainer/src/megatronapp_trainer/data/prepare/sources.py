@@ -23,7 +23,7 @@ class DocumentFormat(enum.StrEnum):
     JSONL = "jsonl"
     """One JSON object per line."""
     TEXT = "text"
-    """The file is one document; one above PIECE_BYTES is split at line ends into several."""
+    """The file is a document; a file above CHUNK_BYTES is several, which end at line ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,6 @@ class InputChunk:
     format: DocumentFormat
     first_line: int
     payload: bytes
-    closes_file: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,18 +71,30 @@ class DocumentBatch:
         return sum(len(chunk.payload) for chunk in self.chunks)
 
 
-def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: DocumentFormat | None) -> list[InputFile]:
+def _made_nothing(_path: pathlib.Path) -> bool:
+    """Return False: no file is one that the preparation makes."""
+    return False
+
+
+def find_sources(
+    inputs: Sequence[str],
+    patterns: Sequence[str],
+    forced: DocumentFormat | None,
+    *,
+    made: Callable[[pathlib.Path], bool] = _made_nothing,
+) -> list[InputFile]:
     """Return input files in a fixed order, each once.
 
     A directory is searched recursively for `patterns`; a name with `*`, `?` or `[` is a glob, in which `**` crosses
-    directories. Empty files are skipped if they were found by search and refused if they were named.
+    directories. Empty files are skipped if they were found by search and refused if they were named; files that the
+    preparation has `made` itself are skipped if they were found by search.
 
     Raises:
         DataError: a named file does not exist or is empty, or no file was found.
     """
     found: dict[str, InputFile] = {}
     for name in inputs:
-        for path in _expand(name, patterns):
+        for path in _expand(name, patterns, made):
             source = _describe(path, forced)
             if source.size_bytes == 0 and str(path) == name:
                 raise DataError(f"{path} is empty; remove it from --input")
@@ -94,7 +105,7 @@ def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: Documen
     return list(found.values())
 
 
-def _expand(name: str, patterns: Sequence[str]) -> list[pathlib.Path]:
+def _expand(name: str, patterns: Sequence[str], made: Callable[[pathlib.Path], bool]) -> list[pathlib.Path]:
     path = pathlib.Path(name)
     if path.is_dir():
         matches = sorted({match for pattern in patterns for match in path.rglob(pattern) if match.is_file()})
@@ -110,6 +121,7 @@ def _expand(name: str, patterns: Sequence[str]) -> list[pathlib.Path]:
         advice = "matches no file; check the pattern"
     else:
         raise DataError(f"input {name} does not exist; give a file, a directory or a quoted pattern")
+    matches = [match for match in matches if not made(match)]
     if not matches:
         raise DataError(f"input {name} {advice}")
     return matches
@@ -176,9 +188,7 @@ def _chunks_of(
                 )
             offset_bytes += len(payload)
             closes = offset_bytes >= source.size_bytes
-            chunk = InputChunk(
-                path=source.path, format=source.format, first_line=line + 1, payload=payload, closes_file=closes
-            )
+            chunk = InputChunk(path=source.path, format=source.format, first_line=line + 1, payload=payload)
             line += payload.count(b"\n")
             going_on = InputPosition(file=start.file, offset_bytes=offset_bytes, line=line)
             yield chunk, InputPosition(file=start.file + 1) if closes else going_on

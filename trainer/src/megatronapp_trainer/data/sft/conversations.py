@@ -46,6 +46,11 @@ def _messages(line: str, place: str) -> Conversation:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{place} has no messages; write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
+    if found.get("tools"):
+        raise DataError(
+            f'{place} has "tools", which --sft does not give to the chat template; write them into a system message as '
+            'the template renders them, and leave "tools" out'
+        )
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{place}: each message must be an object with a role, such as user or assistant")

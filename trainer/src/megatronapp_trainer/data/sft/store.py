@@ -49,7 +49,8 @@ def open_store(path: str, tokenizer: AnswerTokenizer, cache_path: str | None) ->
     """Map the tokens of the conversations of a file, and write them first if they are not in the cache.
 
     Raises:
-        DataError: the file or a conversation cannot be used, or the cache cannot be written.
+        DataError: the file or a conversation cannot be used.
+        StorageError: the cache cannot be written.
     """
     root = pathlib.Path(cache_path) if cache_path is not None else pathlib.Path(path).parent / "index-cache"
     cache = root / _identity(path, tokenizer)
@@ -76,6 +77,7 @@ def _identity(path: str, tokenizer: AnswerTokenizer) -> str:
         stat.st_size,
         stat.st_mtime_ns,
         tokenizer.tokenizer.digest,
+        tokenizer.end,
         template.text,
         dict(template.tokens),
     ]

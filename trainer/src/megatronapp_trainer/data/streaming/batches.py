@@ -4,6 +4,7 @@ Readers take turns in a fixed order, which is the same on any number of replicas
 over all replicas, is read by reader g modulo the number of readers.
 """
 
+import hashlib
 import json
 import os
 from collections import deque
@@ -16,7 +17,7 @@ from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.batches import collate
 from megatronapp_trainer.data.microbatches import TOGETHER, DataIterators, HostMicrobatch
 from megatronapp_trainer.data.streaming.readers import TextForm, TextReader
-from megatronapp_trainer.data.streaming.sources import open_parts
+from megatronapp_trainer.data.streaming.sources import is_text, local_files, open_parts
 from megatronapp_trainer.data.vocabulary import load_vocabulary
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.parallel.agreement import gather_from_all, on_all_ranks
@@ -165,10 +166,7 @@ def _tokenizer_and_form(config: TrainerConfig, flag: str) -> tuple[tokenizers.To
     try:
         _ = tokenizer.eod
     except DataError as error:
-        raise DataError(
-            f"{flag} ends each document by a token, but the tokenizer has none for it; add a special token "
-            f"{tokenizers.END_OF_DOCUMENT} to it"
-        ) from error
+        raise DataError(f"{flag} ends each document by a token, but {error}") from error
     form = TextForm(
         flag=flag,
         field=data.hf_text_field,
@@ -198,11 +196,8 @@ def _states(
                 f"--micro-batch-size was {stored['microBatchSize']} when the stream of --hf-dataset was saved; give "
                 "the same, because readers take turns by microbatches"
             )
-        if (there := stored.get("source", here := _source(config.data))) != here:
-            raise DataError(
-                f"the stream of the checkpoint is that of {_described(there)}, not of {_described(here)}, so it cannot "
-                "be continued; give the same --hf-dataset and --hf-split, or --finetune to take the weights alone"
-            )
+        if "source" in stored:
+            _check_source(stored["source"], _source(config.data))
         found = {int(number): state for number, state in stored["readers"].items()}
         if config.data.hf_readers not in {None, len(found)}:
             raise DataError(
@@ -219,14 +214,41 @@ def _states(
 
 def _source(data: DataConfig) -> dict[str, Any]:
     """Return what a stream reads, for its state: files may move to another folder."""
+    paths = data.hf_dataset or ()
+    files = local_files(paths)
     return {
-        "names": [os.path.basename(os.path.normpath(path)) for path in data.hf_dataset or ()],
+        "names": [os.path.basename(os.path.normpath(path)) for path in paths],
         "split": data.hf_split,
+        "files": len(files),
+        "bytes": sum(size for _, size in files),
+        "digest": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16],
+        "text": "documents" if is_text(files) else None,
     }
 
 
+def _check_source(there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise DataError unless a stream of a checkpoint reads what the run does.
+
+    States of earlier releases have no files, and of plain text they have a place among lines.
+    """
+    advice = "give the same --hf-dataset and --hf-split, or --finetune to take the weights alone"
+    if here["text"] and "text" not in there:
+        raise DataError(
+            "the stream of the checkpoint is that of an earlier release, to which each line of a .txt was a document; "
+            "now each file is, so it cannot be continued; give --finetune to take the weights alone"
+        )
+    if any(there[name] != here[name] for name in there if name in here):
+        described, now = _described(there), _described(here if "files" in there else here | {"files": 0})
+        raise DataError(
+            f"the stream of the checkpoint is that of {described}, not of "
+            f"{now if now != described else 'the files there now, whose names or sizes differ'}, so it cannot be "
+            f"continued; {advice}"
+        )
+
+
 def _described(source: dict[str, Any]) -> str:
-    return f"{' '.join(source['names'])} (split {source['split']})"
+    files = f", {source['files']} files of {source['bytes']} bytes" if source.get("files") else ""
+    return f"{' '.join(source['names'])} (split {source['split']}){files}"
 
 
 def _collected(own: Mapping[int, Any], micro_batch_size: int, source: dict[str, Any]) -> Any:  # noqa: ANN401 - a closure

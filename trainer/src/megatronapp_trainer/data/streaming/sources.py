@@ -3,20 +3,26 @@
 import functools
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from megatronapp_trainer.errors import DataError, UsageError
 
+_TEXT = "text"
 _FORMATS = {
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
     ".csv": "csv",
-    ".txt": "text",
+    ".txt": _TEXT,
     ".arrow": "arrow",
 }
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+_HIDDEN = (".", "__")
+"""Beginnings of names that the package does not read."""
+_LARGEST_TEXT_BYTES = 64 << 20
+"""Size of the largest .txt: it is a single document, whose remaining tokens are in memory and in checkpoints."""
 
 
 class StreamedPart(Protocol):
@@ -35,10 +41,11 @@ class StreamedPart(Protocol):
 def open_parts(flag: str, paths: Sequence[str], split: str, parts: int) -> Callable[[int], StreamedPart]:
     """Open a data set and return a function that returns one of its disjoint parts, at its beginning.
 
-    Parts are whole files where their number can be divided by `parts`, otherwise every `parts`-th example.
+    Parts are whole files where their number can be divided by `parts`, otherwise every `parts`-th example. A file of
+    plain text is an example.
 
     Raises:
-        UsageError: the package is missing, or the formats of the files differ or are not known.
+        UsageError: the package is missing, a file is too large, or the formats of the files differ or are not known.
         DataError: the data set cannot be opened.
     """
     arguments = load_arguments(flag, paths)
@@ -51,12 +58,55 @@ def open_parts(flag: str, paths: Sequence[str], split: str, parts: int) -> Calla
         raise UsageError(f"{flag} needs the package datasets; install megatronapp-trainer[datasets]") from error
     datasets.disable_progress_bars()
     try:
+        if "data_files" not in arguments and (found := _text_files(datasets.load_dataset_builder(**arguments))):
+            _check_texts(flag, [path for path in found if os.path.isfile(path)])
+            arguments["sample_by"] = "document"
         whole = datasets.load_dataset(**arguments, split=split, streaming=True)
+    except UsageError:
+        raise
     except Exception as error:  # of many libraries
         raise DataError(
             f"{flag} {' '.join(paths)} cannot be opened with --hf-split {split}: {cause_of(error)}"
         ) from error
     return functools.partial(_part, split_dataset_by_node, whole, parts)
+
+
+def _text_files(builder: Any) -> list[str]:  # noqa: ANN401 - untyped library
+    """Return the files of a data set of plain text; empty for another one."""
+    if not hasattr(builder.config, "sample_by"):
+        return []
+    return [path for files in (builder.config.data_files or {}).values() for path in files]
+
+
+def _check_texts(flag: str, files: Sequence[str]) -> None:
+    """Raise UsageError for a file of plain text that is too large for a single document."""
+    for path in files:
+        if (size := os.path.getsize(path)) > _LARGEST_TEXT_BYTES:
+            raise UsageError(
+                f"{flag} {path} has {size >> 20} MiB: a .txt is a single document, of at most "
+                f"{_LARGEST_TEXT_BYTES >> 20} MiB; write a file for each document, or JSON lines, or prepare the text "
+                "with `megatronapp data prepare` and give it by --data-path"
+            )
+
+
+def local_files(paths: Sequence[str]) -> list[tuple[str, int]]:
+    """Return names, in folders relative to them, and sizes of the local files of a data set; empty for the hub's."""
+    found: list[tuple[str, int]] = []
+    for path in paths:
+        if os.path.isfile(path):
+            found.append((os.path.basename(path), os.path.getsize(path)))
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(_HIDDEN)]
+            shown = [name for name in names if not name.startswith(_HIDDEN) and _suffix(name) in _FORMATS]
+            within = [os.path.join(folder, name) for name in shown]
+            found += [(os.path.relpath(name, path), os.path.getsize(name)) for name in within]
+    return sorted(found)
+
+
+def is_text(files: Sequence[tuple[str, int]]) -> bool:
+    """Return True if most of these files are plain text, which is how the package recognises a folder."""
+    suffixes = Counter(_suffix(name) for name, _ in files)
+    return bool(suffixes) and _FORMATS[suffixes.most_common(1)[0][0]] == _TEXT
 
 
 def _part(split_by_node: Callable[..., StreamedPart], whole: Any, parts: int, number: int) -> StreamedPart:  # noqa: ANN401 - untyped library
@@ -79,7 +129,8 @@ def load_arguments(flag: str, paths: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `datasets.load_dataset` for the values of a flag. Needs no package.
 
     Raises:
-        UsageError: a file or folder does not exist, a file is empty, or formats of files differ or are not known.
+        UsageError: a file or folder does not exist, a file is empty or too large, or formats of files differ or are
+            not known.
     """
     files = [path for path in paths if pathlib.Path(path).is_file()]
     if len(files) == len(paths):
@@ -89,7 +140,11 @@ def load_arguments(flag: str, paths: Sequence[str]) -> dict[str, Any]:
         formats = {_format_of(flag, path) for path in files}
         if len(formats) > 1:
             raise UsageError(f"{flag} takes files of a single format, not {', '.join(sorted(formats))}")
-        return {"path": formats.pop(), "data_files": files}
+        (kind,) = formats
+        if kind == _TEXT:
+            _check_texts(flag, files)
+            return {"path": kind, "data_files": files, "sample_by": "document"}
+        return {"path": kind, "data_files": files}
     if any(pathlib.Path(path).is_dir() for path in paths[1:]) or (files and any(map(os.path.isdir, paths))):
         raise UsageError(
             f"{flag} takes a single folder, or files; give the files of several folders, such as a/*.parquet"
