@@ -75,6 +75,8 @@ async def test_old_steps_are_read_from_the_disk(hub: Any, fake_job: Any, until: 
     trace = await hub.get("/api/v1/trace?from=2&to=4")
     assert {event["args"]["step"] for event in trace["traceEvents"] if event.get("ph") == "X"} == {2, 3, 4}
     async with hub.client() as client:
+        assert "Megatronapp-Omitted" not in (await client.get("/api/v1/trace?from=2&to=4")).headers
+    async with hub.client() as client:
         for query in (
             "timeline?step=60",
             "timeline?step=3&attempt=1",
@@ -84,6 +86,35 @@ async def test_old_steps_are_read_from_the_disk(hub: Any, fake_job: Any, until: 
             answer = await client.get(f"/api/v1/{query}")
             assert (answer.status_code, answer.json()["code"]) == (404, "step-not-held")
             assert "/api/v1/history" in answer.json()["hint"]
+
+
+async def test_a_trace_has_a_note_if_it_lacks_steps_of_earlier_attempts(hub: Any, fake_job: Any, until: Any) -> None:
+    await feed(hub, fake_job(), until)
+    resumed, again = fake_job(attempt=1), range(40, 60)
+    for worker in range(resumed.workers):
+        async with hub.agent(resumed, worker) as agent:
+            await agent.hello()
+            await agent.rings()
+            await agent.steps(again)
+
+    async def has_all() -> bool:
+        return len(await hub.get("/api/v1/steps")) == len(STEPS) + len(again)
+
+    await until(has_all)
+    hub.hub.spooled._writer.wait_until_written()
+    hub.hub.spooled.archiver.wait_until_idle()
+    left_out = "steps of attempts before 1 are left out"
+    async with hub.client() as client:
+        for first, last, expected in ((30, 45, range(40, 46)), (41, 59, range(41, 60)), (57, 59, range(57, 60))):
+            answer = await client.get(f"/api/v1/trace?from={first}&to={last}")
+            events = answer.json()["traceEvents"]
+            assert {event["args"]["step"] for event in events if event.get("ph") == "X"} == set(expected)
+            assert answer.headers["Megatronapp-Omitted"] == left_out
+        answer = await client.get("/api/v1/trace?from=60&to=70")
+        assert (answer.status_code, left_out in answer.text) == (404, False)
+        answer = await client.get("/api/v1/trace?from=3&to=9")
+        assert (answer.status_code, answer.json()["code"], left_out in answer.text) == (404, "step-not-held", True)
+        assert "Megatronapp-Omitted" not in (await client.get("/api/v1/trace")).headers
 
 
 async def test_a_second_hub_has_the_history_of_the_first(

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -227,13 +228,19 @@ def event(plane: kube.ControlPlane, job: gateway.GatewayJob, note: str, *, kind:
 
 
 class _Kubelet(BaseHTTPRequestHandler):
-    """Handler of the one request of a kubelet that `logs` leads to."""
+    """Handler of the one request of a kubelet that `logs` leads to; each line is of the second after the last."""
 
     def do_GET(self) -> None:
-        good = self.path.startswith("/containerLogs/") and "/trainer" in self.path
+        request = urllib.parse.urlsplit(self.path)
+        good = request.path.startswith("/containerLogs/") and "/trainer" in request.path
+        query = urllib.parse.parse_qs(request.query)
+        times = [f"2026-01-01T00:00:{second:02}" for second in range(len(LOG.splitlines()))]
+        since = query.get("sinceTime", [""])[0].removesuffix("Z")
+        lines = [(time, line) for time, line in zip(times, LOG.splitlines(), strict=True) if time >= since]
+        rows = [f"{time}.5Z {line}\n" if "timestamps" in query else f"{line}\n" for time, line in lines]
         self.send_response(200 if good else 404)
         self.end_headers()
-        self.wfile.write(LOG.encode() if good else b"")
+        self.wfile.write("".join(rows).encode() if good else b"")
 
     def log_message(self, format: str, *_: object) -> None:
         """Write no log lines."""

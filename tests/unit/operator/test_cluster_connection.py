@@ -97,7 +97,7 @@ def test_a_log_that_ends_before_its_length_broke_off(tmp_path: pathlib.Path, mis
     text = b"one\ntwo\n"
     job, pod = ClusterJob({"metadata": {"name": "demo", "namespace": "default"}}), {"metadata": {"name": "p"}}
     length = b"Content-Length: %d\r\n\r\n" % (len(text) + missing)
-    broken = pytest.raises(UnavailableError, match="the log of demo-worker-0 broke off")
+    broken = pytest.raises(UnavailableError, match="the log of p broke off")
     with answered(tmp_path, OK + length + text) as found:
         lines = WorkerLog(found, job, worker=0, rank=None, attempt=None).lines(pod)
         assert [next(lines), next(lines)] == ["one", "two"]

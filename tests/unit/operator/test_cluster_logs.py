@@ -26,6 +26,8 @@ from megatronapp_trainer.launch import worker_life
 from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import build_table
 
+ENDED = {"containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 0}}}]}
+
 
 class NamedPods:
     """A cluster in which every pod exists."""
@@ -58,7 +60,7 @@ class TakenOver(NamedPods):
         self.client = self
 
     def get(self, _resource: Any, namespace: str, name: str) -> dict[str, Any]:
-        return {"metadata": {"namespace": namespace, "name": name, "uid": name, "labels": {}}}
+        return {"metadata": {"namespace": namespace, "name": name, "uid": name, "labels": {}}, "status": ENDED}
 
     def view(self, _name: str) -> ClusterJob:
         return self.jobs.pop(0)
@@ -144,7 +146,7 @@ class Ordered:
     def get(self, resource: Any, namespace: str, name: str) -> dict[str, Any] | None:
         if resource is CONFIG_MAPS:
             return self.tables.get(name)
-        return {"metadata": {"namespace": namespace, "name": name, "uid": name, "labels": {}}}
+        return {"metadata": {"namespace": namespace, "name": name, "uid": name, "labels": {}}, "status": ENDED}
 
     def view(self, _name: str) -> ClusterJob:
         return self.jobs.pop(0)
@@ -245,6 +247,7 @@ class InPlace(NamedPods):
         self.made = rendered.make_worker(job, attempt=first)
         self.made["metadata"]["labels"][LABEL_ATTEMPT] = str(newest)
         self.made["metadata"]["uid"] = "p"
+        self.made["status"] = ENDED
 
     def get(self, _resource: Any, _namespace: str, _name: str) -> dict[str, Any]:
         return self.made

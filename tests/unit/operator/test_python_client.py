@@ -90,6 +90,13 @@ def test_a_kind_of_a_later_release_has_its_number() -> None:
     assert timeline_frame(document).kind.tolist() == ["99"]
 
 
+def test_a_frame_has_a_note_of_what_it_lacks() -> None:
+    assert timeline_frame(timeline([]) | {"omitted": None}).attrs == {"omitted": None}
+    with pytest.warns(UserWarning, match="^the timeline is incomplete: the first 8 MiB$"):
+        frame = timeline_frame(timeline([]) | {"omitted": "the first 8 MiB"})
+    assert frame.attrs == {"omitted": "the first 8 MiB"}
+
+
 def test_points_that_are_not_finite_are_absent() -> None:
     frame = series_frame({"attempts": [0, 0], "steps": [1, 2], "values": [None, 2.5]})
     assert frame.value.isna().tolist() == [True, False]

@@ -73,7 +73,7 @@ def _uid_of(
     remote: ipaddress.IPv4Address | ipaddress.IPv6Address,
     remote_port: int,
 ) -> int | None:
-    """Return the user of the socket with these two ends; None if there is none here. Raises OSError, ValueError."""
+    """Return the user of the socket with these two ends; None without such a socket. Raises OSError, ValueError."""
     ends = [_in_table(host, port), _in_table(remote, remote_port)]
     for row in _TABLES[host.version].read_text(encoding="ascii").splitlines()[1:]:
         fields = row.split()
@@ -89,7 +89,7 @@ def _read_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _in_table(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> str:
-    """Format an end as the table does: words of 32 bits as the processor stores them, little-endian on all of ours."""
+    """Format an end as the table does: in integers of 32 bits, which are little-endian on all of our platforms."""
     packed = address.packed
-    words = (packed[place : place + 4][::-1].hex() for place in range(0, len(packed), 4))
-    return f"{''.join(words)}:{port:04x}".upper()
+    integers = (packed[place : place + 4][::-1].hex() for place in range(0, len(packed), 4))
+    return f"{''.join(integers)}:{port:04x}".upper()

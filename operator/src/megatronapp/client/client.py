@@ -81,7 +81,8 @@ class Client:
 
         Raises:
             ManifestError: the manifest or a profile has problems, one a line.
-            JobConflictError: a job of this name runs on this machine, or has ended on the cluster.
+            JobConflictError: a job of this name, or with this checkpoint folder, runs on this machine, or a job of this
+                name has ended on the cluster.
         """
         files = [str(pathlib.Path(profile)) for profile in profiles]
         document, source = _document(manifest)

@@ -70,7 +70,7 @@ class ClusterNamespace:
 
     def log(self, name: str, selection: LogSelection, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a log, with `follow` until the job has ended. Raises OperatorError."""
-        log = WorkerLog.of(self._cluster, self._cluster.view(name), selection)
+        log = WorkerLog.of(self._cluster, self._cluster.view(name), selection, logger.warning)
         yield from log.following() if follow else log.lines(log.pod())
 
     @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """Answers of a hub as data frames of pandas."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.errors import HubError, OperatorError
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ INTEGER = "Int64"
 def timeline_frame(document: Mapping[str, Any]) -> "pd.DataFrame":
     """Return one row per span; `start_ns` counts from 1970, kinds have their names.
 
-    Raises HubError for a document of another shape.
+    `attrs["omitted"]` says what is missing in it, None if nothing is; a UserWarning says so, too. Raises HubError for a
+    document of another shape.
     """
     pandas = _pandas()
     try:
@@ -54,6 +57,10 @@ def timeline_frame(document: Mapping[str, Any]) -> "pd.DataFrame":
         frame.insert(0, "attempt", document["attempt"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable("timeline", error) from error
+    omitted = document.get("omitted")
+    frame.attrs["omitted"] = None if omitted is None else replace_control_characters(str(omitted))
+    if omitted is not None:
+        warnings.warn(f"the timeline is incomplete: {frame.attrs['omitted']}", stacklevel=3)
     return frame
 
 

@@ -57,12 +57,16 @@ class Hub:
         """Return the spans of one step over all ranks, of the newest finished step by default.
 
         Columns: attempt, step, rank, kind, chunk, microbatch, start_ns (since 1970), duration_ns, flags, run_queue_ns,
-        bytes, peer. Values that a span does not have are <NA>.
+        bytes, peer. Values that a span does not have are <NA>. Of a step that is too large for an answer, later ranks
+        are missing: `attrs["omitted"]` of the frame, and a UserWarning, then say so.
         """
         return frames.timeline_frame(self.get("timeline", step=step, attempt=attempt))
 
     def steps(self, first: int | None = None, last: int | None = None) -> "pd.DataFrame":
-        """Return finished steps, oldest first. Columns: attempt, step, start_ns, duration_ns, complete."""
+        """Return finished steps, oldest first. Columns: attempt, step, start_ns, duration_ns, complete.
+
+        The hub has at most 20,000 of them: the newest 10,000 all, and of older ones the fewer the older they are.
+        """
         return frames.rows_frame(self.get("steps", from_=first, to=last), STEP_COLUMNS)
 
     def history(self) -> "pd.DataFrame":
@@ -73,7 +77,10 @@ class Hub:
         return frames.history_frame(self.get("history"))
 
     def series(self, name: str, first: int | None = None, last: int | None = None) -> "pd.DataFrame":
-        """Return a curve, such as `loss` or `tokensPerSecond`. Columns: attempt, step, value."""
+        """Return a curve, such as `loss` or `tokensPerSecond`. Columns: attempt, step, value.
+
+        The hub has at most 50,000 points of it: the newest 25,000 all, and of older ones the fewer the older they are.
+        """
         return frames.series_frame(self.get("metrics/series", name=name, from_=first, to=last))
 
 

@@ -1,6 +1,7 @@
 """One job, of this machine or of a cluster."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.cli.logs import LogSelection
 from megatronapp_operator.cli.wait import WaitCondition, named_condition, wait_for
 from megatronapp_operator.errors import ManifestError, OperatorError
+
+logger = logging.getLogger("megatronapp.client")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ class Job:
         """Wait until a condition has a status, and return the status of the job.
 
         `condition`: Complete, Running, Failed or another type of `status.conditions`, in any case. Raises OperatorError
-        if the job ends in another way, or after `timeout_s` seconds.
+        if the job ends in another way, or after `timeout_s` seconds. An API server that fails for a while after the
+        first request is asked again; the logger `megatronapp.client` warns of it.
         """
         self._wait_for(named_condition(condition, status, place="wait"), timeout_s)
         return self.status
@@ -113,7 +117,7 @@ class Job:
         if timeout_s is not None and timeout_s < 0:
             raise OperatorError(f"timeout_s={timeout_s:g}: write 0 or more seconds, or None to wait without end")
         limit = -1.0 if timeout_s is None else timeout_s
-        wait_for(self._place, self.name, condition, timeout_s=limit, poll_s=self._place.POLL_S)
+        wait_for(self._place, self.name, condition, timeout_s=limit, poll_s=self._place.POLL_S, report=logger.warning)
 
     def logs(
         self,

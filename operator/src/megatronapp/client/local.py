@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from megatronapp_operator.errors import HubError, JobConflictError, ManifestErro
 
 ANSWER_S = 120.0
 """Seconds for an answer of the hub, which may have to read its disk."""
+logger = logging.getLogger("megatronapp.client")
 COMMAND = (sys.executable, "-m", "megatronapp_common.cli")
 
 
@@ -47,14 +49,15 @@ class LocalJobs:
         return local_layers(registry.view(name))
 
     def submit(self, job: MegatronJob, document: Mapping[str, Any], profiles: Sequence[str]) -> str:
-        """Start a job in a separate process; return its name. Raises ManifestError or OperatorError with its errors.
+        """Start a job in a separate process; return its name, and log the notes and warnings about it.
 
-        The command runs in a new interpreter, because a process with threads, such as a notebook's, must not be forked.
+        Raises ManifestError, JobConflictError (a job of this name, or with this checkpoint folder, is running) or
+        OperatorError. The command runs in a new interpreter, because a process with threads, such as a notebook's, must
+        not be forked.
         """
         runnable(job)
         name = job.metadata.name
-        if any(other.name == name and other.alive and not other.ended for other in registry.views()):
-            raise JobConflictError(f'megatronjobs.megatronapp.io "{name}" is running; delete it, or use another name')
+        _require_no_conflict(job)
         given = [option for profile in profiles for option in ("--profile", profile)]
         started = subprocess.run(
             [*COMMAND, "run", "-", "--detach", *given],
@@ -64,9 +67,13 @@ class LocalJobs:
             check=False,
         )
         if started.returncode != 0:
+            _require_no_conflict(job)  # with a job that began in the meantime
             lines = [line.removeprefix("error: ") for line in started.stderr.splitlines() if line.startswith("error: ")]
             problem = "\n".join(lines) or f"the command to run {name} failed ({started.returncode}): {started.stderr}"
             raise (ManifestError if started.returncode == BAD_MANIFEST_EXIT_CODE else OperatorError)(problem)
+        for line in started.stderr.splitlines():
+            if line.startswith(("note: ", "warning: ")):
+                logger.warning("%s", line)
         return name
 
     def delete(self, name: str, *, force: bool) -> None:
@@ -110,3 +117,11 @@ class LocalJobs:
 
     def close(self) -> None:
         """Do nothing: no connection is held."""
+
+
+def _require_no_conflict(job: MegatronJob) -> None:
+    """Raise JobConflictError if a job of the same name, or one that saves to the same folder, is running."""
+    name = job.metadata.name
+    if any(other.name == name and other.alive and not other.ended for other in registry.views()):
+        raise JobConflictError(f'megatronjobs.megatronapp.io "{name}" is running; delete it, or use another name')
+    registry.require_own_checkpoints(job)

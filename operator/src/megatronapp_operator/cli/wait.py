@@ -3,15 +3,19 @@
 import argparse
 import dataclasses
 import difflib
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from megatronapp_operator.backends.kubernetes.client.errors import ThrottledError, UnavailableError
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 from megatronapp_operator.plan import ConditionType, Phase
 
 POLL_S = 0.2
+T = TypeVar("T")
 ALIASES = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
 """Names that users give a condition and that are not similar to its own."""
 STATUSES = ("True", "False", "Unknown")
@@ -44,6 +48,35 @@ class WaitCondition:
         return first.lower() == other.lower()
 
 
+def print_warning(text: str) -> None:
+    """Print a warning on standard error."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class Outages:
+    """Requests that are repeated and may fail for a while, with one warning for each outage."""
+
+    def __init__(self, report: Callable[[str], None] = print_warning, *, began: bool = False) -> None:
+        """Allow requests to fail once the first has succeeded; with `began`, that was before."""
+        self._report = report
+        self._began = began
+        self._down = False
+
+    def answer(self, request: Callable[[], T]) -> T | None:
+        """Return the result of a request; None if the server fails, is throttled or cannot be reached for now."""
+        try:
+            found = request()
+        except (UnavailableError, ThrottledError) as error:
+            if not self._began:
+                raise
+            if not self._down:
+                self._report(f"{error}; trying again")
+            self._down = True
+            return None
+        self._began, self._down = True, False
+        return found
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Wait for a job of this machine; return the exit code."""
     return wait(registry, arguments)
@@ -58,11 +91,21 @@ def wait(place: JobLookup, arguments: argparse.Namespace, *, poll_s: float = POL
 
 
 def wait_for(
-    place: JobLookup, name: str, condition: WaitCondition, *, timeout_s: float, poll_s: float = POLL_S
+    place: JobLookup,
+    name: str,
+    condition: WaitCondition,
+    *,
+    timeout_s: float,
+    poll_s: float = POLL_S,
+    report: Callable[[str], None] = print_warning,
 ) -> None:
-    """Wait for a job, without end if `timeout_s` is negative. Raises OperatorError on a timeout or another end."""
+    """Wait for a job, without end if `timeout_s` is negative. Raises OperatorError on a timeout or another end.
+
+    Later requests than the first may fail until the deadline; `report` receives a warning for each outage.
+    """
     deadline = time.monotonic() + timeout_s if timeout_s >= 0 else float("inf")
-    while not _reached(place, name, condition):
+    outages = Outages(report)
+    while not outages.answer(lambda: _reached(place, name, condition)):
         if time.monotonic() >= deadline:
             raise OperatorError(f"timed out waiting for the condition on megatronjobs/{name}")
         time.sleep(poll_s)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import re
+import ssl
 import sys
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
@@ -163,7 +164,20 @@ def call_gateway(
     """Send one request to the gateway. Raises HubError if it does not answer."""
     headers = {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+        with _http_client(gateway, timeout_s) as client:
             return client.request(method, f"{gateway.url}{path}", json=json, params=query, headers=headers)
     except httpx.HTTPError as error:
         raise HubError(f"{gateway.url}: the gateway does not answer: {error or type(error).__name__}") from error
+
+
+def _http_client(gateway: GatewayEndpoint, timeout_s: float) -> httpx.Client:
+    """Return a client; for a URL of `--gateway` with the system's certificates and the proxies of the environment."""
+    parts = urllib.parse.urlsplit(gateway.url)
+    is_remote = gateway.forward is None and not _is_local_host(parts.hostname or "")
+    return httpx.Client(timeout=timeout_s, trust_env=is_remote, verify=parts.scheme != "https" or _certificates())
+
+
+def _certificates() -> ssl.SSLContext | bool:
+    """Return the system's certificates, or those of SSL_CERT_FILE; True, for those of httpx, if there are none."""
+    paths = ssl.get_default_verify_paths()
+    return ssl.create_default_context() if paths.cafile or paths.capath else True

@@ -8,36 +8,37 @@ several attempts.
 import argparse
 import base64
 import contextlib
+import enum
 import functools
 import gzip
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from urllib3.response import BaseHTTPResponse
 
 from megatronapp_common.errors import TopologyError
 from megatronapp_common.job import MegatronJob, resized
-from megatronapp_common.names import LABEL_ATTEMPT, RANK_TABLE_FILE, Env
+from megatronapp_common.names import RANK_TABLE_FILE
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.cluster.describe import cluster_layers
 from megatronapp_operator.cli.cluster.official_client import unavailable
+from megatronapp_operator.cli.cluster.pod_log.attempts import CONTAINER, check_attempt, of_attempt
+from megatronapp_operator.cli.cluster.pod_log.position import LogPosition
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.cli.logs import LogSelection
+from megatronapp_operator.cli.wait import Outages, print_warning
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
-CONTAINER = "trainer"
 CHUNK = 1 << 16
 """Most bytes of a log that are read at a time."""
 POLL_S = 2.0
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
-_BEGIN = re.compile(
-    r"\S+ \S+ INFO (?:continuing with attempt (\d+) in place|taking the place of worker \d+ in attempt (\d+))"
-)
-"""Line of a launcher that begins a further attempt in its pod (the trainer's `launch.worker_life`)."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -110,6 +111,17 @@ def _pod_name(job: ClusterJob, worker: int) -> str:
     return str(next(taken, f"{job.name}-worker-{worker}"))
 
 
+class _PodState(enum.Enum):
+    """State of a pod whose log is followed."""
+
+    RUNS = enum.auto()
+    """More lines may be written."""
+    ENDED = enum.auto()
+    """The container has terminated, or what it writes is not of the job any more: one more reading has all."""
+    REPLACED = enum.auto()
+    """The pod, and with it its log, does not exist any more."""
+
+
 class WorkerLog:
     """Log of one rank, or of a launcher, in the pod of its worker."""
 
@@ -122,14 +134,19 @@ class WorkerLog:
         rank: int | None,
         attempt: int | None,
         by_rank: LogSelection | None = None,
+        report: Callable[[str], None] = print_warning,
     ) -> None:
-        """Select a log. With `by_rank`, rank and worker are found by each state of the job: a restart changes them."""
+        """Select a log. With `by_rank`, rank and worker are found by each state of the job: a restart changes them.
+
+        `report` receives a warning for each outage of the API server while the log is followed.
+        """
         self._cluster = cluster
         self.job = job
         self._worker = worker
         self._rank = rank
         self._attempt = attempt
         self._by_rank = by_rank
+        self._outages = Outages(report, began=True)
 
     @property
     def whose(self) -> str:
@@ -137,12 +154,24 @@ class WorkerLog:
         return f"the launcher of worker {self._worker}" if self._rank is None else f"rank {self._rank}"
 
     @classmethod
-    def of(cls, cluster: Cluster, job: ClusterJob, selection: LogSelection) -> "WorkerLog":
+    def of(
+        cls,
+        cluster: Cluster,
+        job: ClusterJob,
+        selection: LogSelection,
+        report: Callable[[str], None] = print_warning,
+    ) -> "WorkerLog":
         """Return the selected log of a job. Raises OperatorError for a worker or rank that does not exist."""
         _checked_selection(job, selection)
         by_rank = selection if selection.worker is None else None
         made = cls(
-            cluster, job, worker=selection.worker, rank=selection.rank, attempt=selection.attempt, by_rank=by_rank
+            cluster,
+            job,
+            worker=selection.worker,
+            rank=selection.rank,
+            attempt=selection.attempt,
+            by_rank=by_rank,
+            report=report,
         )
         made._find_rank()
         return made
@@ -175,7 +204,7 @@ class WorkerLog:
         if pod is None:
             raise OperatorError(f"pod {self.job.namespace}/{self._pod} does not exist (any more), and so has no log")
         if self._attempt is not None:
-            _check_attempt(pod, self._attempt)
+            check_attempt(pod, self._attempt)
         return pod
 
     def lines(self, pod: Object, *, follow: bool = False) -> Iterator[str]:
@@ -183,16 +212,64 @@ class WorkerLog:
 
         Raises ApiError, or OperatorError if the pod's log does not have the selected attempt.
         """
+        lines = self._followed(pod) if follow else self._read(pod, self._open(pod, {}))
+        yield from select(lines if self._attempt is None else of_attempt(lines, pod, self._attempt), self._rank)
+
+    def _open(self, pod: Object, query: Mapping[str, str]) -> BaseHTTPResponse:
+        """Begin to read the log of a pod. Raises ApiError."""
         path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
-        query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
-        answer = self._cluster.client.open(path, query)
-        with contextlib.closing(answer), unavailable(f"the log of {self._pod} broke off"):
+        return self._cluster.client.open(path, {"container": CONTAINER, **query})
+
+    def _read(self, pod: Object, answer: BaseHTTPResponse, *, with_rest: bool = True) -> Iterator[str]:
+        """Yield the lines of an answer, by default with a last line that has no end. Raises ApiError."""
+        with contextlib.closing(answer), unavailable(f"the log of {pod['metadata']['name']} broke off"):
             # with a size, read1 raises an error where the log ends before its Content-Length
-            lines = _lines(functools.partial(answer.read1, CHUNK))
-            yield from select(lines if self._attempt is None else _of_attempt(lines, pod, self._attempt), self._rank)
+            yield from _lines(functools.partial(answer.read1, CHUNK), with_rest=with_rest)
+
+    def _followed(self, pod: Object) -> Iterator[str]:
+        """Yield the lines of a pod until its container has ended, over as many connections as that takes.
+
+        A connection also ends where a kubelet restarts, or a proxy closes one without traffic. So all was read only if
+        the container had ended before the last connection began. Raises ApiError if the first one fails.
+        """
+        position, state, connected = LogPosition(), _state_of(pod), False
+        while state is not _PodState.REPLACED:
+            ended = state is _PodState.ENDED
+            follow = {} if ended else {"follow": "true"}
+            try:
+                answer = self._open(pod, follow | position.query)
+                connected = True
+                yield from position.new_lines(self._read(pod, answer, with_rest=ended))
+            except ApiError as error:
+                if not connected or not _is_late(error):
+                    raise
+            if ended:
+                return
+            state = self._outages.answer(functools.partial(self._state, pod)) or _PodState.RUNS
+            if state is _PodState.RUNS:
+                time.sleep(POLL_S)
+
+    def _state(self, pod: Object) -> _PodState:
+        """Return the current state of a pod whose log was read; no more is written if the job or its place is over."""
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        now = self._cluster.get(PODS, self.job.namespace, name)
+        if now is None or now["metadata"]["uid"] != uid:
+            return _PodState.REPLACED
+        state = _state_of(now)
+        if state is _PodState.RUNS and (
+            self._has_ended() or (self._worker is not None and _pod_name(self.job, self._worker) != name)
+        ):
+            return _PodState.ENDED
+        return state
 
     def is_complete(self) -> bool:
-        """Read the job again, whose worker may have another pod by now; return True if no more lines can follow."""
+        """Read the job again, whose worker may have another pod by now; return True if no more lines can follow.
+
+        False while the API server does not answer.
+        """
+        return bool(self._outages.answer(self._has_ended))
+
+    def _has_ended(self) -> bool:
         try:
             self.job = self._cluster.view(self.job.name)
         except JobNotFoundError:
@@ -222,65 +299,21 @@ class WorkerLog:
             time.sleep(POLL_S)
 
 
-def _lines(read: Callable[[], bytes]) -> Iterator[str]:
-    """Split received chunks into lines; the last one may have no line end."""
+def _state_of(pod: Object) -> _PodState:
+    """Return the state of a pod by the status of its trainer container."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    ended = any(status["name"] == CONTAINER and (status.get("state") or {}).get("terminated") for status in statuses)
+    return _PodState.ENDED if ended else _PodState.RUNS
+
+
+def _lines(read: Callable[[], bytes], *, with_rest: bool = True) -> Iterator[str]:
+    """Split received chunks into lines; the last one may have no line end, and is omitted without `with_rest`."""
     rest = b""
     while piece := read():
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line.decode(errors="replace") for line in whole)
-    if rest:
+    if rest and with_rest:
         yield rest.decode(errors="replace")
-
-
-def _attempts(pod: Object) -> tuple[int, int]:
-    """Return the attempt that a pod was created for, and the newest that it has been ordered to run in place."""
-    newest = int(pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0"))
-    containers = pod.get("spec", {}).get("containers", ())
-    variables = (item for made in containers if made["name"] == CONTAINER for item in made.get("env", ()))
-    first = next((int(item["value"]) for item in variables if item["name"] == Env.ATTEMPT), newest)
-    return first, newest
-
-
-def _check_attempt(pod: Object, attempt: int) -> None:
-    """Raise OperatorError if a pod has not run an attempt."""
-    name, (first, newest) = pod["metadata"]["name"], _attempts(pod)
-    if attempt > newest:
-        raise OperatorError(f"{name} is of attempt {newest}; attempt {attempt} has not begun there")
-    if attempt < first:
-        raise OperatorError(
-            f"{name} is of attempt {first}{' and later' if newest > first else ''}; the log of attempt {attempt} was "
-            "deleted with its pod; look for it in the log storage of the cluster"
-        )
-
-
-def _of_attempt(lines: Iterable[str], pod: Object, attempt: int) -> Iterator[str]:
-    """Yield the lines of one attempt, between lines of the launcher that begin attempts in place.
-
-    Raises OperatorError if it does not begin in the log: nodes drop the oldest lines of long logs.
-    """
-    first, newest = _attempts(pod)
-    current = first if newest == first else None
-    begun, before = current == attempt, list[str]()
-    for line in lines:
-        if (found := _BEGIN.fullmatch(line)) is not None:
-            number = int(found[1] or found[2])
-            if current is None and attempt == first and found[1] and number == first + 1:
-                yield from before  # of the first attempt, even if its oldest lines were dropped
-                return
-            current = number
-            if current > attempt:
-                break
-            begun = begun or current == attempt
-        if current == attempt:
-            yield line
-        elif current is None and attempt == first:
-            before.append(line)
-    if not begun:
-        raise OperatorError(
-            f"{pod['metadata']['name']} was restarted in place, and attempts {first} to {newest} share its log, in "
-            f"which attempt {attempt} does not begin: it has yet to, or the node has dropped its oldest lines; omit "
-            "--attempt to print all lines that there are"
-        )
 
 
 def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
@@ -304,7 +337,7 @@ def _tailed(log: WorkerLog, pod: Object, count: int) -> Iterator[str]:
 
 def _is_late(error: OperatorError) -> bool:
     """Return True if the pod does not exist yet, or its container has not started."""
-    return not isinstance(error, ApiError) or error.status in {0, 400, 404, 500, 502, 503, 504}
+    return not isinstance(error, ApiError) or error.status in {0, 400, 404, 429, 500, 502, 503, 504}
 
 
 def _print(lines: list[str]) -> None:

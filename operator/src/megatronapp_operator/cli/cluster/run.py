@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.text.terminal import replace_control_characters
@@ -9,6 +10,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
 from megatronapp_operator.cli.text.tables import iteration, number
+from megatronapp_operator.cli.wait import Outages
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError, ManifestError, OperatorError
 from megatronapp_operator.plan.policies.report import NAMED_STATES
 
@@ -69,20 +71,28 @@ def store(cluster: Cluster, job: MegatronJob) -> tuple[ClusterJob, str]:
 
 
 def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
-    teller = JobReporter(verbose=verbose)
+    teller, outages = JobReporter(verbose=verbose), Outages(began=True)
     while True:
         try:
-            now = cluster.view(job.name)
+            found = outages.answer(lambda: _with_events(cluster, job))
         except JobNotFoundError:
-            now = None
-        if now is None or now.uid != job.uid:
             print(f"{job.name} was deleted")
             return 1
-        for line in teller.new_lines(now, cluster.events(now)):
-            print(replace_control_characters(line), flush=True)
-        if now.ended:
-            return 0 if now.phase == "Succeeded" else 1
+        if found is not None:
+            now, events = found
+            for line in teller.new_lines(now, events):
+                print(replace_control_characters(line), flush=True)
+            if now.ended:
+                return 0 if now.phase == "Succeeded" else 1
         time.sleep(POLL_S)
+
+
+def _with_events(cluster: Cluster, job: ClusterJob) -> tuple[ClusterJob, list[dict[str, Any]]]:
+    """Return the current state of a job and its events. Raises JobNotFoundError if it was deleted, or made again."""
+    now = cluster.view(job.name)
+    if now.uid != job.uid:
+        raise JobNotFoundError(job.name)
+    return now, cluster.events(now)
 
 
 class JobReporter:

@@ -14,7 +14,8 @@ from megatronapp_operator.errors import HubError, OperatorError
 
 ANSWER_S = 120.0
 """Seconds for the trace, which the hub may have to read from its disk."""
-
+OMITTED_HEADER = "Megatronapp-Omitted"
+"""Header of a hub's answer that says what is missing in it."""
 PERFETTO_SUFFIXES = frozenset({".pftrace", ".perfetto-trace"})
 
 
@@ -38,7 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise HubError(replace_control_characters(problem_of(answer)) + _why(job, answer.status_code))
     described = summary(answer.content, form)
     write_trace_file(output, answer.content)
-    print(f"{output}: {described}, from the running hub; open it at https://ui.perfetto.dev")
+    omitted = answer.headers.get(OMITTED_HEADER)
+    missing = f" ({replace_control_characters(omitted)})" if omitted else ""
+    print(f"{output}: {described}, from the running hub{missing}; open it at https://ui.perfetto.dev")
     return 0
 
 

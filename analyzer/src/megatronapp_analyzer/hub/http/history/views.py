@@ -1,9 +1,11 @@
 """The answer about stored traces, and steps that are in memory or on the disk."""
 
 import dataclasses
+from collections.abc import Set
 
 from megatronapp_analyzer.hub.archive.history import BusyError, ReadLimits, StepsRead
 from megatronapp_analyzer.hub.http.history import schemas
+from megatronapp_analyzer.hub.ingest.store import StepKey
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_common.web.problems import HttpError
@@ -56,19 +58,38 @@ async def find_step(hub: Hub, step: int | None, attempt: int | None) -> StepsRea
 
 
 async def select_steps(hub: Hub, first: int, last: int | None) -> StepsRead:
-    """Return the steps of a range, the disk's before those in memory. Raises HttpError."""
+    """Return the steps of a range, the disk's before those in memory. Raises HttpError.
+
+    From the disk only those of the newest attempt are read; `omitted` says where earlier ones have some, too.
+    """
     in_memory = hub.ingest.store.select(first, last, newest=0)
     until = min((step.view.step for step in in_memory), default=(MAX_STEP if last is None else last) + 1) - 1
     state = hub.ingest.newest
-    if state is None or until < first:
+    if state is None:
         return StepsRead(in_memory, None)
+    known = {step.key for step in in_memory}
+    left_out = _left_out(hub, state.attempt, (first, last), known)
+    if until < first:
+        return StepsRead(in_memory, left_out)
     try:
         read = await hub.history.select(state.attempt, first, until, TRACE_LIMITS)
     except BusyError as error:
         raise busy(error) from error
-    known = {step.key for step in in_memory}
     older = [step for step in read.steps if step.key not in known]
-    return StepsRead([*older, *([] if read.omitted and older else in_memory)], read.omitted)
+    chosen = [*older, *([] if read.omitted and older else in_memory)]
+    if not chosen and left_out is not None:
+        text = f"attempt {state.attempt} has no stored step of that range; {left_out}"
+        raise HttpError(404, "step-not-held", text, "Take a step of an earlier attempt by GET /api/v1/timeline?step=.")
+    return StepsRead(chosen, "; ".join(filter(None, (read.omitted, left_out))) or None)
+
+
+def _left_out(hub: Hub, attempt: int, steps: tuple[int, int | None], known: Set[StepKey]) -> str | None:
+    """Return what a range lacks of attempts before `attempt` whose spans are on the disk alone; None if nothing."""
+    if hub.spooled.catalog is None:
+        return None
+    earlier = (step for step in hub.ingest.store.digests(*steps) if step.attempt < attempt)
+    has_some = any((step.attempt, step.step) not in known for step in earlier)
+    return f"steps of attempts before {attempt} are left out" if has_some else None
 
 
 def busy(error: BusyError) -> HttpError:
