@@ -225,7 +225,7 @@ def exchanged(fault: str) -> str:
 @pytest.mark.parametrize("stored", ["80054e2e", "zz", "", None], ids=["unsealed", "no hexadecimal", "empty", "foreign"])
 def test_what_no_rank_of_the_job_has_published_is_not_read(stored: str | None) -> None:
     """torch's store takes what any process writes that reaches it."""
-    from torch.distributed import HashStore
+    from torch._C._distributed_c10d import HashStore
 
     from megatronapp_trainer.fbd.channels.start import StartExchange
 
