@@ -67,7 +67,7 @@ MANAGER = "megatronapp.io/operator"
 
 
 @contextlib.contextmanager
-def _spec_of_another_job() -> Iterator[None]:
+def _spec_of_another_job(key: Key) -> Iterator[None]:
     """Let no spec that cannot be rendered end what is done for all jobs; `reconcile` reports it at its job.
 
     Templates of pods are the users', and a form of them that no rule foresees raises errors of any kind.
@@ -77,7 +77,7 @@ def _spec_of_another_job() -> Iterator[None]:
     except JobError:
         return
     except Exception:
-        log.warning("the objects of a job cannot be rendered", exc_info=True)
+        log.warning("%s/%s: its objects cannot be rendered", *key, exc_info=True)
 
 
 class Reconciler:
@@ -134,7 +134,7 @@ class Reconciler:
             document, memory = self._store.job(key), self._memories.get(key)
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
                 continue
-            with _spec_of_another_job():
+            with _spec_of_another_job(key):
                 if self._maintenance.compare(memory, self._contexts.build(memory, document), found):
                     differing.append(key)
             await asyncio.sleep(0)  # yields to other tasks between two jobs
@@ -146,7 +146,7 @@ class Reconciler:
         for key, memory in self._memories.items():
             document = self._store.job(key)
             if document is not None and self._executor.budgets.exists(memory.uid):
-                with _spec_of_another_job():
+                with _spec_of_another_job(key):
                     having[key] = self._contexts.build(memory, document)
         try:
             return await self._executor.budgets.compare(namespaces, having)
