@@ -82,8 +82,10 @@ class Training:
         self.intervals = {"none": 0, "rare": options.block, "often": max(1, options.block // 10)}
         """Steps from one capture to the next, of each way to run a block."""
         config, layout, device = run.config, run.layout, run.device.torch_device
+        # bf16 and fp32, the precisions of this run, do not scale the loss.
         self.capture = ScheduledCapture(
-            lambda every: open_capture(config, layout, run.state.chunks, device, every=every), every=0
+            lambda every: open_capture(config, layout, run.state.chunks, device, every=every, loss_scale=lambda: 1.0),
+            every=0,
         )
         self.trainer = Trainer(
             run,
