@@ -20,8 +20,8 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, SERV
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 from megatronapp_operator.controller import settings as controller
-from megatronapp_operator.gateway.__main__ import build_parser
 from megatronapp_operator.gateway.gateway import MAX_SOCKETS
+from megatronapp_operator.gateway.main import build_parser
 
 Object = dict[str, Any]
 CHART = kube.ROOT / "charts" / "megatronapp"

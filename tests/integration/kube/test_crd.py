@@ -62,7 +62,11 @@ CLUSTER: dict[str, Any] = {
         "topologyKey": "topology.kubernetes.io/zone",
         "preflight": {"enabled": True},
     },
-    "data": {"path": ["/data/corpus"], "volume": {"claim": "corpus", "mountPath": "/data", "subPath": "a"}},
+    "data": {
+        "path": ["/data/corpus"],
+        "tokenizer": "/data/tokenizer.json",
+        "volume": {"claim": "corpus", "mountPath": "/data", "subPath": "a"},
+    },
     "checkpoint": {"save": "/runs/a", "volume": {"claim": "runs", "mountPath": "/runs"}},
     "initializers": [
         {"name": "fetch", "image": "f", "storageUri": "s3://b/c", "target": "/data", "secretRef": {"name": "s3"}}

@@ -12,7 +12,7 @@ BASE: dict[str, Any] = {
         "nodes": 2,
         "procPerNode": 4,
         "parallelism": {"tensor": 2, "pipeline": 2},
-        "model": {"numLayers": 4, "hiddenSize": 64, "numAttentionHeads": 4, "seqLength": 32},
+        "model": {"numLayers": 4, "hiddenSize": 64, "numAttentionHeads": 4, "seqLength": 32, "vocabSize": 64},
         "training": {"microBatchSize": 1, "globalBatchSize": 8, "trainIters": 100, "lr": 0.001},
         "data": {"path": ["corpus"]},
         "trace": {"enabled": True},

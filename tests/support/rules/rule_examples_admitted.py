@@ -6,6 +6,7 @@ from rule_examples_serve import SERVED
 _MOCK: Changes = {"spec.data.path": None, "spec.data.mock": True, "spec.model.vocabSize": 64}
 _TOKENIZER: Changes = {"spec.data.tokenizer": "tokenizer.json"}
 _VOCABULARY: Changes = {"spec.data.vocabFile": "vocab.json", "spec.data.mergeFile": "merges.txt"}
+_NO_SIZE: Changes = {"spec.model.vocabSize": None}
 _SFT: Changes = _TOKENIZER | {"spec.data.sft": True}
 _BLEND: Changes = {"spec.data.path": ["0.3", "a", "0.7", "b"]}
 _GROWING: Changes = {"spec.training.weightDecayIncrStyle": "linear"}
@@ -119,6 +120,19 @@ _DATA = (
                 _PROBED,
             )
         ),
+    ),
+    *good(
+        "files-need-vocabulary",
+        _NO_SIZE | _TOKENIZER,
+        _NO_SIZE | _VOCABULARY,
+        _NO_SIZE | {"spec.args": ["--vocab-size", "64"]},
+        _NO_SIZE | {"spec.args": ["--tokenizer-model=tokenizer.json"]},
+    ),
+    *bad(
+        "files-need-vocabulary",
+        "spec.data.tokenizer",
+        (_NO_SIZE, "is missing; write tokenizer: tokenizer.json, or model.vocabSize for tokens of another tokenizer"),
+        (_NO_SIZE | {"spec.data.path": ["0.3", "a", "0.7", "b"]}, "is missing; write tokenizer: tokenizer.json"),
     ),
     *good("sft-without-eod-mask", _SFT, _TOKENIZER | {"spec.data.eodMaskLoss": True}),
     *bad(

@@ -309,7 +309,7 @@ _CHANGES = [
         good=[({}, {}), (_SUSPENDED, {"spec.model.swiglu": False})],
         bad=[
             ({}, {"spec.model.numLayers": 8}, "cannot change, as checkpoints hold the old shape; make a new job"),
-            (_SUSPENDED, {"spec.model.vocabSize": 64}, "cannot change, as checkpoints hold the old shape"),
+            (_SUSPENDED, {"spec.model.vocabSize": 128}, "cannot change, as checkpoints hold the old shape"),
         ],
     ),
     *stays(

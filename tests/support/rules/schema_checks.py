@@ -72,16 +72,14 @@ def check(
     headers: Mapping[str, str],
     base_url: str | None = None,
     change: Change | None = None,
-    but: Callable[..., Any] | None = None,
     more: tuple[Callable[..., Any], ...] = (),
     examples: int = EXAMPLES,
 ) -> None:
     """Ask the operation with requests that fit its description, or with ones that do not; all answers must.
 
-    `but`: a check that does not hold for this operation; `more`: checks besides the usual ones;
-    `examples`: how many requests over all seeds.
+    `more`: checks besides the usual ones; `examples`: how many requests over all seeds.
     """
-    selected = [check for check in (*CHECKS, *more) if check is not but]
+    selected = [*CHECKS, *more]
     rejects = operation.schema.config.checks.negative_data_rejection
     rejects.expected_statuses = sorted({*rejects.expected_statuses, TOO_LARGE})
     for seed in seeds():

@@ -17,7 +17,7 @@ spec:
   nodes: 2
   procPerNode: 4
   parallelism: {tensor: 2, pipeline: 2}
-  model: {numLayers: 4, hiddenSize: 64, numAttentionHeads: 4, seqLength: 32}
+  model: {numLayers: 4, hiddenSize: 64, numAttentionHeads: 4, seqLength: 32, vocabSize: 64}
   training: {microBatchSize: 1, globalBatchSize: 8, trainIters: 100, lr: 1e-3}
   data: {path: [corpus]}
   trace: {enabled: true}

@@ -271,11 +271,16 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         "spec.data.path: is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
     ),
     (
-        {"spec.data.mock": True, "spec.model.vocabSize": 64},
+        {"spec.model.vocabSize": ...},
+        "spec.data.tokenizer: is missing; write tokenizer: tokenizer.json, or model.vocabSize for tokens of another "
+        "tokenizer",
+    ),
+    (
+        {"spec.data.mock": True},
         "spec.data.mock: path is given too; leave one of them out",
     ),
     (
-        {"spec.data": {"mock": True}},
+        {"spec.data": {"mock": True}, "spec.model.vocabSize": ...},
         "spec.model.vocabSize: is missing; data.mock needs it, for example vocabSize: 1024",
     ),
     (

@@ -36,15 +36,8 @@ BEYOND_FLAGS = "probeTexts"
 
 
 def refusals(job: MegatronJob) -> list[str]:
-    """Return why the trainer refuses the flags of a job; its files are absent, which is another matter.
-
-    A job without a tokenizer or the size of a vocabulary gets the size.
-    """
-    spec = job.spec
-    assert spec.model is not None
-    has_vocabulary = (spec.data.tokenizer, spec.data.vocab_file, spec.model.vocab_size) != (None, None, None)
-    size = [] if has_vocabulary else ["--vocab-size", "1024"]
-    found = check.find_problems([*size, *megatron_arguments(job)], job.world.world_size)
+    """Return why the trainer refuses the flags of a job; its files are absent, which is another matter."""
+    found = check.find_problems(megatron_arguments(job), job.world.world_size)
     return [problem.message for problem in found if problem.code == ExitCode.USAGE]
 
 

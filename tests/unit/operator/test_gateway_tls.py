@@ -22,7 +22,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_common.web import server
 from megatronapp_operator.controller.probes import ProbeServer
 from megatronapp_operator.errors import BackendError
-from megatronapp_operator.gateway.__main__ import main, page_config
+from megatronapp_operator.gateway.main import main, page_config
 from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.tls import Certificate, serving
 

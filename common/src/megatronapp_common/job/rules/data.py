@@ -135,15 +135,24 @@ _POSITIONS = "self.model.positionEmbeddingType"
 _ROPE = f"(has({_POSITIONS}) && {_POSITIONS} == 'rope')"
 _DOCUMENTS = f"(self.data.sft || (self.data.resetPositionIds && !{_ROPE}) || self.data.resetAttentionMask)"
 _PROBED = "(has(self.scope) && has(self.scope.training) && self.scope.training.probeTexts.size() > 0)"
+_NEEDS_TOKENIZER = f"(self.data.eodMaskLoss || (!{_MOCK} && {_DOCUMENTS}) || {_PROBED})"
 DATA_AT_ADMISSION = (
     Rule(
         id="documents-need-tokenizer",
         field=".data.tokenizer",
         rule=f"self.mode == 'serve' || self.model.type == 'bert' || has(self.data.tokenizer) || {_VOCAB} || "
-        f"!(self.data.eodMaskLoss || (!{_MOCK} && {_DOCUMENTS}) || {_PROBED})",
+        f"!{_NEEDS_TOKENIZER}",
         message="is missing; eodMaskLoss, resetPositionIds, resetAttentionMask, sft and scope.training.probeTexts need "
         "it, for example tokenizer: tokenizer.json",
         args=("--tokenizer-file", "--tokenizer-model", "--vocab-file"),
+    ),
+    Rule(
+        id="files-need-vocabulary",
+        field=".data.tokenizer",
+        rule=f"!({_READS_FILES}) || self.model.type == 'bert' || has(self.data.tokenizer) || {_VOCAB} || "
+        f"has(self.model.vocabSize) || {_NEEDS_TOKENIZER}",
+        message="is missing; write tokenizer: tokenizer.json, or model.vocabSize for tokens of another tokenizer",
+        args=("--vocab-size", "--tokenizer-file", "--tokenizer-model", "--vocab-file"),
     ),
     Rule(
         id="sft-without-eod-mask",
