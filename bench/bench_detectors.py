@@ -2,11 +2,13 @@
 
     python bench/bench_detectors.py --windows 20                  # tuning seeds
     python bench/bench_detectors.py --windows 200 --published     # the seeds of published tables
-    python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --minutes 60   # in several parts
-    python bench/bench_detectors.py --windows 200 --published --continue run.outcomes --processes 16
-    python bench/bench_detectors.py --rows @healthy --windows 1112 --published --continue run.outcomes --processes 16
-    python bench/bench_detectors.py ... --part 2/3 --continue 2.outcomes                  # a third of the seeds
-    python bench/bench_detectors.py ... --continue 1.outcomes --also 2.outcomes 3.outcomes   # the sums of all parts
+    python bench/bench_detectors.py --windows 200 --published --continue run.jsonl --minutes 60   # in several parts
+    python bench/bench_detectors.py --windows 200 --published --continue run.jsonl --processes 16
+    python bench/bench_detectors.py --table --published --seed 7001 --continue run.jsonl --minutes 60   # the table
+    python bench/bench_detectors.py --show run.jsonl                                      # the tables of what is stored
+    python bench/bench_detectors.py --rows @healthy --windows 1112 --published --continue run.jsonl --processes 16
+    python bench/bench_detectors.py ... --part 2/3 --continue 2.jsonl                     # a third of the seeds
+    python bench/bench_detectors.py ... --continue 1.jsonl --also 2.jsonl 3.jsonl         # the sums of all parts
     python bench/bench_detectors.py --rows "ramp,healthy" --detectors ours --windows 50 --json out.json
 
 Every window is a separate job, watched from its first step. All detectors get the same records. With --continue,
@@ -16,6 +18,7 @@ Ctrl-C or SIGTERM ends a run after the windows that have begun; the same command
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -31,12 +34,11 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 import detect
-import numpy as np
-from detect.noise import Floats
-from detect.progress import OutcomeFile, key_of, outcomes_in, version_of
-from detect.runner import DETECTORS, DetectionOutcome, as_json, reliability_table, run, table
+from detect.noise import Recording
+from detect.progress import OutcomeFile, read_outcomes, version_of
+from detect.runner import DETECTORS, DetectionOutcome, as_json, key_of, reliability_table, run, table
 from detect.score import quantile, score
-from detect.suite import LAYOUTS, PUBLISHED, ROW_GROUPS, ROWS, DetectionCase, draw
+from detect.suite import LAYOUTS, NOISES, PUBLISHED, ROW_GROUPS, ROWS, TABLE_WINDOWS, DetectionCase, draw
 from exact_bounds import with_bounds
 
 import megatronapp_analyzer
@@ -49,16 +51,46 @@ APART = ("compute 3 %", "compute 2 %", "ramp", "2 to 5 faults", "20 % lost recor
 
 def main() -> None:
     options = parse_options()
-    rows = chosen_rows(options.rows or "@faults,@healthy")
+    if options.show:
+        outcomes, names = shown(options.show)
+        report(outcomes, names, options)
+        return
+    rows = list(TABLE_WINDOWS) if options.table else chosen_rows(options.rows or "@faults,@healthy")
     names = chosen(options.detectors, DETECTORS, "--detectors")
-    layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
-    # Row by row within a seed, so that a run that is ended has equally many windows of each row.
-    cases = [draw(ROWS[row], seed, layouts) for seed in seeds_of(options) for row in rows]
-    if options.pace:
-        cases = [with_recorded_pace(case, np.load(options.pace)) for case in cases]
+    cases = cases_of(rows, options)
     outcomes = run_some(cases, names, options) if options.resume else run_in_order(cases, names, options.processes)
     if not outcomes:
         sys.exit("no window has been run; give more --minutes, or more --windows for so many parts")
+    report(outcomes, names, options)
+
+
+def cases_of(rows: Sequence[str], options: argparse.Namespace) -> list[DetectionCase]:
+    """Return the cases of rows, row by row within a seed, so that a run that is ended has equally many of each."""
+    layouts = tuple(chosen(options.layouts, LAYOUTS, "--layouts")) if options.layouts else ()
+    seeds = {row: seeds_of(options, TABLE_WINDOWS[row] if options.table else options.windows) for row in rows}
+    rounds = itertools.zip_longest(*([(row, seed) for seed in seeds[row]] for row in rows))
+    cases = [draw(ROWS[each[0]], each[1], layouts) for each in itertools.chain.from_iterable(rounds) if each]
+    recordings = {noise: Recording.read(path) for noise, path in options.pace.items()}
+    return [with_recording(case, recordings) for case in cases]
+
+
+def shown(paths: Sequence[pathlib.Path]) -> tuple[list[DetectionOutcome], list[str]]:
+    """Return the outcomes of files, and their detectors; ends the program where they do not belong together."""
+    try:
+        files = [read_outcomes(path) for path in paths]
+    except (OSError, ValueError) as error:
+        sys.exit(f"--show: {error}")
+    if len({(stored.version, stored.detectors) for stored in files}) > 1:
+        sys.exit("--show: the files are of several versions or sets of detectors; show them one by one")
+    found = dict(itertools.chain.from_iterable(stored.outcomes.items() for stored in files))
+    if not found:
+        sys.exit(f"--show: {paths[0]} has no window yet")
+    order = {row: place for place, row in enumerate(ROWS)}
+    return sorted(found.values(), key=lambda each: (order[each.key.row], each.key.seed)), list(files[0].detectors)
+
+
+def report(outcomes: Sequence[DetectionOutcome], names: Sequence[str], options: argparse.Namespace) -> None:
+    """Print all tables of outcomes."""
     print(table(outcomes))
     print("\nAll rows together, with exact bounds at 95 %:\n" + totals_table(outcomes))
     print(f"\nConfidence of {names[0]!r} when a subject was first named:\n" + reliability_table(outcomes, names[0]))
@@ -77,7 +109,7 @@ def totals_table(outcomes: Sequence[DetectionOutcome]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     groups: dict[str, list[DetectionOutcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(_group(outcome.case.row), []).append(outcome)
+        groups.setdefault(_group(outcome.key.row), []).append(outcome)
     for group, inside in groups.items():
         for name in inside[0].windows:
             total = score(outcome.windows[name] for outcome in inside)
@@ -99,25 +131,29 @@ def _group(row: str) -> str:
         return row
     if row.startswith("stream"):
         return "healthy streams"
+    if row in ROW_GROUPS["@large"]:
+        return row
     return "healthy" if row.startswith("healthy") else "other faults"
 
 
-def with_recorded_pace(case: DetectionCase, pace: Floats) -> DetectionCase:
-    noise = dataclasses.replace(case.job.noise, recorded=pace)
-    return dataclasses.replace(case, job=dataclasses.replace(case.job, noise=noise))
+def with_recording(case: DetectionCase, recordings: Mapping[str, Recording]) -> DetectionCase:
+    """Return a case with recorded noise in place of the drawn one, if there is a recording for its kind of noise."""
+    recorded = recordings.get(case.job.noise.name)
+    noise = dataclasses.replace(case.job.noise, recorded=recorded)
+    return dataclasses.replace(case, job=dataclasses.replace(case.job, noise=noise)) if recorded else case
 
 
-def seeds_of(options: argparse.Namespace) -> range:
-    """Return the seeds of the windows of each row: all, or those of a part."""
+def seeds_of(options: argparse.Namespace, windows: int) -> range:
+    """Return the seeds of the windows of a row: all, or those of a part."""
     first = options.seed + (PUBLISHED - 1 if options.published else 0)
     part, parts = options.part
-    ends = [first + options.windows * number // parts for number in (part - 1, part)]
+    ends = [first + windows * number // parts for number in (part - 1, part)]
     return range(*ends)
 
 
 def run_in_order(cases: Sequence[DetectionCase], names: Sequence[str], processes: int) -> list[DetectionOutcome]:
     """Return the outcomes of cases in their order."""
-    found = {key_of(outcome.case): outcome for outcome in run_all(cases, names, processes)}
+    found = {outcome.key: outcome for outcome in run_all(cases, names, processes)}
     return [found[key_of(case)] for case in cases]
 
 
@@ -190,13 +226,14 @@ def run_some(
     folders = [pathlib.Path(next(iter(detect.__path__))), *(analyzer / name for name in ("detect", "graph", "align"))]
     csrc = pathlib.Path(__file__).parents[1] / "csrc"
     folders += [csrc / "src" / "detect", csrc / "include" / "megatronapp" / "detect"]
-    version = version_of(folders, f"{names} {options.layouts} {options.pace}")
+    recordings = {noise: hashlib.sha256(path.read_bytes()).hexdigest() for noise, path in options.pace.items()}
+    version = version_of(folders, f"{names} {options.layouts} {recordings}")
     try:
-        others = [outcomes_in(path, version) for path in options.also]
+        others = [read_outcomes(path, version).outcomes for path in options.also]
     except (OSError, ValueError) as error:
         sys.exit(f"--also: {error}")
     try:
-        stored = OutcomeFile(options.resume, version)
+        stored = OutcomeFile(options.resume, version, names)
     except (OSError, ValueError) as error:
         sys.exit(f"--continue: {error}")
     found = dict(itertools.chain.from_iterable(part.items() for part in [*others, stored.outcomes]))
@@ -208,7 +245,7 @@ def run_some(
         new = run_all(missing, names, options.processes, options.minutes, ended)
         for number, outcome in enumerate(new, start=1):
             stored.add(outcome)
-            found[key_of(outcome.case)] = outcome
+            found[outcome.key] = outcome
             left = (time.monotonic() - begun_s) / number * (len(missing) - number) / 60
             print(f"\r{number} of {len(missing)} windows, {left:.0f} minutes for the others  ", end="", file=sys.stderr)
             sys.stderr.flush()
@@ -231,8 +268,8 @@ def report_misses(outcomes: Sequence[DetectionOutcome], name: str) -> None:
                 step: [(verdict.subject.ranks, verdict.cause) for verdict in verdicts]
                 for step, verdicts in list(window.named.items())[::10][:6]
             }
-            case = outcome.case
-            print(f"{case.row} {case.layout} seed {case.seed}: {window.truths} named {verdicts_by_step}")
+            key = outcome.key
+            print(f"{key.row} {key.layout} seed {key.seed}: {window.truths} named {verdicts_by_step}")
 
 
 def chosen_rows(text: str) -> list[str]:
@@ -257,11 +294,23 @@ def part_of(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
+def recording_of(text: str) -> tuple[str, pathlib.Path]:
+    """Read a kind of noise and a file, such as `gpu=FILE`."""
+    noise, equals, path = text.partition("=")
+    if not equals or noise not in NOISES:
+        raise argparse.ArgumentTypeError(f"{text!r} names no kind of noise; write for example gpu=recorded.npz")
+    if not pathlib.Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path!r}; write it with bench/detect_noise.py --write")
+    return noise, pathlib.Path(path)
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10, help="windows of each row")
     parser.add_argument(
-        "--rows", default="", help="rows, comma-separated; @faults, @healthy and @streams stand for all of these"
+        "--rows",
+        default="",
+        help="rows, comma-separated; @faults, @healthy, @large and @streams stand for all of these",
     )
     parser.add_argument("--layouts", default="", help="layouts, comma-separated; those of the row by default")
     parser.add_argument("--detectors", default="", help="detectors, comma-separated; all by default")
@@ -283,10 +332,29 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="with --continue: begin no window afterwards")
     parser.add_argument("--processes", type=int, default=1, help="processes that windows are spread over")
-    parser.add_argument("--pace", type=pathlib.Path, help="take the pace of ranks from a recording (detect_noise.py)")
+    parser.add_argument(
+        "--pace",
+        nargs="+",
+        type=recording_of,
+        default=[],
+        metavar="NOISE=FILE",
+        help="take noise of this kind (gpu, cpu) from a recording (detect_noise.py)",
+    )
+    parser.add_argument("--table", action="store_true", help="run all rows with the windows of the published table")
+    parser.add_argument(
+        "--show",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        type=pathlib.Path,
+        help="print the tables of files of --continue",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write the scores to this file")
     parser.add_argument("--misses", action="store_true", help="print the windows in which the first detector is wrong")
     options = parser.parse_args()
+    options.pace = dict(options.pace)
+    if options.table and options.rows:
+        parser.error("--table: runs all rows of the published table; leave out --rows, or --table")
     if options.resume is None and options.also:
         parser.error("--also: write --continue FILE, too, for the outcomes that are missing in these files")
     if options.resume is None and options.minutes != math.inf:

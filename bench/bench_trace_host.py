@@ -27,6 +27,7 @@ from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.scan.device import DeviceRecorder as TrainerRecorder
 from megatronapp_trainer.scan.faults import FaultPlan
+from megatronapp_trainer.scan.garbage import GarbageListener
 from megatronapp_trainer.scan.metadata import Communicator
 from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
@@ -83,6 +84,7 @@ class TracedRank:
             host_stall=lambda _ns: None,
             layout=Layout(rank=0, world_size=2, local_rank=0, tensor_size=2, pipeline_size=1, virtual_size=1),
             stops=StopMeter(),
+            garbage=GarbageListener(monotonic_ns=monotonic_ns),
             windows=WindowRecorder(
                 WindowPlan([0, 1], None),
                 collectives=TensorCollectives(recorder, group, 0),

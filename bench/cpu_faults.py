@@ -1,6 +1,6 @@
 """Disturbs training jobs on processors in several ways, and prints what the detector says of each.
 
-    python bench/cpu_faults.py --cores 0-15 --output cpu_faults.json                    # 8 minutes
+    python bench/cpu_faults.py --cores 0-15 --output cpu_faults.json                    # 9 minutes
     python bench/cpu_faults.py --cores 0-15 --bursts-only --minutes 20                  # an hour of three jobs
 
 Layouts are PP4, PP2 x DP2 and TP2 x DP2, two workers of two ranks each, on gloo. Each rank has a core for itself, and
@@ -9,11 +9,11 @@ after each other, `--minutes` each; with fewer than 5 cores ranks share them, wh
 quiet host, as any other work there is a disturbance, too.
 
 A rank, two ranks at once or a whole worker are stopped and continued, for a part of each cycle; other processes contend
-for the core of a rank. Then, for the rest of the minutes, processes run on the cores of ranks for less than a second
-now and then: such bursts are no fault, and a verdict that begins among them is a false alarm. The truth of a cost
-is the median step in the disturbance less that of the healthy steps before it. A disturbance that makes steps less than
-15 % longer may be named or not. Exit code 1 if another one is not named with its subjects and cause, or if a
-healthy subject is.
+for the core of a rank; a rank collects a large heap of garbage in its passes. Then, for the rest of the minutes,
+processes run on the cores of ranks for less than a second now and then: such bursts are no fault, and a verdict that
+begins among them is a false alarm. The truth of a cost is the median step in the disturbance less that of the healthy
+steps before it. A disturbance that makes steps less than 15 % longer may be named or not. Exit code 1 if another one is
+not named with its subjects and cause, or if a healthy subject is.
 """
 
 import argparse
@@ -33,7 +33,16 @@ from typing import Any
 
 import httpx
 import yaml
-from fault_campaign import BUSY, POLL_S, Disturbance, FaultCampaign, ProcessDisturber, is_right, table
+from fault_campaign import (
+    BUSY,
+    POLL_S,
+    Disturbance,
+    FaultCampaign,
+    ProcessDisturber,
+    collecting_environment,
+    is_right,
+    table,
+)
 from gpu_crowded_host import MEGATRONAPP, hub_client, pin, process_of_rank
 
 from megatronapp_common.state import jobs_dir
@@ -101,6 +110,7 @@ class CpuPlan:
                     "logInterval": LOG_STEPS,
                 },
                 "data": {"mock": True},
+                "env": [collecting_environment()],
                 "trace": {"enabled": True},
                 "analyzer": {"enabled": True, "retainSeconds": 1800},
             },
@@ -124,6 +134,10 @@ class CpuDisturber(ProcessDisturber):
         """Stop ranks together for a part of each cycle."""
         self.stop_processes([self._pids[rank] for rank in ranks], duty, cycle_s)
 
+    def collect_in(self, rank: int, pause_s: float) -> None:
+        """Let a rank collect its garbage now and then."""
+        self.collect(self._pids[rank], pause_s)
+
     def contend(self, rank: int, contenders: int) -> None:
         """Let other processes use the core of a rank."""
         for _ in range(contenders):
@@ -143,6 +157,7 @@ def disturbances(world: int) -> list[Disturbance[CpuDisturber]]:
         (f"ranks 0 and {last} stopped 40 % of 0.2 s", lambda d: _two(d, 0, last), ((0,), (last,))),
         ("1 contender, rank 1", lambda d: d.contend(1, 1), ((1,),)),
         (f"3 contenders, rank {half}", lambda d: d.contend(half, 3), ((half,),)),
+        (f"garbage collections every 0.3 s, rank {last}", lambda d: d.collect_in(last, 0.3), ((last,),)),
     ]
     found: list[Disturbance[CpuDisturber]] = []
     step = FIRST
@@ -257,7 +272,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", default=",".join(PUBLISHED), help=f"some of {', '.join(LAYOUTS)}; pp2 is for trials (%(default)s)"
     )
-    parser.add_argument("--minutes", type=float, default=7.5, help="of each job, its start included (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=8, help="of each job, its start included (%(default)s)")
     parser.add_argument("--bursts-only", action="store_true", help="only bursts, which are no fault")
     parser.add_argument(
         "--records", type=pathlib.Path, help="copy the records of jobs to this folder, for megatronapp scan analyze"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import signal
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import httpx
+from rank_garbage.sitecustomize import COLLECT, RELEASE
 
 LATE = 20
 """Steps after a disturbance in which its verdict still counts for it."""
@@ -28,7 +30,7 @@ class ProcessDisturber:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._stoppers: list[tuple[threading.Event, threading.Thread]] = []
+        self._repeated: list[tuple[threading.Event, threading.Thread]] = []
 
     def run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a process that is killed when the disturbance ends."""
@@ -38,17 +40,30 @@ class ProcessDisturber:
 
     def stop_processes(self, pids: Sequence[int], duty: float, cycle_s: float) -> None:
         """Stop processes together for a part of each cycle."""
+        self._repeat(pids, [(signal.SIGSTOP, duty * cycle_s), (signal.SIGCONT, (1 - duty) * cycle_s)])
+
+    def collect(self, pid: int, pause_s: float) -> None:
+        """Let a rank of a job with `collecting_environment` collect its garbage now and then, in the midst of steps."""
+        self._repeat([pid], [(COLLECT, pause_s)], at_end=RELEASE)
+
+    def _repeat(self, pids: Sequence[int], signals: Sequence[tuple[int, float]], *, at_end: int | None = None) -> None:
+        """Send signals to processes again and again, each with a pause after it, and another one at the end."""
         ended = threading.Event()
+
+        def send(number: int) -> None:
+            for pid in pids:
+                os.kill(pid, number)
 
         def repeat() -> None:
             while not ended.is_set():
-                for number, seconds in ((signal.SIGSTOP, duty * cycle_s), (signal.SIGCONT, (1 - duty) * cycle_s)):
-                    for pid in pids:
-                        os.kill(pid, number)
+                for number, seconds in signals:
+                    send(number)
                     time.sleep(seconds)
+            if at_end is not None:
+                send(at_end)
 
         thread = threading.Thread(target=repeat)
-        self._stoppers.append((ended, thread))
+        self._repeated.append((ended, thread))
         thread.start()
 
     def calm(self) -> None:
@@ -57,10 +72,17 @@ class ProcessDisturber:
             process.kill()
             process.wait()
         self._processes.clear()
-        for ended, thread in self._stoppers:
+        for ended, thread in self._repeated:
             ended.set()
             thread.join()
-        self._stoppers.clear()
+        self._repeated.clear()
+
+
+def collecting_environment() -> dict[str, str]:
+    """Return the variable, as `spec.env` has it, by which the ranks of a job collect their garbage on a signal."""
+    folder = str(pathlib.Path(__file__).with_name("rank_garbage"))
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"name": "PYTHONPATH", "value": os.pathsep.join(paths)}
 
 
 AnyDisturber = TypeVar("AnyDisturber", bound=ProcessDisturber)

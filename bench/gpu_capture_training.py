@@ -50,7 +50,7 @@ from megatronapp_trainer.training.build import (
     with_overlap,
 )
 from megatronapp_trainer.training.control.group import ControlGroup
-from megatronapp_trainer.training.control.order_page import OrderPage
+from megatronapp_trainer.training.control.order_reader import OrderReader
 from megatronapp_trainer.training.control.setup import RankSurroundings
 from megatronapp_trainer.training.control.training_control import TrainingControl
 from megatronapp_trainer.training.loop import Trainer
@@ -152,7 +152,7 @@ def pause(training: Training, seconds: float) -> dict[str, Any]:
     layout, timeout = run.layout, datetime.timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
     control = TrainingControl(
         ControlGroup(control_store(), layout.global_rank, layout.global_world_size, timeout),
-        OrderPage(PausePage(), attempt=0) if layout.global_rank == 0 else None,
+        OrderReader(PausePage(), attempt=0) if layout.global_rank == 0 else None,
         RankSurroundings(run.device, stop_requested=lambda: False),
         state=RUNNING,
         saves=False,

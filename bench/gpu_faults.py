@@ -7,9 +7,10 @@ Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 
 between healthy stretches of 25, and is about ranks 1 and 0 in turns: a fault that returns to a rank within 60 steps is
 one that stops and starts. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
 the other; a kernel of known length runs after each pass of a rank; a rank's host stalls; its process is stopped and
-continued, or shares its processor with busy loops. The truth of a cost is the median step in the disturbance less
-that of the healthy steps before it. A disturbance that makes steps less than 3 % longer may be named or not. Exit
-code 1 if another one is not named with its subject and cause, or a healthy subject is.
+continued, shares its processor with busy loops, or collects a large heap of garbage in its passes. The truth of a
+cost is the median step in the disturbance less that of the healthy steps before it. A disturbance that makes steps less
+than 3 % longer may be named or not. Exit code 1 if another one is not named with its subject and cause, or a healthy
+subject is.
 """
 
 import argparse
@@ -28,7 +29,17 @@ from typing import Any
 
 import httpx
 import yaml
-from fault_campaign import BUSY, LATE, Disturbance, FaultCampaign, ProcessDisturber, is_right, newest_step, table
+from fault_campaign import (
+    BUSY,
+    LATE,
+    Disturbance,
+    FaultCampaign,
+    ProcessDisturber,
+    collecting_environment,
+    is_right,
+    newest_step,
+    table,
+)
 from gpu_crowded_host import MEGATRONAPP, hub_client, pin, process_of_rank
 
 from megatronapp_common.state import jobs_dir
@@ -123,6 +134,7 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
         ("host stalls, 0.5 of a pass", "host", "", lambda d, rank: d.inject(rank, "host", 1.5)),
         ("stopped half of 0.2 s", "host", "", lambda d, rank: d.stop(rank, 0.5, 0.2)),
         ("processor shared with 2 loops", "host", "", lambda d, rank: d.crowd(rank, 2)),
+        ("garbage collections every 0.3 s", "host", "", lambda d, rank: d.collect(process_of_rank(rank), 0.3)),
         ("copies from GPU 0 to 1", "nvlink-pcie", "", lambda d, rank: d.compete(0, "peer", 1.0)),
     ]
     kinds = [kind for kind in kinds if any(part in kind[0] for part in chosen)]
@@ -160,6 +172,7 @@ def manifest_of(options: argparse.Namespace, steps: int) -> dict[str, Any]:
     spec["model"] |= {"hiddenSize": HIDDEN, "numAttentionHeads": HIDDEN // 128, "seqLength": LENGTH}
     spec["training"] |= {"microBatchSize": SAMPLES[options.layout], "globalBatchSize": options.global_batch}
     spec["training"]["trainIters"] = steps
+    spec["env"] = [collecting_environment()]
     return manifest
 
 

@@ -2,6 +2,8 @@
 
     python bench/gpu_trace_cost.py --seconds 110 --out gpu_trace_cost.json
     python bench/gpu_trace_cost.py --layouts tp2pp2 --seconds 200    # four GPUs
+    python bench/gpu_trace_cost.py --read gpu_trace_cost.json        # the table of stored results, without a device
+    python bench/gpu_trace_cost.py --trace-flags "--trace-interval 1 --trace-granularity full"    # with layer spans
 
 Two GPUs, CUDA_DEVICE_MAX_CONNECTIONS=1, one layout after the other: tensor parallelism with sequence parallelism, a
 pipeline, and data parallelism with overlapped reduction. A GPT with random weights (1.2 billion parameters in bf16)
@@ -10,10 +12,11 @@ its recorder and that recorder's thread, its timers and its transport (B). Three
 first ones CUDA graphs are captured. All ranks meet before and after a block, which is timed by rank 0, and its standard
 error has the time of each block with and without its preparation.
 
-Blocks are compared within groups of four, ABBA, so that a steady drift cancels out. The mean and its bounds follow from
-10,000 bootstrap samples of whole groups. The control compares A with A in the same pattern, two groups at a time. Where
-half of its 95 % interval is above 0.1 %, the difference is not resolved, and the host's time for all spans of a step is
-given in its place: the measured cost of a span by the number of records.
+Blocks are compared within groups of four, ABBA, so that a steady drift cancels out. The control compares A with A in
+the same pattern, two groups at a time. Intervals are those of `bench/paired_blocks.py`: Student's t, and for the cost
+from 30 groups on a bootstrap of whole groups. Where half of the control's 95 % interval is above 0.1 %, the difference
+is not resolved, and the host's time for all spans of a step is given in its place: the measured cost of a span by the
+number of records. A control whose interval does not contain zero is marked: something other than chance is in it.
 
 A small model on a CPU shows that the script works:
     python bench/gpu_trace_cost.py --layouts one --layers 2 --hidden 64 --heads 4 --length 64 --batch 4 --seconds 20
@@ -25,17 +28,17 @@ import gc
 import json
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from paired_blocks import compared
 
 import megatronapp_native as native
 from megatronapp_common.names import Env
@@ -50,14 +53,10 @@ from megatronapp_trainer.training.build import TrainingRun, build_iterators, bui
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.signals import StopRequest
 
-SAMPLES = 10_000
 GOAL, BOUND_GOAL = 0.001, 0.002
 """Mean cost of tracing and upper end of its bounds, as parts of a step."""
-RESOLVED = 0.001
-"""Half width of the control's interval up to which a difference is resolved."""
-LEAST_CONTROLS = 4
-"""Comparisons of A with A below which an interval says nothing."""
 PREFIX = "trace-cost"
+HEADER = "| Layout | Step | Cost of tracing | Control (A against A) | Host, of a step |\n|---|---|---|---|---|"
 WARM = 3
 """Steps of a new trainer that are not timed."""
 
@@ -192,35 +191,6 @@ def measure(training: AlternatingTraining, seconds: float) -> list[list[float]]:
     return groups
 
 
-def interval(values: Sequence[float], random_state: random.Random) -> tuple[float, float, float, float]:
-    """Return mean, 2.5 %, 97.5 % and 95 % points of the mean of bootstrap samples."""
-    means = sorted(statistics.fmean(random_state.choices(values, k=len(values))) for _ in range(SAMPLES))
-    points = [means[min(int(part * SAMPLES), SAMPLES - 1)] for part in (0.025, 0.975, 0.95)]
-    return statistics.fmean(values), points[0], points[1], points[2]
-
-
-def compared(groups: list[list[float]]) -> dict[str, Any]:
-    """Return cost of tracing and of the control, as parts of a step."""
-    random_state = random.Random(1)
-    costs = [(b1 + b2 - a1 - a2) / (a1 + a2) for a1, b1, b2, a2 in groups]
-    pairs = zip(groups[::2], groups[1::2], strict=False)
-    controls = [(a[3] + b[0] - a[0] - b[3]) / (a[0] + b[3]) for a, b in pairs]
-    mean, low, high, upper = interval(costs, random_state)
-    control_mean, control_low, control_high, _ = interval(controls, random_state)
-    half = (control_high - control_low) / 2
-    return {
-        "groups": len(groups),
-        "cost": mean,
-        "cost_low": low,
-        "cost_high": high,
-        "cost_upper_95": upper,
-        "control": control_mean,
-        "control_half_width": half,
-        "controls": len(controls),
-        "resolved": half <= RESOLVED and len(controls) >= LEAST_CONTROLS,
-    }
-
-
 def table_row(name: str, result: dict[str, Any]) -> str:
     """Return a row of the table in docs/benchmarks.md."""
     parts = (
@@ -228,6 +198,7 @@ def table_row(name: str, result: dict[str, Any]) -> str:
         f"{result['seconds_of_a_step'] * 1e3:.0f} ms, {result['steps_of_an_arm']} steps",
         f"{result['cost']:+.3%} (95 % upper bound {result['cost_upper_95']:+.3%})",
         f"{result['control']:+.3%} ± {result['control_half_width']:.3%}"
+        + ("" if result["control_is_zero"] else ", not zero")
         + ("" if result["resolved"] else ", **not resolved**"),
         f"{result['span_cost_ns']:.0f} ns x {result['records_of_a_step']:.0f} = {result['host_part']:.3%}",
     )
@@ -275,6 +246,12 @@ def launched(name: str, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
+def stored(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Return the results of a file of --out, with intervals of today's kind."""
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return {name: row | compared(row["blocks"]) for name, row in results.items()}
+
+
 def options_of(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -292,6 +269,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     option("--flags", default="", help="further flags of the trainer")
     option("--trace-flags", default="", help="further flags of the trainer while it is traced, such as a level")
     option("--out", type=pathlib.Path)
+    option("--read", nargs="+", type=pathlib.Path, default=[], metavar="FILE", help="print the table of these results")
     return parser.parse_args(arguments)
 
 
@@ -301,13 +279,17 @@ def main() -> int:
     options = options_of(arguments)
     if options.layout is not None:
         return run_layout(options)
+    if options.read:
+        print(HEADER)
+        print("\n".join(table_row(name, row) for path in options.read for name, row in stored(path).items()))
+        return 0
     results: dict[str, dict[str, Any]] = {}
     for name in options.layouts:
         results[name] = launched(name, arguments)
         print(table_row(name, results[name]), flush=True)  # a later layout may be cut short
     brief = {name: {key: value for key, value in row.items() if key != "blocks"} for name, row in results.items()}
     print(json.dumps(brief, indent=1))
-    print("| Layout | Step | Cost of tracing | Control (A against A) | Host, of a step |\n|---|---|---|---|---|")
+    print(HEADER)
     for name, result in results.items():
         print(table_row(name, result))
     if options.out is not None:

@@ -229,7 +229,7 @@ def report(hub: httpx.Client, truth: Truth, seconds: float) -> bool:
     for verdict in verdicts:
         print(f"   verdict   {verdict['sentence']}")
     outcome = "right" if right and not wrong else "WRONG"
-    print(f"   outcome   {outcome}: {len(right)} verdicts name the fault, {len(wrong)} something else")
+    print(f"   outcome   {outcome}: {len(right)} verdicts name the fault, {len(wrong)} do not")
     print(f"   trace     {TRACE} (open it in ui.perfetto.dev or chrome://tracing)")
     return outcome == "right" and last < first
 

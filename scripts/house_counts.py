@@ -1,4 +1,7 @@
-"""Count what `house_gate.py` limits: words to avoid, fragments, siblings, rooms, names used twice, methods, circles."""
+"""Count what `house_gate.py` limits.
+
+Words to avoid in docstrings, messages and names; fragments, siblings, rooms, names used twice, methods, circles.
+"""
 
 import ast
 import pathlib
@@ -13,6 +16,8 @@ GLOSSARY = "docs/glossary.md"
 HEADING = "## Words to avoid"
 SOURCE_FOLDERS = ("common/src", "csrc/src", "operator/src", "trainer/src", "analyzer/src")
 PYTHON_FOLDERS = (*SOURCE_FOLDERS, "bench", "scripts", "tests")
+MESSAGE_FOLDERS = (*SOURCE_FOLDERS, "scripts")
+"""Trees whose strings users read: messages, hints, help, descriptions of fields and metrics."""
 CROWDED_FOLDERS = (*SOURCE_FOLDERS, "csrc/include", "csrc/bindings", "frontend/src", "tests/support")
 """Trees in which the number of modules of a folder is limited; folders of tests are as large as what they test."""
 MODULE_SUFFIXES = {".py", ".ts", ".vue", ".cpp", ".h", ".hpp"}
@@ -22,12 +27,14 @@ FRAGMENT = re.compile(r"(?:Of|They|It|That|Those|Who|What|Whether|Where)\b")
 FRAGMENT_LENGTH = 3
 CODE_SPAN = re.compile(r"``.+?``|`[^`]+`", re.DOTALL)
 PROSE_TERM = re.compile(r"[A-Za-z']+")
+PHRASE = re.compile(r"[A-Za-z]\s|\s[A-Za-z]")
+"""Matches strings of several words, but no keys and names."""
 NAME_TERM = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 Binding = ast.Name | ast.Attribute | ast.arg | ast.alias | ast.ExceptHandler | ast.MatchAs
-COUNTED_NODES = Documented | import_graph.Import | Binding
+COUNTED_NODES = Documented | import_graph.Import | Binding | ast.Constant
 
 
 class Offence(NamedTuple):
@@ -61,11 +68,11 @@ class Docstring(NamedTuple):
     @property
     def prose(self) -> str:
         """Return the text with its code blanked out: code is quoted, not written in words."""
-        return CODE_SPAN.sub(lambda match: re.sub(r"\S", " ", match[0]), self.text)
+        return blank_code(self.text)
 
 
 class Terms(NamedTuple):
-    """Spellings to avoid, in docstrings and in names."""
+    """Spellings to avoid: in docstrings and messages, and in names."""
 
     prose: frozenset[str]
     names: frozenset[str]
@@ -79,7 +86,19 @@ def read_sources(root: pathlib.Path) -> list[Source]:
 
 def read_source(path: str, text: str) -> Source:
     """Parse a file and walk its tree once: walking takes longer than all that is counted."""
-    return Source(path, [node for node in ast.walk(ast.parse(text)) if isinstance(node, COUNTED_NODES)])
+    nodes: list[ast.AST] = []
+    docstring_ids: set[int] = set()
+    for node in ast.walk(ast.parse(text)):  # a parent precedes its children
+        match node:
+            case ast.Expr(value=ast.Constant() as statement):
+                docstring_ids.add(id(statement))
+            case ast.Constant(value=str(string)) if id(node) not in docstring_ids and PHRASE.search(string):
+                nodes.append(node)
+            case ast.Constant():
+                continue
+            case _ if isinstance(node, COUNTED_NODES):
+                nodes.append(node)
+    return Source(path, nodes)
 
 
 def read_terms(root: pathlib.Path) -> Terms:
@@ -116,6 +135,11 @@ def _pattern(spellings: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{choices})\b" if choices else r"(?!)", re.IGNORECASE)
 
 
+def blank_code(text: str) -> str:
+    """Replace code between backticks by spaces of equal length."""
+    return CODE_SPAN.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
+
+
 def docstrings(source: Source) -> Iterator[Docstring]:
     for node in source.nodes:
         if not isinstance(node, Documented):
@@ -136,6 +160,28 @@ def avoided_in_docstrings(sources: list[Source], spellings: frozenset[str]) -> I
                 term = " ".join(match[0].lower().split())
                 line = docstring.line + docstring.text[: match.start()].count("\n")
                 yield Offence(f"{source.part}: {term}", source.path, line, f"'{term}' in a docstring")
+
+
+def messages(source: Source) -> Iterator[tuple[str, int]]:
+    """Yield strings of several words that are not docstrings, with code blanked out, and their lines.
+
+    Of an f-string the parts between its values are strings.
+    """
+    if not source.path.startswith(tuple(f"{folder}/" for folder in MESSAGE_FOLDERS)):
+        return
+    for node in source.nodes:
+        match node:
+            case ast.Constant(value=str(text), lineno=line):
+                yield blank_code(text), line
+
+
+def avoided_in_messages(sources: list[Source], spellings: frozenset[str]) -> Iterator[Offence]:
+    pattern = _pattern(spellings)
+    for source in sources:
+        for text, line in messages(source):
+            for match in pattern.finditer(text):
+                term = " ".join(match[0].lower().split())
+                yield Offence(f"{source.part}: {term}", source.path, line, f"'{term}' in the text {text!r}")
 
 
 def names_defined(source: Source) -> Iterator[tuple[str, int]]:
@@ -247,6 +293,7 @@ def count_everything(root: pathlib.Path, sources: list[Source], terms: Terms) ->
     """Return for each gate what it counts."""
     return {
         "docstring words": list(avoided_in_docstrings(sources, terms.prose)),
+        "messages": list(avoided_in_messages(sources, terms.prose)),
         "names": list(avoided_in_names(sources, terms.names)),
         "fragments": list(fragments(sources)),
         "siblings": list(siblings(root)),
@@ -263,4 +310,12 @@ def docstring_sizes(sources: list[Source]) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for source in sources:
         sizes[source.part] += sum(len(PROSE_TERM.findall(docstring.prose)) for docstring in docstrings(source))
+    return sizes
+
+
+def message_sizes(sources: list[Source]) -> Counter[str]:
+    """Return the number of words in the messages of each part."""
+    sizes: Counter[str] = Counter()
+    for source in sources:
+        sizes[source.part] += sum(len(PROSE_TERM.findall(text)) for text, _ in messages(source))
     return sizes

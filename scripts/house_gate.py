@@ -25,9 +25,11 @@ from house_counts import (
     GLOSSARY,
     MOST_METHODS,
     Offence,
+    Source,
     Terms,
     count_everything,
     docstring_sizes,
+    message_sizes,
     read_sources,
     read_terms,
 )
@@ -37,6 +39,7 @@ RECORD = "scripts/house_gate.json"
 
 LIMITS = {
     "docstring words": 0,
+    "messages": 0,
     "names": 0,
     "fragments": 0,
     "siblings": 16,
@@ -78,7 +81,11 @@ def read_record(root: pathlib.Path) -> Record:
 
 
 def sorted_terms(terms: Terms) -> dict[str, list[str]]:
-    return {"docstring words": sorted(terms.prose), "names": sorted(terms.names)}
+    return {
+        "docstring words": sorted(terms.prose),
+        "messages": sorted(terms.prose),
+        "names": sorted(terms.names),
+    }
 
 
 def write_record(root: pathlib.Path, terms: Terms, counts: Counts) -> None:
@@ -181,13 +188,20 @@ def wrong_history(root: pathlib.Path) -> list[str]:
     return wrong_commits(root, "--min-parents=1", "HEAD", *([f"^{older}"] if older else []))
 
 
-def summary(offences: dict[str, list[Offence]], sizes: Counter[str]) -> list[str]:
-    """Return a line for each gate, and the rate of words to avoid in each part."""
+def summary(offences: dict[str, list[Offence]], sources: list[Source]) -> list[str]:
+    """Return a line for each gate, and the rates of words to avoid in each part."""
     counted = {gate: counts for gate, counts in above_limits(offences).items() if counts}
-    lines = [f"{gate}: {sum(counts.values())} under {len(counts)} keys" for gate, counts in counted.items()]
-    totals = Counter(place.path.split("/", 1)[0] for place in offences["docstring words"])
-    rates = [f"{part} {1000 * totals[part] / size:.1f}" for part, size in sorted(sizes.items()) if size]
-    return [*lines, f"words to avoid per 1,000 of docstrings: {', '.join(rates)}", "house gate: nothing got worse"]
+    return [
+        *(f"{gate}: {sum(counts.values())} under {len(counts)} keys" for gate, counts in counted.items()),
+        f"words to avoid per 1,000 of docstrings: {rates(offences['docstring words'], docstring_sizes(sources))}",
+        f"words to avoid per 1,000 of messages: {rates(offences['messages'], message_sizes(sources))}",
+        "house gate: nothing got worse",
+    ]
+
+
+def rates(places: list[Offence], sizes: Counter[str]) -> str:
+    totals = Counter(place.path.split("/", 1)[0] for place in places)
+    return ", ".join(f"{part} {1000 * totals[part] / size:.1f}" for part, size in sorted(sizes.items()) if size)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -234,7 +248,7 @@ def main(arguments: list[str]) -> int:
         problems += wrong_commits(options.root, options.commits)
     if options.history:
         problems += wrong_history(options.root)
-    print("\n".join(problems or summary(offences, docstring_sizes(sources))))
+    print("\n".join(problems or summary(offences, sources)))
     return 1 if problems else 0
 
 

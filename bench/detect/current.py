@@ -40,7 +40,7 @@ class CurrentDetector:
     def step(self, trace: StepTrace) -> Sequence[Verdict]:
         """Judge a step and return all verdicts that are not over."""
         view = StepRecords(
-            attempt=0,
+            attempt=trace.attempt,
             step=trace.step,
             records=trace.records,
             comms=self._comms,

@@ -2,15 +2,42 @@
 
 Slowness that lasts for some steps is autocorrelated in reality, and a detector that takes consecutive steps for
 independent fails on it. So the pace of a rank is the sum of a constant, of a process of first order (`rank_sigma`,
-`rank_memory`) or of blocks cut from a recording (`recorded`), and of a process for each node and for the job.
+`rank_memory`), and of a process for each node and for the job; or of a constant and of blocks cut from a recording.
 """
 
 import dataclasses
+import pathlib
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """Noise of recorded steps (`bench/detect_noise.py --write`), as logarithms of durations."""
+
+    pace: Floats
+    """Pace of a rank around its own mean and that of the job, [row, step]; a row is a rank in consecutive steps."""
+    job: Floats
+    """Pace of the job, which all ranks have in common, [row, step]."""
+    spans: Floats
+    """Single spans around the median of their rank and step, in any order."""
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Recording":
+        """Read a file of `write`."""
+        with np.load(path) as stored:
+            return cls(**{field.name: stored[field.name].astype(np.float64) for field in dataclasses.fields(cls)})
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write a compressed file, in single precision."""
+        with path.open("wb") as stream:  # savez would add a suffix to the name
+            np.savez_compressed(
+                stream,
+                **{field.name: getattr(self, field.name).astype(np.float32) for field in dataclasses.fields(self)},
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +73,8 @@ class NoiseModel:
     gap_s: float = 50e-6
     launch: float = 0.3
     """Time in which a host launches a span's kernels, over their time on the device."""
-    recorded: Floats | None = None
-    """Logarithms of the pace of recorded ranks around their mean, [rank, step]; instead of the process of a rank."""
+    recorded: Recording | None = None
+    """In place of `body`, of tails, and of the processes of ranks, nodes and the job."""
     block: int = 32
     """Steps of the blocks that are cut from a recording."""
 
@@ -98,18 +125,22 @@ def paces(noise: NoiseModel, rng: np.random.Generator, steps: int, node_of: NDAr
     world = len(node_of)
     logs = rng.normal(0.0, noise.bias, world)[None, :] if noise.bias else np.zeros((1, world))
     if noise.recorded is not None:
-        logs = logs + resampled(rng, steps, world, noise.recorded, noise.block)
+        logs = logs + resampled(rng, steps, world, noise.recorded.pace, noise.block)
+        logs = logs + resampled(rng, steps, 1, noise.recorded.job, noise.block)
     else:
         logs = logs + autocorrelated(rng, steps, world, noise.rank_sigma, noise.rank_memory)
-    nodes = int(node_of.max()) + 1
-    logs = logs + autocorrelated(rng, steps, nodes, noise.node_sigma, noise.node_memory)[:, node_of]
-    logs = logs + autocorrelated(rng, steps, 1, noise.job_sigma, noise.job_memory)
+        nodes = int(node_of.max()) + 1
+        logs = logs + autocorrelated(rng, steps, nodes, noise.node_sigma, noise.node_memory)[:, node_of]
+        logs = logs + autocorrelated(rng, steps, 1, noise.job_sigma, noise.job_memory)
     out: Floats = np.exp(logs)
     return out
 
 
 def span_factors(noise: NoiseModel, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Draw the factor of single spans."""
+    if noise.recorded is not None:
+        found: NDArray[np.float32] = np.exp(rng.choice(noise.recorded.spans, shape)).astype(np.float32)
+        return found
     if not noise.body:
         return np.ones(shape, np.float32)
     out: NDArray[np.float32] = np.exp(np.float32(noise.body) * rng.standard_normal(shape, np.float32))

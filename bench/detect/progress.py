@@ -1,87 +1,190 @@
-"""Outcomes of a long benchmark in a file, so that a run that was ended continues where it was."""
+"""Outcomes of a long benchmark in a file of JSON lines, so that a run that was ended continues where it was.
 
-import gzip
+The first line has the version of the code and the detectors; each other line has one window: what was true in it, and
+for each detector what it named and when.
+"""
+
 import hashlib
+import json
 import pathlib
-import pickle
-import zlib
-from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from collections.abc import Iterable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-from detect.runner import DetectionOutcome
-from detect.suite import DetectionCase
+from detect.protocol import NamedSubject, Verdict
+from detect.runner import DetectionOutcome, WindowKey
+from detect.score import Truth, Window
+from detect.suite import LAYOUTS
 
-Key = tuple[str, str, int, int]
+Named = dict[int, tuple[Verdict, ...]]
 
 
-GZIP = 16 + zlib.MAX_WBITS
-"""Window bits with which zlib reads members of gzip."""
-CHUNK = 1 << 16
+class StoredOutcomes(NamedTuple):
+    """Content of a file of outcomes."""
+
+    version: str
+    detectors: tuple[str, ...]
+    outcomes: dict[WindowKey, DetectionOutcome]
+    end: int
+    """Position at which the complete lines end; 0 in an empty file."""
 
 
 class OutcomeFile:
-    """Outcomes of cases that have been run, each appended to a gzip file as it ends.
+    """Outcomes of cases that have been run, each appended to a file as it ends.
 
     All are of one version of the code: rates over several versions would be those of none.
     """
 
-    def __init__(self, path: pathlib.Path, version: str) -> None:
+    def __init__(self, path: pathlib.Path, version: str, detectors: Sequence[str]) -> None:
         """Read what is there. Raises ValueError where another version, or another program, has begun the file."""
         self._stream: BinaryIO = path.open("r+b" if path.exists() else "w+b")
         try:
-            self.outcomes, end = _stored(self._stream, path, version)
+            stored = _stored(self._stream, path)
+            _check_version(stored, path, version)
         except ValueError:
             self._stream.close()
             raise
-        self._stream.truncate(end)  # an outcome that was being written when the run ended
-        self._stream.seek(end)
-        if not end:
-            self._append(version.encode())
+        self.outcomes = stored.outcomes
+        self._stream.truncate(stored.end)  # an outcome that was being written when the run ended
+        self._stream.seek(stored.end)
+        if not stored.end:
+            self._append({"version": version, "detectors": list(detectors)})
 
     def add(self, outcome: DetectionOutcome) -> None:
         """Append an outcome to the file."""
-        self.outcomes[key_of(outcome.case)] = outcome
-        self._append(pickle.dumps(outcome))
+        self.outcomes[outcome.key] = outcome
+        self._append(outcome_document(outcome))
 
     def close(self) -> None:
         """Close the file; its outcomes stay readable."""
         self._stream.close()
 
-    def _append(self, content: bytes) -> None:
-        self._stream.write(gzip.compress(content))
+    def _append(self, document: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(document, separators=(",", ":")).encode() + b"\n")
         self._stream.flush()
 
 
-def outcomes_in(path: pathlib.Path, version: str) -> dict[Key, DetectionOutcome]:
+def read_outcomes(path: pathlib.Path, version: str | None = None) -> StoredOutcomes:
     """Return the complete outcomes of a file, such as another part of a run, which may be going on.
 
-    Raises ValueError where another version, or another program, has begun the file, and OSError without it.
+    Raises ValueError where another version than the given one, or another program, has begun the file, and OSError
+    without it.
     """
     with path.open("rb") as stream:
-        return _stored(stream, path, version)[0]
+        stored = _stored(stream, path)
+    if version is not None:
+        _check_version(stored, path, version)
+    return stored
 
 
-def _stored(stream: BinaryIO, path: pathlib.Path, version: str) -> tuple[dict[Key, DetectionOutcome], int]:
-    """Return the complete outcomes of a stream, and the position at which they end; 0 in an empty one."""
-    outcomes: dict[Key, DetectionOutcome] = {}
-    end = 0
-    for number, (content, end_of_member) in enumerate(_members(stream)):
-        if number:
-            outcome: DetectionOutcome = pickle.loads(content)
-            outcomes[key_of(outcome.case)] = outcome
-        elif (begun_by := content.decode()) != version:
-            raise ValueError(
-                f"{path} has outcomes of version {begun_by}, and the code is {version}; write another file"
-            )
-        end = end_of_member
-    if not end and stream.seek(0, 2):
+def _check_version(stored: StoredOutcomes, path: pathlib.Path, version: str) -> None:
+    if stored.end and stored.version != version:
+        raise ValueError(
+            f"{path} has outcomes of version {stored.version}, and the code is {version}; write another file"
+        )
+
+
+def _stored(stream: BinaryIO, path: pathlib.Path) -> StoredOutcomes:
+    content = stream.read()
+    complete = content[: content.rfind(b"\n") + 1]
+    if not complete and content:
         raise ValueError(f"{path} is not a file of outcomes; write another file")
-    return outcomes, end
+    outcomes: dict[WindowKey, DetectionOutcome] = {}
+    header: dict[str, Any] = {"version": "", "detectors": []}
+    try:
+        for number, line in enumerate(complete.splitlines()):
+            document = json.loads(line)
+            if number:
+                outcome = outcome_of(document)
+                outcomes[outcome.key] = outcome
+            else:
+                header = {"version": str(document["version"]), "detectors": document["detectors"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of outcomes; write another file") from error
+    return StoredOutcomes(header["version"], tuple(header["detectors"]), outcomes, len(complete))
 
 
-def key_of(case: DetectionCase) -> Key:
-    """Return what makes a case one of its row."""
-    return case.row, case.layout, case.seed, case.steps
+def outcome_document(outcome: DetectionOutcome) -> dict[str, Any]:
+    """Return an outcome as plain objects."""
+    window = next(iter(outcome.windows.values()))
+    return {
+        **outcome.key._asdict(),
+        "hours": window.hours,
+        "truths": [_truth_document(truth) for truth in window.truths],
+        "named": {name: _spells(window.named) for name, window in outcome.windows.items()},
+        "secondsPerStep": {name: round(seconds, 7) for name, seconds in outcome.seconds_per_step.items()},
+    }
+
+
+def outcome_of(document: dict[str, Any]) -> DetectionOutcome:
+    """Return the outcome of plain objects. Raises KeyError or ValueError for what is none."""
+    key = WindowKey(document["row"], document["layout"], document["seed"], document["steps"])
+    truths = tuple(_truth(each) for each in document["truths"])
+    return DetectionOutcome(
+        key=key,
+        windows={
+            name: Window(
+                grid=LAYOUTS[key.layout],
+                truths=truths,
+                named=_named(spells),
+                steps=key.steps,
+                hours=document["hours"],
+            )
+            for name, spells in document["named"].items()
+        },
+        seconds_per_step=document["secondsPerStep"],
+    )
+
+
+def _truth_document(truth: Truth) -> dict[str, Any]:
+    return {
+        "ranks": list(truth.subject.ranks),
+        "isLink": truth.subject.is_link,
+        "cause": truth.cause,
+        "begin": truth.begin,
+        "end": truth.end,
+        "noticeableFrom": truth.noticeable_from,
+        "costS": truth.cost_s,
+        "costFraction": truth.cost_fraction,
+    }
+
+
+def _truth(document: dict[str, Any]) -> Truth:
+    return Truth(
+        subject=NamedSubject(tuple(document["ranks"]), document["isLink"]),
+        cause=document["cause"],
+        begin=document["begin"],
+        end=document["end"],
+        noticeable_from=document["noticeableFrom"],
+        cost_s=document["costS"],
+        cost_fraction=document["costFraction"],
+    )
+
+
+def _spells(named: Named) -> list[dict[str, Any]]:
+    """Return for each subject and cause its spells: first and last step with the same confidence and cost."""
+    found: dict[tuple[NamedSubject, str], list[list[Any]]] = {}
+    for step, verdicts in sorted(named.items()):
+        for verdict in verdicts:
+            spells = found.setdefault((verdict.subject, verdict.cause), [])
+            if spells and spells[-1][1:] == [step - 1, verdict.confidence, verdict.cost_s]:
+                spells[-1][1] = step
+            else:
+                spells.append([step, step, verdict.confidence, verdict.cost_s])
+    return [
+        {"ranks": list(subject.ranks), "isLink": subject.is_link, "cause": cause, "spells": spells}
+        for (subject, cause), spells in found.items()
+    ]
+
+
+def _named(documents: list[dict[str, Any]]) -> Named:
+    named: dict[int, list[Verdict]] = {}
+    for each in documents:
+        subject = NamedSubject(tuple(each["ranks"]), each["isLink"])
+        for first, last, confidence, cost_s in each["spells"]:
+            verdict = Verdict(subject=subject, cause=each["cause"], cost_s=cost_s, confidence=confidence)
+            for step in range(first, last + 1):
+                named.setdefault(step, []).append(verdict)
+    return {step: tuple(verdicts) for step, verdicts in sorted(named.items())}
 
 
 def version_of(folders: Iterable[pathlib.Path], options: str) -> str:
@@ -91,19 +194,3 @@ def version_of(folders: Iterable[pathlib.Path], options: str) -> str:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in {".py", ".cpp", ".hpp"}):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _members(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Yield the content of each complete member of a gzip file, and the position in the file at which it ends."""
-    reader, parts, position = zlib.decompressobj(GZIP), list[bytes](), 0
-    while chunk := stream.read(CHUNK):
-        while chunk:
-            try:
-                parts.append(reader.decompress(chunk))
-            except zlib.error:
-                return
-            position += len(chunk) - len(reader.unused_data)
-            chunk = reader.unused_data
-            if reader.eof:
-                yield b"".join(parts), position
-                reader, parts = zlib.decompressobj(GZIP), []

@@ -26,6 +26,8 @@ class StepTrace:
     real_time_s: float
     lost: int = 0
     """Records that were lost around this step."""
+    attempt: int = 0
+    """Attempt of the job: after a restart steps are repeated in the next one."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,11 +47,25 @@ COLUMNS = (
 )
 
 
+class WindowKey(NamedTuple):
+    """Key of a window: its row, and how it was drawn there."""
+
+    row: str
+    layout: str
+    seed: int
+    steps: int
+
+
+def key_of(case: DetectionCase) -> WindowKey:
+    """Return the key of a case."""
+    return WindowKey(case.row, case.layout, case.seed, case.steps)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectionOutcome:
     """Verdicts of every detector in a window."""
 
-    case: DetectionCase
+    key: WindowKey
     windows: dict[str, Window]
     seconds_per_step: dict[str, float]
 
@@ -74,7 +88,7 @@ def run(case: DetectionCase, names: Sequence[str]) -> DetectionOutcome:
         _watch_hang(case, hung, detectors, named, simulated)
     truths, hours = truths_of(case, simulated)
     return DetectionOutcome(
-        case=case,
+        key=key_of(case),
         windows={
             name: Window(grid=case.job.grid, truths=truths, named=named[name], steps=case.steps, hours=hours)
             for name in names
@@ -205,7 +219,7 @@ def as_json(outcomes: Sequence[DetectionOutcome]) -> list[dict[str, Any]]:
 def _groups(outcomes: Sequence[DetectionOutcome]) -> Iterable[tuple[str, str, list[Window]]]:
     rows: dict[str, list[DetectionOutcome]] = {}
     for outcome in outcomes:
-        rows.setdefault(outcome.case.row, []).append(outcome)
+        rows.setdefault(outcome.key.row, []).append(outcome)
     for row, group in rows.items():
         for name in group[0].windows:
             yield row, name, [outcome.windows[name] for outcome in group]

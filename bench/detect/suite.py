@@ -311,14 +311,28 @@ ROWS = {
         Row(name="healthy: clocks", clock_offset_s=5e-3, clock_drift_ppm=20),
         Row(name="healthy: 20 % lost records", lost=0.2),
         Row(name="healthy: cpu", noise="cpu", layouts=CPU_LAYOUTS),
+        Row(name="1024 ranks", faults=compute(1.05, 2.0), layouts=("1k",), microbatches=(8,)),
+        Row(name="1024 ranks: healthy", layouts=("1k",), microbatches=(8,)),
         stream("stream", lambda rng: Events()),
         stream("stream: variable lengths", uneven),
         stream("stream: eventful", lambda rng: dataclasses.replace(eventful(rng), ramp_up=((40, 5), (80, 6)))),
     )
 }
+LARGE = tuple(name for name, row in ROWS.items() if row.layouts == ("1k",))
 ROW_GROUPS = {
-    "@faults": tuple(name for name, row in ROWS.items() if row.faults is not None),
-    "@healthy": tuple(name for name, row in ROWS.items() if row.faults is None and row.steps < STREAM_STEPS),
+    "@faults": tuple(name for name, row in ROWS.items() if row.faults is not None and name not in LARGE),
+    "@healthy": tuple(
+        name for name, row in ROWS.items() if row.faults is None and row.steps < STREAM_STEPS and name not in LARGE
+    ),
+    "@large": LARGE,
     "@streams": tuple(name for name, row in ROWS.items() if row.steps == STREAM_STEPS),
 }
-"""Rows of which all windows have a fault, of which none has, and long healthy jobs."""
+"""Rows of which all windows have a fault, of which none has, of 1,024 ranks, and long healthy jobs."""
+TABLE_WINDOWS = {
+    **dict.fromkeys(ROW_GROUPS["@faults"], 70),
+    "compute 3 %": 120,
+    "2 to 5 faults": 200,
+    **dict.fromkeys(ROW_GROUPS["@healthy"], 1000),
+    **dict.fromkeys(LARGE, 10),
+}
+"""Windows of each row of the published table: 2,100 with a fault of 5 % and more, and 10,000 healthy ones."""

@@ -54,7 +54,7 @@ def test_only_the_slow_rank_is_named(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "outcome   right: 1 verdicts name the fault, 0 something else" in done.stdout
+    assert "outcome   right: 1 verdicts name the fault, 0 do not" in done.stdout
     assert ": fell" in done.stdout
     spans = read_chrome(json.loads((ROOT / demo.TRACE).read_text(encoding="utf-8")))
     assert len(spans) > 1000

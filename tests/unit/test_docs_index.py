@@ -35,6 +35,11 @@ def test_decisions_have_a_number_of_their_own_and_name_it() -> None:
         assert path.read_text(encoding="utf-8").startswith(f"# {path.name[:4]} "), path.name
 
 
+def test_decisions_have_a_status() -> None:
+    for path in sorted((DOCS / "adr").glob("*.md")):
+        assert path.read_text(encoding="utf-8").split("\n")[2].startswith("Status: "), path.name
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_readme_of_a_part_has_at_most_thirty_lines_and_is_listed(part: str) -> None:
     readme = ROOT / part / "README.md"

@@ -62,6 +62,15 @@ OFFENCES = {
     ),
     "phrase over two lines": ({MODULE: '"""Run at most so\nmany steps now."""\n'}, f"{MODULE}:1: 'so many'"),
     "word below a constant": ({MODULE: 'LIMIT = 1\n"""It Tells when to stop."""\n'}, f"{MODULE}:2: 'tells'"),
+    "word in a message": (
+        {MODULE: 'def run() -> None:\n    raise ValueError("was told\\nto stop")\n'},
+        f"{MODULE}:2: 'told' in the text",
+    ),
+    "word in a message that is formatted": ({MODULE: "print(f'{1} told {2}')\n"}, f"{MODULE}:1: 'told' in the text"),
+    "word in a help text": (
+        {"scripts/run.py": 'add(help="print so many\\nlines")\n'},
+        "scripts/run.py:1: 'so many' in the text 'print so many\\nlines'",
+    ),
     "word in a function's name": (
         {MODULE: "def was_told() -> None: ...\n"},
         f"{MODULE}:1: 'told' in the name was_told",
@@ -132,6 +141,10 @@ def test_gate_fails_with_the_place(name: str, root: pathlib.Path, capsys: pytest
 
 ALLOWED = {
     "code in a docstring": {MODULE: '"""Run until `told` or ``so\nmany`` is set."""\n'},
+    "code in a message": {MODULE: 'print("write `told` or ``so many``")\n'},
+    "key": {MODULE: 'VALUES = {"told": 1}\n'},
+    "message of a test": {"tests/unit/test_loop.py": "assert 1, 'was told'\n"},
+    "word avoided in names only, in a message": {MODULE: 'print("was found")\n'},
     "word inside another": {MODULE: '"""Run untold steps in order."""\nretold_count = 1\n'},
     "word avoided in names only": {MODULE: '"""Run what was found."""\n'},
     "use of a foreign name": {MODULE: '"""Run the training loop."""\nfile.told(so_many.found)\n'},

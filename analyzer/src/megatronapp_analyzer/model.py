@@ -240,6 +240,26 @@ class Cause(enum.StrEnum):
     UNDETERMINED = "undetermined"
 
 
+class Reason(enum.StrEnum):
+    """Finer reason of a cause, as far as the records show it."""
+
+    DOWN_CLOCK = "down-clock"
+    """The clock of the device is lower than that of others, or than before."""
+    CONTENTION = "contention"
+    """Another process uses the device, whose clock is as high as that of others."""
+    MEMORY_BOUND = "memory-bound"
+    """Work that waits for the device's memory is slow."""
+    GARBAGE_COLLECTION = "garbage-collection"
+    CPU_CONTENTION = "cpu-contention"
+    """Threads wait for a processor."""
+    CPU_STEAL = "cpu-steal"
+    """The hypervisor of the node gives its processors to others."""
+    CPU_THROTTLED = "cpu-throttled"
+    """The processor limit of the container stops its threads."""
+    STOPPED = "stopped"
+    """The process neither runs nor waits for a processor."""
+
+
 LINK_CAUSES = frozenset({Cause.LINK, Cause.NODE_LINK})
 """Causes that lie between ranks, and not in any of them."""
 
@@ -301,6 +321,8 @@ class Verdict:
     since: JobMoment
     until: JobMoment | None = None
     sentence: str = ""
+    reason: Reason | None = None
+    """Finer reason of the cause; None where it is unknown, and for causes without one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form (docs/contracts.md, section 7)."""
@@ -308,6 +330,7 @@ class Verdict:
             "id": self.id,
             "subject": self.subject.to_json(),
             "cause": str(self.cause),
+            "reason": None if self.reason is None else str(self.reason),
             "state": str(self.state),
             "effect": {
                 "secondsPerStep": round(self.seconds_per_step, 6),

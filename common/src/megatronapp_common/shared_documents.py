@@ -15,10 +15,10 @@ from typing import Any
 
 from megatronapp_common.errors import DocumentError
 
-PAGE_BYTES = 16384
+DOCUMENT_BYTES = 16384
 _HEAD = struct.Struct("<QII")  # sequence number, length, crc32
 _SEQUENCE = struct.Struct("<Q")
-PAGE_ROOM = PAGE_BYTES - _HEAD.size
+MAX_JSON_BYTES = DOCUMENT_BYTES - _HEAD.size
 """Bytes of JSON that fit."""
 
 
@@ -34,20 +34,20 @@ class DocumentWriter:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
             try:
-                os.posix_fallocate(fd, 0, PAGE_BYTES)
-                self._map = mmap.mmap(fd, PAGE_BYTES)
+                os.posix_fallocate(fd, 0, DOCUMENT_BYTES)
+                self._map = mmap.mmap(fd, DOCUMENT_BYTES)
             finally:
                 os.close(fd)
         except OSError as error:
-            raise DocumentError(f"{path}: cannot create a page of {PAGE_BYTES} bytes: {error}") from error
+            raise DocumentError(f"{path}: cannot create a document of {DOCUMENT_BYTES} bytes: {error}") from error
         left: int = _SEQUENCE.unpack_from(self._map, 0)[0]
         self._sequence = left + left % 2  # odd: its writer died within a write
 
     def write(self, document: dict[str, Any]) -> None:
         """Replace the document. Raises DocumentError if its JSON does not fit."""
         data = json.dumps(document, separators=(",", ":")).encode()
-        if len(data) > PAGE_ROOM:
-            raise DocumentError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")
+        if len(data) > MAX_JSON_BYTES:
+            raise DocumentError(f"{self._path}: document of {len(data)} bytes does not fit into {MAX_JSON_BYTES}")
         _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
         self._map[_HEAD.size : _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._map, 0, self._sequence + 1, len(data), zlib.crc32(data))
@@ -92,7 +92,7 @@ class DocumentReader:
             return None
         assert self._map is not None
         sequence, length, crc = _HEAD.unpack_from(self._map, 0)
-        if sequence == 0 or sequence % 2 or length > PAGE_BYTES - _HEAD.size:
+        if sequence == 0 or sequence % 2 or length > DOCUMENT_BYTES - _HEAD.size:
             return None
         data = self._map[_HEAD.size : _HEAD.size + length]
         if _SEQUENCE.unpack_from(self._map, 0)[0] != sequence or zlib.crc32(data) != crc:
@@ -116,10 +116,10 @@ class DocumentReader:
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                if found.st_size < PAGE_BYTES:
+                if found.st_size < DOCUMENT_BYTES:
                     return False
                 self._file = (found.st_dev, found.st_ino)
-                self._map = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
+                self._map = mmap.mmap(file.fileno(), DOCUMENT_BYTES, prot=mmap.PROT_READ)
         except FileNotFoundError:
             return False
         except OSError as error:

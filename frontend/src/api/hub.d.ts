@@ -298,26 +298,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/scope/perturbations": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        get?: never;
-        put?: never;
-        /**
-         * Reserved
-         * @description Not there yet: the name is kept.
-         */
-        post: operations["addPerturbation"];
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/scope/runs": {
         parameters: {
             query?: never;
@@ -1825,7 +1805,7 @@ export interface components {
         };
         /**
          * FaultRequest
-         * @description A fault to inject; see the control page.
+         * @description A fault to inject; see the control document.
          */
         FaultRequest: {
             /** Factor */
@@ -2169,7 +2149,7 @@ export interface components {
         JobEntry: {
             /**
              * Findings
-             * @description Sentences of its verdicts that stand.
+             * @description Sentences of its verdicts that are not cleared.
              * @default []
              */
             findings: string[];
@@ -2345,7 +2325,7 @@ export interface components {
         LeaseView: {
             /**
              * Client
-             * @description Kind of client in its own words, such as page.
+             * @description Kind of client as the client names it, such as page.
              */
             client: string;
             /**
@@ -2355,7 +2335,7 @@ export interface components {
             expiresAt: number;
             /**
              * Who
-             * @description Whom the gateway names, else `controller token`.
+             * @description User that the gateway names, otherwise `controller token`.
              */
             who: string;
         };
@@ -2589,7 +2569,7 @@ export interface components {
             replica: number | null;
             /**
              * Steps
-             * @description Steps to run, for step; steps of activations, for perturb (0: until undo); else 0.
+             * @description Steps to run, for step; steps of activations, for perturb (0: until undo).
              */
             steps: number;
             /**
@@ -3102,7 +3082,7 @@ export interface components {
         };
         /**
          * Progress
-         * @description The progress page of the reporting rank.
+         * @description The progress document of the reporting rank.
          */
         Progress: {
             /** Attempt */
@@ -3712,6 +3692,11 @@ export interface components {
              * @description Median from when both ends were ready to the end of the receive.
              */
             seconds: number;
+            /**
+             * Slowdown
+             * @description Ideal steps with only the messages of this link as recorded, over ideal steps; null if not replayed: at most 64 links are, those with the most time beyond the usual.
+             */
+            slowdown: number | null;
             /** Source */
             source: number;
             /**
@@ -3744,8 +3729,13 @@ export interface components {
              */
             lastStageFraction: number | null;
             /**
+             * Launchratio
+             * @description Launch delay: recorded steps over those without the time between spans; null without steps.
+             */
+            launchRatio: number | null;
+            /**
              * Links
-             * @description At most 1,024, those with the longest delay first.
+             * @description At most 1,024, by slowdown, then by delay, longest first.
              */
             links: components["schemas"]["SlowLink"][];
             /**
@@ -4058,7 +4048,7 @@ export interface components {
             attempt: number;
             /**
              * Bytes
-             * @description Size of a transfer; null where there is none.
+             * @description Size of a transfer; null for other spans.
              */
             bytes: (number | null)[];
             /** Chunk */
@@ -4103,7 +4093,7 @@ export interface components {
             originNs: number;
             /**
              * Peer
-             * @description Other end of a transfer; null where there is none.
+             * @description Other end of a transfer; null for other spans.
              */
             peer: (number | null)[];
             /** Rank */
@@ -4262,7 +4252,7 @@ export interface components {
             lost: number;
             /**
              * Missingranks
-             * @description Ranks of which nothing was heard for long; the others are judged without them.
+             * @description Ranks that have not reported for long; the others are judged without them.
              */
             missingRanks: number[];
             /** Rings */
@@ -4460,6 +4450,11 @@ export interface components {
             evidence: components["schemas"]["Evidence"];
             /** Id */
             id: string;
+            /**
+             * Reason
+             * @description Finer reason of the cause, from spans and counters; null where they show none.
+             */
+            reason?: ("down-clock" | "contention" | "memory-bound" | "garbage-collection" | "cpu-contention" | "cpu-steal" | "cpu-throttled" | "stopped") | null;
             /** Sentence */
             sentence: string;
             since: components["schemas"]["Moment"];
@@ -5478,62 +5473,6 @@ export interface operations {
             };
         };
     };
-    addPerturbation: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": unknown;
-                };
-            };
-            /** @description Unauthorized */
-            401: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Unprocessable Entity */
-            422: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Too Many Requests */
-            429: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Not Implemented */
-            501: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
     listRuns: {
         parameters: {
             query?: never;
@@ -5989,7 +5928,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnswerPending"];
                 };
             };
-            /** @description as it was */
+            /** @description not modified */
             304: {
                 headers: {
                     [name: string]: unknown;
@@ -6098,7 +6037,7 @@ export interface operations {
                     "application/json": components["schemas"]["AnswerPending"];
                 };
             };
-            /** @description as it was */
+            /** @description not modified */
             304: {
                 headers: {
                     [name: string]: unknown;

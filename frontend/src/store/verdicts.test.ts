@@ -56,6 +56,14 @@ describe("verdicts", () => {
     expect(`${subjectName(group)}: ${causeName(group)}`).toBe("Links of ranks 0 and 1: slow NVLink or PCIe");
   });
 
+  it("name the reason of a cause where it is known", () => {
+    expect(causeName(verdict({ reason: "down-clock" }))).toBe("slow compute (down clock)");
+    expect(causeName(verdict({ cause: "host", reason: "cpu-contention" }))).toBe(
+      "host stalls (CPU contention)",
+    );
+    expect(causeName(verdict({ cause: "host", reason: null }))).toBe("host stalls");
+  });
+
   it("mark no rank while it is unknown whether they hold", () => {
     const unknown = verdict({ stale: true });
     expect([...suspectRanks([unknown])]).toEqual([]);

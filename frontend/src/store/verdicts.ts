@@ -75,7 +75,9 @@ const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
   undetermined: "cause undetermined",
 };
 
-export const causeName = (verdict: Verdict): string => CAUSES[verdict.cause];
+/** The cause, and its reason where it is known. */
+export const causeName = ({ cause, reason }: Verdict): string =>
+  CAUSES[cause] + (reason ? ` (${reason.replace("-", " ").replace("cpu", "CPU")})` : "");
 
 export interface Cost {
   readonly perStepS: number;

@@ -11,13 +11,13 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatronapp_common.job.api.analyzer import SlowRank
 from megatronapp_common.job.api.progress import Progress, TimeSpent
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     ConditionType,
     Phase,
     Replicas,
-    SlowRank,
     Status,
 )
 from megatronapp_operator.plan import reasons
@@ -319,7 +319,7 @@ def _paused(jobs: _Jobs) -> Iterator[Metric]:
         "megatron_job_paused_since_timestamp_seconds", "When the training was paused; absent if it is not.", labels=_JOB
     )
     gpus = GaugeMetricFamily(
-        "megatron_job_paused_gpus", "GPUs that a pause leaves idle; absent if there is none.", labels=_JOB
+        "megatron_job_paused_gpus", "GPUs that a pause leaves idle; absent if it is not paused.", labels=_JOB
     )
     for key, job in jobs:
         condition = job.status.condition(ConditionType.PAUSED)

@@ -140,7 +140,7 @@ async def order_too_late_windows(hub: Any, client: httpx.AsyncClient, first: int
         assert (answer.status_code, answer.json()["code"]) == (409, "step-never-reached"), answer.text
 
 
-async def test_agent_puts_faults_and_windows_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
+async def test_agent_puts_faults_and_windows_in_the_control_document(hub: Any, worker: Any, until: Any) -> None:
     mine = worker(hub.url)
     mine.open_rings()
     mine.write_steps(range(2))

@@ -171,6 +171,16 @@ async def test_slowdowns_blame_and_the_tracer_of_whole_steps(hub: Any, fake_job:
         assert (await client.get("/api/v1/slowdowns?peers=some")).status_code == 422
 
 
+async def test_the_blame_of_the_newest_step_is_a_metric(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    assert not (await families(hub))["megascan_step_lost_seconds"].samples
+    await feed(fake_job(), range(4))
+
+    async def computed() -> bool:
+        return bool((await families(hub))["megascan_step_blamed_seconds"].samples)
+
+    await until(computed)
+
+
 async def test_ranges_are_inclusive(hub: Any, fake_job: Any, feed: Any) -> None:
     await feed(fake_job(), range(10))
     assert [step["step"] for step in await hub.get("/api/v1/steps?from=3&to=5")] == [3, 4, 5]
@@ -427,7 +437,7 @@ async def test_ended_faults_free_space_and_a_full_document_is_refused(
         assert codes[-1] == 409 and len(codes) > 4
         await feed(job, range(8, 12))
         assert (await client.post("/api/v1/faults", json=fault | {"fromStep": 20})).status_code == 201
-        assert [fault["fromStep"] for fault in hub.hub.faults.control_page()["faults"]] == [20]
+        assert [fault["fromStep"] for fault in hub.hub.faults.document()["faults"]] == [20]
         assert len(await hub.get("/api/v1/faults")) == 4
 
 

@@ -103,7 +103,7 @@ async def test_a_trace_has_a_note_if_it_lacks_steps_of_earlier_attempts(hub: Any
     await until(has_all)
     hub.hub.spooled._writer.wait_until_written()
     hub.hub.spooled.archiver.wait_until_idle()
-    left_out = "steps of attempts before 1 are left out"
+    left_out = "steps of attempts before 1 are not included"
     async with hub.client() as client:
         for first, last, expected in ((30, 45, range(40, 46)), (41, 59, range(41, 60)), (57, 59, range(57, 60))):
             answer = await client.get(f"/api/v1/trace?from={first}&to={last}")

@@ -1,15 +1,31 @@
 """A real hub on loopback, fed by fake agents over real WebSockets."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
 from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.frames import FrameType
+from megatronapp_common.trace import RECORD, Counter, RecordKind
 
 pytestmark = pytest.mark.asyncio
+VERDICT = Verdict(
+    id="v1",
+    subject=VerdictSubject(type=SubjectType.RANK, ranks=(2,)),
+    cause=Cause.COMPUTE,
+    state=VerdictState.CONFIRMED,
+    seconds_per_step=0.004,
+    seconds_lost=2.0,
+    slowdown=2.0,
+    confidence=0.9,
+    evidence_steps=(3, 4),
+    evidence_text=(),
+    since=JobMoment(attempt=0, step=3, time=1.0),
+)
 
 
 async def feed(hub: Any, job: Any, steps: range) -> None:
@@ -111,26 +127,37 @@ async def test_timeline_has_flows_between_matched_ends(hub: Any, fake_job: Any, 
     assert series["values"] == pytest.approx([5.0, 4.99, 4.98, 4.97])
 
 
+async def test_a_verdict_has_the_reason_that_counters_of_its_worker_show(hub: Any, fake_job: Any, until: Any) -> None:
+    job = fake_job()
+    for worker, throttled in enumerate((0.0, 0.4)):
+        sample = np.zeros(1, RECORD)
+        sample["kind"], sample["comm"] = RecordKind.COUNTER, Counter.CPU_THROTTLED
+        sample["start_ns"], sample["aux"] = job.records(0, 4)["start_ns"].min(), np.float32(throttled).view("<u4")
+        async with hub.agent(job, worker) as agent:
+            await agent.hello()
+            header = {"rank": None, "worker": worker, "first": 0, "lost": 0}
+            await agent.send(FrameType.RECORDS, header, sample.tobytes())
+    hub.script.by_step[5] = [dataclasses.replace(VERDICT, cause=Cause.HOST)]
+    await feed(hub, job, range(6))
+
+    async def is_named() -> bool:
+        return len(await hub.get("/api/v1/verdicts")) == 1
+
+    await until(is_named)
+    (verdict,) = await hub.get("/api/v1/verdicts")
+    assert (verdict["cause"], verdict["reason"]) == ("host", "cpu-throttled")
+    assert verdict["evidence"]["text"][-1].endswith("for 0.40 s per second, 0.00 s on the other worker")
+    (slow,) = (await hub.get("/api/v1/summary"))["slowRanks"]
+    assert slow["reason"] == "cpu-throttled"
+
+
 async def test_a_hub_that_is_started_again_counts_no_waste_twice(
     tmp_path: Path, serve: Any, fake_job: Any, until: Any
 ) -> None:
     """Its sums continue those of the hub before."""
-    verdict = Verdict(
-        id="v1",
-        subject=VerdictSubject(type=SubjectType.RANK, ranks=(0,)),
-        cause=Cause.COMPUTE,
-        state=VerdictState.CONFIRMED,
-        seconds_per_step=0.25,
-        seconds_lost=2.0,
-        slowdown=2.0,
-        confidence=0.9,
-        evidence_steps=(3,),
-        evidence_text=(),
-        since=JobMoment(attempt=0, step=3, time=1.0),
-    )
     lost = 'megascan_wasted_gpu_seconds_total{cause="compute",job_id="demo"} 8.0'
     with serve(tmp_path) as hub:
-        hub.script.by_step[3] = [verdict]
+        hub.script.by_step[3] = [VERDICT]
         await feed(hub, fake_job(), range(6))
 
         async def judged() -> bool:

@@ -38,7 +38,7 @@ async def controller(steered: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def progress(state: str, step: int, *decided: tuple[int, int], attempt: int = 0, **control: Any) -> dict[str, Any]:
-    """Progress page of ranks in a state; `decided`: numbers of orders with the steps from which they hold."""
+    """Progress document of ranks in a state; `decided`: numbers of orders with the steps from which they hold."""
     orders = [{"number": number, "step": at, "refusal": None} for number, at in decided]
     fields = {"state": state, "stepsLeft": 0, "pausedSince": None, "pausedSeconds": 0.0, "saves": False}
     page_state = "paused" if state == "paused" else "training"
@@ -65,7 +65,7 @@ async def refused(client: httpx.AsyncClient, path: str, document: dict[str, Any]
 
 
 async def ordered(agent: Any) -> dict[str, Any]:
-    """The next control page with orders that an agent is sent."""
+    """The next control document with orders that an agent is sent."""
     while True:
         frame = await agent.receive()
         if frame.type == FrameType.COMMAND and frame.header["training"]["orders"]:
@@ -287,7 +287,7 @@ def test_a_hub_without_its_orders_counts_on_from_those_that_the_ranks_report() -
     orders.observe(1, report)
     orders.observe(0, report)  # an agent of an attempt that has ended
     (pending,) = orders.newest_first
-    assert (given.number, pending.is_pending, orders.page(1)["orders"]) == (3, True, [given.order.to_json()])
+    assert (given.number, pending.is_pending, orders.document(1)["orders"]) == (3, True, [given.order.to_json()])
 
 
 def test_a_lease_runs_out_unless_it_is_renewed() -> None:

@@ -355,10 +355,6 @@ async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, u
         for method, path in CONTROL[:3]:
             answer = await client.request(method, path, json=bodies[method])
             assert (answer.status_code, answer.json()["code"]) == (409, "no-model")
-        for path in ("perturbations",):
-            for method in ("POST", "PATCH", "DELETE"):
-                answer = await client.request(method, f"/api/v1/scope/{path}")
-                assert (answer.status_code, answer.json()["code"]) == (501, "not-yet")
 
 
 async def test_runs_are_forwarded_to_the_model_with_its_refusals(

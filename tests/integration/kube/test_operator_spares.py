@@ -7,6 +7,7 @@ import pytest
 from operator_simulation import KillableApi, OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_common.names import ANNOTATION_RESTART, LABEL_ATTEMPT, LABEL_REPLICA_INDEX, LABEL_SPARE
+from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS
 from megatronapp_operator.backends.kubernetes.observe import PollResult, ReportedEnd
 from megatronapp_operator.plan import Progress, SlowRank, WorkerOutcome
@@ -153,7 +154,7 @@ async def with_slow_node(stage: OperatorSimulation) -> None:
     assert memory is not None
     verdict = SlowRank(
         id="v", subject="node", cause="compute", state="confirmed", sentence="It is slow.", slowdown=2.0, node=SLOW,
-        since_attempt=0, since_time=stage.now() - 60,
+        ranks=(8, 9), since_attempt=0, since_time=stage.now() - 60, gpu_hours=2.5, cost=6.25,
     )  # fmt: skip
     page = Progress(attempt=0, iteration=1)
     memory.poll_result = PollResult(summary=HubSummary(slow_ranks=(verdict,)), progress=page)
@@ -166,6 +167,10 @@ async def ends_with_its_checkpoint(stage: OperatorSimulation) -> None:
     status = (await stage.job())["status"]
     assert (status["phase"], status["attempt"]) == ("Running", 0)
     assert [entry["node"] for entry in status["excludedNodes"]] == [SLOW]
+    (slow,) = status["slowNodes"]
+    (verdict,) = status["slowRanks"]
+    assert seconds_of(slow.pop("since")) == verdict["since"]["time"]
+    assert slow == {"node": SLOW, "ranks": [8, 9], "causes": ["compute"], "gpuHours": 2.5, "cost": 6.25}
     condition = next(entry for entry in status["conditions"] if entry["type"] == "SlowNodeDetected")
     waits = f"The gang ends with its next checkpoint; then a spare takes the place of worker 1, which leaves {SLOW}."
     assert condition["message"] == f"It is slow. {waits}"

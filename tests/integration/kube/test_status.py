@@ -18,6 +18,7 @@ from megatronapp_operator.plan import (
     Phase,
     Progress,
     Replicas,
+    SlowNodeCost,
     SlowRank,
     Status,
 )
@@ -64,6 +65,12 @@ RUNNING = Status(
             id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="It is.", since_step=7,
             seconds_per_step=0.5, slowdown=1.5, worker=1, node="gpu-7", since_attempt=2, since_time=MOMENT,
         ),
+    ),
+    slow_nodes=(
+        SlowNodeCost(
+            node="gpu-7", ranks=(0, 2), causes=("compute", "host"), since=MOMENT, gpu_hours=1.75, cost=4.38
+        ),
+        SlowNodeCost(node="gpu-1"),
     ),
     hung_ranks=(3,),
     last_control=1_763_000_000_000,

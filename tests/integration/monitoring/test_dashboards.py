@@ -73,6 +73,7 @@ def test_every_query_returns_data(scraped: tuple[Prometheus, Jobs, float], path:
         for panel in panels(read(path))
         for target in panel["targets"]
         if "megafbd_" not in target["expr"]  # the job runs MegaDPP, and cannot run both
+        and "DCGM_" not in target["expr"]  # its ranks have no devices; test_panels.py evaluates these
     ]
     assert len(pending) > 10
 

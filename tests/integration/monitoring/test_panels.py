@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 from typing import Any
 
@@ -12,12 +13,22 @@ BOARDS = pathlib.Path(__file__).parents[3] / "charts" / "megatronapp" / "dashboa
 RESTARTS = 'megatron_job_restarts_total{{namespace="team",name="{name}",reason="{reason}"}}'
 
 
-def query(dashboard: str, title: str) -> str:
+def queries(dashboard: str, title: str) -> list[str]:
     document = json.loads((BOARDS / f"{dashboard}.json").read_text(encoding="utf-8"))
     (panel,) = [panel for panel in document["panels"] if panel["title"] == title]
-    (target,) = panel["targets"]
-    text: str = target["expr"].replace("$namespace", ".*")
-    assert "$" not in text
+    return [filled(target["expr"]) for target in panel["targets"]]
+
+
+def query(dashboard: str, title: str) -> str:
+    (text,) = queries(dashboard, title)
+    return text
+
+
+def filled(text: str) -> str:
+    """Return a query with the choices that a user makes on the board."""
+    for name in ("namespace", "name"):
+        text = text.replace(f'=~"${name}"', '=~".*"')
+    assert not re.search(r"\$[a-z_]", text)
     return text
 
 
@@ -59,3 +70,33 @@ def test_jobs_of_a_queue_are_among_those_that_wait(tmp_path: pathlib.Path, phase
     ]
     check = {"expr": query("operator", "Wait"), "eval_time": "3m", "exp_samples": [{"labels": "{}", "value": 1}]}
     evaluate(tmp_path, {"input_series": series, "promql_expr_test": [check]})
+
+
+@pytest.mark.parametrize(
+    ("title", "metric"),
+    [
+        ("SM clock of suspects' devices", "DCGM_FI_DEV_SM_CLOCK"),
+        ("Temperature of suspects' devices", "DCGM_FI_DEV_GPU_TEMP"),
+        ("Power of suspects' devices", "DCGM_FI_DEV_POWER_USAGE"),
+    ],
+)
+def test_devices_of_suspects_are_shown_next_to_the_others_of_their_node(
+    tmp_path: pathlib.Path, title: str, metric: str
+) -> None:
+    """A node without suspects and a rank on the CPU are not shown."""
+    values = {("n1", "0"): 1980, ("n1", "1"): 1200, ("n1", "2"): 1970, ("n1", "3"): 1990, ("n2", "0"): 1980}
+    labels = 'namespace="team",job_id="gpt",cause="compute",state="confirmed"'
+    series = [
+        {"series": f'{metric}{{Hostname="{node}",gpu="{gpu}"}}', "values": f"{value}x5"}
+        for (node, gpu), value in values.items()
+    ]
+    series += [
+        {"series": f'megascan_suspect_info{{{labels},rank="3",node="n1",gpu="1"}}', "values": "1x5"},
+        {"series": f'megascan_suspect_info{{{labels},rank="9",node="n2",gpu=""}}', "values": "1x5"},
+    ]
+    suspect, others = queries("slow-nodes", title)
+    checks = [
+        {"expr": text, "eval_time": "3m", "exp_samples": [{"labels": expected, "value": value}]}
+        for text, expected, value in ((suspect, '{node="n1", gpu="1"}', 1200), (others, '{node="n1"}', 1980))
+    ]
+    evaluate(tmp_path, {"input_series": series, "promql_expr_test": checks})

@@ -14,7 +14,7 @@ SMALL = (
     "--training-start-paused --training-resume-after 1"
 )
 Script = list[tuple[int, dict[str, Any]]]
-"""Orders, each with the steps that are done when rank 0 first finds it on its page."""
+"""Orders, each with the steps that are done when rank 0 first finds it in its control document."""
 RESUME = 50
 """Number of the order that ends the pause before the first step."""
 
@@ -26,7 +26,7 @@ def perturb(number: int, *perturbations: dict[str, Any], seed: int = 0, **fields
 
 
 class ScriptedOrders:
-    """Control page that shows each order from its step on; those before the first step precede its `resume`."""
+    """Control document that shows each order from its step on; those before the first step precede its `resume`."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -75,7 +75,7 @@ def train(
     from megatronapp_trainer.errors import TrainerError
     from megatronapp_trainer.training import loop, progress
     from megatronapp_trainer.training.control import setup, training_control
-    from megatronapp_trainer.training.control.order_page import OrderPage
+    from megatronapp_trainer.training.control.order_reader import OrderReader
 
     training_control.PAUSE_ROUND_S = 0.01
     if free is not None:
@@ -84,7 +84,7 @@ def train(
     page, recorder = ScriptedOrders(script), EvaluationRecorder()
     reports: list[dict[str, Any]] = []
     recorder.control = lambda report: reports.append(json.loads(json.dumps(report.to_json())))  # type: ignore[attr-defined]
-    setup._open_page = lambda: OrderPage(page, attempt=0)
+    setup._open_reader = lambda: OrderReader(page, attempt=0)
     progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
     seen: dict[str, Any] = {"weights": [], "passes": [], "obeyed": {}}
     begin, at_boundary = loop.Trainer.__init__, training_control.TrainingControl.at_boundary

@@ -379,7 +379,7 @@ _POLICIES = [
         "spec.scheduling.minAvailable",
         (
             {"spec.scheduling": {"gang": "Volcano", "minAvailable": 3}},
-            "is 3, and a gang trains with all of its 2 workers or not at all; leave it out or write 2",
+            "is 3, and a gang trains with all of its 2 workers or with none; leave it out or write 2",
         ),
         ({"spec.scheduling": {"gang": "Volcano", "minAvailable": 1}}, "is 1, and a gang trains with all of its 2"),
         ({**forward(nodes=2), "spec.scheduling": {"gang": "KAI", "minAvailable": 2}}, "all of its 4 workers"),

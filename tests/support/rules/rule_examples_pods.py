@@ -49,7 +49,7 @@ POD_EXAMPLES = (
     *_refused("setHostnameAsFQDN", True, "would change the name by which the ranks find each other"),
     *_refused("hostIPC", True, "would mix the shared memory of jobs"),
     *_refused("hostPID", False, "would mix the processes of jobs"),
-    *_refused("hostNetwork", True, "has a field of its own: write network.mode: HostNetwork"),
+    *_refused("hostNetwork", True, "is set by another field: write network.mode: HostNetwork"),
     *_refused("shareProcessNamespace", True, "process 1, which reaps orphans"),
     *_refused("terminationGracePeriodSeconds", 5, "write runPolicy.terminationGracePeriodSeconds"),
     *_refused("activeDeadlineSeconds", 5, "write runPolicy.activeDeadlineSeconds"),

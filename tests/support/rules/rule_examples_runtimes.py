@@ -251,7 +251,7 @@ _RUNTIMES = [
     *bad(
         "forward-ranks-of-gpus",
         "spec.fbd.forward.gpusPerNode",
-        (forward(nodes=1, gpusPerNode=4), "8 ranks on a node of 4 GPUs; a rank needs a GPU of its own"),
+        (forward(nodes=1, gpusPerNode=4), "8 ranks on a node of 4 GPUs; each rank needs its own GPU"),
         (forward(procPerNode=4, gpusPerNode=2), "4 ranks on a node of 2 GPUs"),
     ),
     *good("all-workers", {**forward(procPerNode=4), "spec.nodes": 2048, _BATCH: None}),

@@ -35,7 +35,7 @@ _RUN = [
     *bad(
         "a-gpu-for-each-rank",
         "spec.procPerNode",
-        ({"spec.gpusPerNode": 2}, "4 ranks but gpusPerNode 2; a rank needs a GPU of its own: write 2 or less"),
+        ({"spec.gpusPerNode": 2}, "4 ranks but gpusPerNode 2; each rank needs its own GPU: write 2 or less"),
     ),
     *good("reserved-variable", {"spec.env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}),
     *bad(

@@ -132,7 +132,7 @@ def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
     given = store.add(FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
     assert given is not None
     assert store.current() == [manifest, given]
-    assert store.control_page()["faults"] == [given.model_dump()]
+    assert store.document()["faults"] == [given.model_dump()]
     assert given.model_dump()["fromStep"] == 5
     again = FaultStore(tmp_path / "faults.json", [manifest])
     assert again.current() == [manifest, given]
@@ -179,13 +179,13 @@ def test_windows_leave_the_page_when_their_steps_are_over(tmp_path: Path) -> Non
     again = WindowStore(tmp_path / "windows.json")
     added = again.add(WindowRequest(steps=2, ranks=[1], granularity="base"), from_step=40, newest_step=11)
     assert added is not None and added.id == f"window-{MAX_WINDOWS + 1}"
-    assert again.page()[-1] == {"fromStep": 40, "steps": 2, "granularity": "base", "ranks": [1]}
+    assert again.entries()[-1] == {"fromStep": 40, "steps": 2, "granularity": "base", "ranks": [1]}
     assert [window.from_step for window in again.current(12)] == [12, 13, 40]
 
 
-def test_a_cancelled_window_is_on_no_page_and_its_place_is_free(tmp_path: Any) -> None:
+def test_a_cancelled_window_is_in_no_document_and_its_place_is_free(tmp_path: Any) -> None:
     store, changes = WindowStore(tmp_path / "windows.json"), list[int]()
-    store.on_change = lambda: changes.append(len(store.page()))
+    store.on_change = lambda: changes.append(len(store.entries()))
     ids = []
     for number in range(MAX_WINDOWS):
         window = store.add(WindowRequest(steps=2), from_step=10 + number, newest_step=5)

@@ -1,5 +1,6 @@
 """Import of other tools' traces, and the detector over recorded steps, from the command line."""
 
+import dataclasses
 import gzip
 import json
 import math
@@ -18,11 +19,12 @@ from megatronapp_analyzer.errors import ImportTraceError
 from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.hub.export.chrome import chrome_trace
 from megatronapp_analyzer.hub.export.tracks import source_of, tracks_of
+from megatronapp_analyzer.offline.analyze import analyze, text_lines
 from megatronapp_analyzer.offline.job import RecordedJob
 from megatronapp_analyzer.offline.read import read_traces
 from megatronapp_analyzer.offline.stored import ingest_of
 from megatronapp_common.cli import main
-from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, RECORD, Counter, RecordKind
 
 SLOW_RANK = 4
 """Replica 0 of the second stage, with four replicas."""
@@ -74,6 +76,24 @@ def test_scopes_of_megatronapp_are_passes_messages_and_collectives(folder: Path)
     assert len(messages) == 12, "three each way in both replicas"
     assert messages.matched.all()
     assert job.notes == ["60 spans inside passes are skipped (60 transformer_layer)"]
+
+
+def test_verdicts_of_stored_traces_have_reasons_and_are_printed_with_them(slow_folder: Path) -> None:
+    """Each rank has a separate worker here, with a device that the launcher would read."""
+    ingest = ingest_of(read_traces([slow_folder]))
+    (state,) = ingest.attempts.values()
+    for rank, ring in list(state.rings.items()):
+        state.rings[rank] = dataclasses.replace(ring, worker=rank, device="cuda:0")
+        times = np.sort([digest.start_real_ns - ring.real_offset_ns for digest in ingest.store.digests(None, None)])
+        samples = np.zeros(len(times), RECORD)
+        samples["kind"], samples["comm"], samples["start_ns"] = RecordKind.COUNTER, Counter.GPU_SM_CLOCK_MHZ, times
+        is_low = (np.arange(len(times)) >= 25) & (rank == SLOW_RANK)
+        samples["aux"] = np.where(is_low, 1300.0, 1980.0).astype("<f4").view("<u4")
+        ingest.counter_history.add(0, rank, samples)
+    found = analyze(ingest, source="here", notes=())
+    assert [verdict["reason"] for verdict in found.verdicts] == ["down-clock"]
+    assert any(line.startswith("  cause compute (down-clock), since step") for line in text_lines(found))
+    assert "  - SM clock 1.30 GHz, 1.98 GHz on the other 7 devices, 1.98 GHz before" in list(text_lines(found))
 
 
 def max_wall(folder: Path, iteration: int) -> int:

@@ -128,7 +128,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"spec.gpusPerNode": 2},
-        "spec.procPerNode: 4 ranks but gpusPerNode 2; a rank needs a GPU of its own: write 2 or less, "
+        "spec.procPerNode: 4 ranks but gpusPerNode 2; each rank needs its own GPU: write 2 or less, "
         "or gpusPerNode: 0 to train on the CPU",
     ),
     (

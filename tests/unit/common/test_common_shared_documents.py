@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.errors import DocumentError
-from megatronapp_common.shared_documents import PAGE_BYTES, DocumentReader, DocumentWriter
+from megatronapp_common.shared_documents import DOCUMENT_BYTES, DocumentReader, DocumentWriter
 
 WRITER = """
 import pathlib, sys
@@ -58,7 +58,7 @@ def test_only_changes_are_new(path: pathlib.Path) -> None:
 def test_the_file_is_for_owner_and_group(path: pathlib.Path) -> None:
     DocumentWriter(path)
     assert path.stat().st_mode & 0o777 & ~0o640 == 0
-    assert path.stat().st_size == PAGE_BYTES
+    assert path.stat().st_size == DOCUMENT_BYTES
 
 
 def test_a_closed_document_is_removed_only_on_request(path: pathlib.Path) -> None:
@@ -101,16 +101,16 @@ def test_a_new_writer_continues_after_an_unfinished_write(path: pathlib.Path) ->
     assert reader.read_new() == {"a": 2}
 
 
-def test_a_document_past_the_page_is_refused(path: pathlib.Path) -> None:
+def test_a_document_that_is_too_large_is_refused(path: pathlib.Path) -> None:
     writer = DocumentWriter(path)
     writer.write({"a": 1})
     with pytest.raises(DocumentError, match="does not fit into"):
-        writer.write({"a": "x" * PAGE_BYTES})
+        writer.write({"a": "x" * DOCUMENT_BYTES})
     assert DocumentReader(path).read() == {"a": 1}, "the old document stays"
 
 
-def test_a_page_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(DocumentError, match="cannot create a page"):
+def test_a_document_that_cannot_be_created(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(DocumentError, match="cannot create a document"):
         DocumentWriter(tmp_path / "absent" / "page")
 
 

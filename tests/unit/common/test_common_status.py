@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from megatronapp_common.job import Status, read_status, status_document
+from megatronapp_common.job.api.analyzer import SlowNodeCost, SlowRank
 from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.status import (
     Condition,
@@ -15,7 +16,6 @@ from megatronapp_common.job.api.status import (
     FailureAction,
     Phase,
     Replicas,
-    SlowRank,
 )
 from megatronapp_common.job.api.status_fields import MAX_COUNT
 from megatronapp_operator import plan
@@ -42,6 +42,7 @@ def full_status(phase: Phase) -> plan.Status:
         completion_time=T0_S,
         progress=Progress(attempt=2, iteration=7, total_iterations=9, loss=4.5, updated_at=T0_S),
         slow_ranks=(SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="s"),),
+        slow_nodes=(SlowNodeCost(node="gpu-7", ranks=(1,), causes=("compute",), since=T0_S, gpu_hours=1.5, cost=3.75),),
         hung_ranks=(3,),
         replicas=Replicas(desired=2, running=2),
         failures=tuple(

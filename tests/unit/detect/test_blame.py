@@ -17,9 +17,11 @@ from megatronapp_analyzer.graph import usual
 from megatronapp_analyzer.graph.blame import StepBlame, find_blame
 from megatronapp_analyzer.graph.build import StepGraph, build
 from megatronapp_analyzer.graph.edges import Seconds
+from megatronapp_analyzer.graph.links import deliveries_of
 from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, makespan_s, mixed_lengths_s, replay
-from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, deliveries_of, find_slowdowns, usual_weights
-from megatronapp_analyzer.hub.http.megascan.views import blame_view, default_peers, slowdowns_view
+from megatronapp_analyzer.graph.usual import Cells, PeerSet, Slowdowns, find_slowdowns, usual_weights
+from megatronapp_analyzer.hub.blame.stored_step import default_peers
+from megatronapp_analyzer.hub.http.megascan.views import blame_view, slowdowns_view
 from megatronapp_analyzer.hub.http.timeline.views import timeline
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_graphs import StepGraphs
@@ -128,7 +130,9 @@ def test_slowdowns_are_those_of_the_plain_form(
     found = find_slowdowns(graphs, layout, peers)
     plainly = find_slowdowns(graphs, layout, peers, replayer=plain_mixed_lengths_s)
     assert np.array_equal(found.cells_CT, plainly.cells_CT)
-    assert found.kinds == plainly.kinds
+    assert found.kinds == plainly.kinds and len(found.kinds) > 0
+    assert found.links == plainly.links and len(found.links) > 0
+    assert found.launch_ratio == plainly.launch_ratio
     assert (found.slowest_fraction, found.last_stage_fraction) == (
         plainly.slowest_fraction,
         plainly.last_stage_fraction,
@@ -193,6 +197,43 @@ def test_victims_wait_for_the_culprit_or_for_each_other(graphs_of: Graphs) -> No
     assert {RecordKind(kind) for kind in spans["kind"][blame.victim_spans]} <= waits
 
 
+@pytest.mark.parametrize("case", ["link", "compute", "host"])
+def test_a_slow_link_has_the_slowdown_of_the_job_and_all_other_links_have_none(graphs_of: Graphs, case: str) -> None:
+    grid, fault, ranks = FAULTS[case]
+    layout = JobLayout.grid(**grid)
+    found = find_slowdowns(graphs_of(layout, fault), layout, PeerSet.WORK)
+    slow = {link: slowdown for link, slowdown in found.links.items() if slowdown > 1.01}
+    assert slow == ({ranks: pytest.approx(found.slowdown, rel=0.02)} if case == "link" else {})
+    assert list(found.links.values()) == sorted(found.links.values(), reverse=True)
+
+
+def test_the_links_with_the_most_time_beyond_the_usual_are_replayed(graphs_of: Graphs) -> None:
+    layout = JobLayout.grid(pp=4, dp=4)
+    slow = [{"rank": rank, "peer": peer, "kind": "link", "factor": 2.0} for rank, peer in ((5, 1), (2, 6))]
+    graphs = graphs_of(layout, *slow)
+    every, two = (find_slowdowns(graphs, layout, PeerSet.WORK, max_links=most).links for most in (64, 2))
+    assert two == {link: every[link] for link in ((1, 5), (6, 2))}
+    assert find_slowdowns(graphs, layout, PeerSet.WORK, max_links=0).links == {}
+
+
+def test_the_launch_ratio_is_the_step_over_the_step_without_time_between_spans(graphs_of: Graphs) -> None:
+    layout = JobLayout.grid()
+    (graph,) = graphs_of(layout, FAULTS["host"][1] | {"rank": 0}, count=1)
+    length_s = float(graph.end_s.max() - graph.start_s.min())
+    spans_s = float((graph.end_s - graph.start_s).sum())
+    assert length_s / spans_s > 1.3
+    ratio = find_slowdowns([graph], layout, PeerSet.POOLED).launch_ratio
+    assert ratio == pytest.approx(length_s / spans_s)
+
+
+@pytest.mark.parametrize(("case", "is_host"), [("host", True), ("compute", False), ("link", False)])
+def test_launch_delays_are_those_of_hosts(graphs_of: Graphs, case: str, is_host: bool) -> None:
+    grid, fault, _ = FAULTS[case]
+    layout = JobLayout.grid(**grid)
+    found = find_slowdowns(graphs_of(layout, fault), layout, PeerSet.WORK)
+    assert found.launch_ratio == pytest.approx(found.slowdown if is_host else 1, rel=0.02)
+
+
 def test_pooled_peers_take_a_heavy_stage_for_slow_and_equal_work_does_not(sim: ModuleType) -> None:
     layout = JobLayout.grid(pp=2, dp=2)
     job = sim.Job(layout=layout, noise=sim.QUIET, stage_weight=(1.0, 1.5))
@@ -246,6 +287,8 @@ def test_views_show_cells_links_and_spans_of_the_timeline(
     assert [value is not None and value > 1.3 for value in slow.steps] == [False] * 3 + [True] * 3
     assert {(link.source, link.destination) for link in found.links} == {(0, 2), (2, 0), (1, 3), (3, 1)}
     assert all(link.crosses_nodes for link in found.links)
+    assert all(link.slowdown is not None and link.slowdown < 1.01 for link in found.links)
+    assert found.launch_ratio is not None and 1 < found.launch_ratio < 1.01
 
     blame = blame_view(steps[-1], steps[:-1], layout, peers, graphs)
     assert blame is not None
@@ -265,7 +308,21 @@ def test_views_show_cells_links_and_spans_of_the_timeline(
 
 def test_without_whole_steps_nothing_is_slow() -> None:
     view = slowdowns_view(0, None, [], PeerSet.WORK, StepGraphs())
-    assert (view.slowdown, view.cells, view.links) == (None, [], [])
+    assert (view.slowdown, view.cells, view.links, view.launch_ratio) == (None, [], [], None)
+
+
+def test_views_show_the_worst_link_first_and_which_links_were_not_replayed(
+    steps_of: Callable[..., list[StepRecords]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = JobLayout.grid(pp=2, dp=4)
+    slow = [{"rank": rank, "peer": rank + 4, "kind": "link", "factor": factor} for rank, factor in ((1, 2.0), (2, 1.5))]
+    steps = [stored(view, [0] * 8) for view in steps_of(layout, *slow, count=3)]
+    monkeypatch.setattr("megatronapp_analyzer.hub.http.megascan.views.LEAST_LINKS", 2)
+    monkeypatch.setattr("megatronapp_analyzer.hub.http.megascan.views.EDGE_REPLAYS", 0)
+    view = slowdowns_view(0, layout, steps, PeerSet.WORK, StepGraphs())
+    assert [(link.source, link.destination) for link in view.links[:2]] == [(5, 1), (6, 2)]
+    assert [link.slowdown is not None for link in view.links] == [True] * 2 + [False] * 6
+    assert [link.seconds for link in view.links[2:]] == sorted((link.seconds for link in view.links[2:]), reverse=True)
 
 
 def test_large_jobs_are_shown_in_blocks_with_their_slowest_cell(

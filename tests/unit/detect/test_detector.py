@@ -460,7 +460,7 @@ def test_a_verdict_has_the_form_of_the_contract(watch: Watch, sim: ModuleType) -
     verdict = watch(LAYOUTS["dp2-pp2"], faults=(fault,)).last
     document = verdict.to_json()
     assert set(document) == {
-        "id", "subject", "cause", "state", "effect", "confidence", "evidence", "since", "until", "sentence",
+        "id", "subject", "cause", "reason", "state", "effect", "confidence", "evidence", "since", "until", "sentence",
     }  # fmt: skip
     assert document["subject"] == {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"}
     assert set(document["effect"]) == {"secondsPerStep", "secondsLost", "slowdown"}

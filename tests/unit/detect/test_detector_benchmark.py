@@ -11,7 +11,7 @@ import pytest
 from detect import schedule
 from detect.faults import parse
 from detect.layout import Grid
-from detect.noise import GPU, QUIET, autocorrelated, resampled
+from detect.noise import CPU, GPU, QUIET, Recording, autocorrelated, paces, resampled, span_factors
 from detect.protocol import NamedSubject
 from detect.runner import DETECTORS, run
 from detect.score import Window, score
@@ -176,6 +176,18 @@ def test_noise_remembers_and_recorded_blocks_stay_whole() -> None:
     recorded = np.arange(200.0).reshape(2, 100)
     blocks = resampled(rng, 64, 3, recorded, 16)
     assert np.diff(blocks.reshape(4, 16, 3), axis=1) == pytest.approx(1.0)
+
+
+def test_recorded_noise_replaces_drawn_noise(tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(1)
+    recording = Recording(
+        pace=np.log(np.linspace(1.0, 1.1, 40))[None, :], job=np.zeros((1, 40)), spans=np.log(np.array([0.9, 1.2]))
+    )
+    recording.write(tmp_path / "recorded.npz")
+    noise = dataclasses.replace(CPU, bias=0.0, recorded=Recording.read(tmp_path / "recorded.npz"), block=40)
+    assert paces(noise, rng, 40, np.zeros(2, np.int64)).T.tolist() == [pytest.approx(np.linspace(1.0, 1.1, 40))] * 2
+    spans = span_factors(noise, rng, (1000,))
+    assert set(np.round(spans, 4).tolist()) == {np.float32(0.9).round(4).item(), np.float32(1.2).round(4).item()}
 
 
 def test_clocks_and_losses_change_records_only() -> None:

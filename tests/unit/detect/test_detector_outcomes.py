@@ -1,28 +1,26 @@
 """Long runs of the detector benchmark: outcomes in a file, and their sums over rows."""
 
 import dataclasses
-import gzip
+import json
 import os
 import pathlib
-import pickle
 import signal
 import subprocess
 import sys
 
 import bench_detectors
 import pytest
-from bench_detectors import chosen_rows, main, parse_options, run_all, run_in_order, seeds_of, totals_table
-from detect.layout import Grid
-from detect.progress import OutcomeFile, key_of, outcomes_in, version_of
+from bench_detectors import cases_of, chosen_rows, main, parse_options, run_all, run_in_order, seeds_of, totals_table
+from detect.progress import OutcomeFile, outcome_document, outcome_of, read_outcomes, version_of
 from detect.protocol import NamedSubject, Verdict
-from detect.runner import DetectionOutcome, StepLengths
-from detect.score import Truth, Window
-from detect.simulation import JobSimulation, SimulatedJob
-from detect.suite import PUBLISHED, ROWS, DetectionCase, draw
+from detect.runner import DetectionOutcome, StepLengths, WindowKey, key_of, run
+from detect.score import Truth, Window, score
+from detect.simulation import JobSimulation
+from detect.suite import LAYOUTS, PUBLISHED, ROW_GROUPS, ROWS, TABLE_WINDOWS, draw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-GRID = Grid(dp=4)
+GRID = LAYOUTS["dp4"]
 RANK = NamedSubject((1,))
 TRUTH = Truth(subject=RANK, cause="compute", begin=5, end=30, noticeable_from=5, cost_s=0.1, cost_fraction=0.1)
 
@@ -32,7 +30,7 @@ def outcome(row: str, seed: int, *, faulty: bool, named: bool) -> DetectionOutco
         {8: (Verdict(subject=RANK, cause="compute", cost_s=0.1),)} if named else {}
     )
     return DetectionOutcome(
-        case=DetectionCase(row=row, layout="dp4", job=SimulatedJob(grid=GRID), seed=seed, steps=30, faults=()),
+        key=WindowKey(row, "dp4", seed, 30),
         windows={"ours": Window(grid=GRID, truths=(TRUTH,) * faulty, named=verdicts, steps=30, hours=1.0)},
         seconds_per_step={"ours": 0.001},
     )
@@ -41,46 +39,59 @@ def outcome(row: str, seed: int, *, faulty: bool, named: bool) -> DetectionOutco
 def test_an_interrupted_run_continues_with_its_complete_outcomes(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.outcomes"
     outcomes = [outcome("ramp", seed, faulty=True, named=True) for seed in range(3)]
-    stored = OutcomeFile(path, "a")
+    stored = OutcomeFile(path, "a", ["ours"])
     for each in outcomes:
         stored.add(each)
     stored.close()
     path.write_bytes(path.read_bytes()[:-10])
-    stored = OutcomeFile(path, "a")
-    assert list(stored.outcomes) == [key_of(each.case) for each in outcomes[:2]]
+    stored = OutcomeFile(path, "a", ["ours"])
+    assert list(stored.outcomes) == [each.key for each in outcomes[:2]]
     stored.add(outcomes[2])
     stored.close()
-    stored = OutcomeFile(path, "a")
+    stored = OutcomeFile(path, "a", ["ours"])
     assert list(stored.outcomes.values()) == outcomes
     stored.close()
 
 
-def test_outcomes_are_compressed(tmp_path: pathlib.Path) -> None:
+def test_outcomes_are_lines_of_json(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.outcomes"
     found = outcome("ramp", 1, faulty=True, named=True)
-    verdict = found.windows["ours"].named[8]
-    named = {step: tuple(dataclasses.replace(each, cost_s=0.1 + step) for each in verdict) for step in range(8, 400)}
-    found = dataclasses.replace(found, windows={"ours": dataclasses.replace(found.windows["ours"], named=named)})
-    stored = OutcomeFile(path, "a")
+    stored = OutcomeFile(path, "a", ["ours"])
     stored.add(found)
     stored.close()
-    assert path.stat().st_size < len(pickle.dumps(found)) / 3
-    with gzip.open(path) as stream:
-        assert stream.read(1) == b"a"
-        assert pickle.load(stream) == found
+    header, window = (json.loads(line) for line in path.read_text().splitlines())
+    assert header == {"version": "a", "detectors": ["ours"]}
+    assert (window["row"], window["seed"], window["truths"][0]["ranks"]) == ("ramp", 1, [1])
+    (named,) = window["named"]["ours"]
+    assert named == {"ranks": [1], "isLink": False, "cause": "compute", "spells": [[8, 8, 1.0, 0.1]]}
+
+
+def test_what_is_read_back_scores_the_same() -> None:
+    """A verdict whose cost changes, one that pauses, and a second subject."""
+    cases = [draw(ROWS[row], 5, ("dp4-pp2",)) for row in ("periodic", "2 to 5 faults")]
+    for case in cases:
+        found = run(case, ["ours", "MegatronApp's rule"])
+        back = outcome_of(json.loads(json.dumps(outcome_document(found))))
+        assert back.key == found.key == key_of(case)
+        for name, window in found.windows.items():
+            assert window.named
+            assert {step: set(some) for step, some in back.windows[name].named.items()} == {
+                step: set(some) for step, some in window.named.items()
+            }
+            assert score([back.windows[name]]) == score([window])
 
 
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "notes"
     path.write_text("important")
     with pytest.raises(ValueError, match="notes is not a file of outcomes; write another file"):
-        OutcomeFile(path, "a")
+        OutcomeFile(path, "a", ["ours"])
     assert path.read_text() == "important"
 
 
 def test_rows_are_named_alone_or_in_groups() -> None:
     assert chosen_rows("ramp, healthy") == ["ramp", "healthy"]
-    every = chosen_rows("@faults,@healthy,@streams,ramp")
+    every = chosen_rows("@faults,@healthy,@large,@streams,ramp")
     assert every == list(ROWS)
     assert all(ROWS[row].faults is None for row in chosen_rows("@healthy,@streams"))
     with pytest.raises(SystemExit, match="no '@ramps'; write some of: compute 10 % to 3x"):
@@ -98,9 +109,9 @@ def test_a_limit_of_time_needs_a_file_to_continue(
 
 def test_outcomes_of_another_version_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.outcomes"
-    OutcomeFile(path, "a").close()
+    OutcomeFile(path, "a", ["ours"]).close()
     with pytest.raises(ValueError, match="has outcomes of version a, and the code is b; write another file"):
-        OutcomeFile(path, "b")
+        OutcomeFile(path, "b", ["ours"])
     (tmp_path / "x.py").write_text("x = 1")
     before = version_of([tmp_path], "")
     (tmp_path / "x.py").write_text("x = 2")
@@ -116,7 +127,8 @@ def test_parts_of_a_run_have_each_seed_once(
     seeds: list[int] = []
     for part in range(1, parts + 1):
         monkeypatch.setattr("sys.argv", [*argv, "--part", f"{part}/{parts}"])
-        seeds += seeds_of(parse_options())
+        options = parse_options()
+        seeds += seeds_of(options, options.windows)
     first = seed + (PUBLISHED - 1 if published else 0)
     assert seeds == list(range(first, first + windows))
 
@@ -147,7 +159,7 @@ def test_parts_are_summed_up(
     bench("--part", "1/2", "--continue", str(first))
     second.write_bytes(first.read_bytes()[:-10])  # a run that has just begun
     assert "| healthy | late start | 2 |" in bench("--continue", str(second), "--also", str(first))
-    assert len(outcomes_in(second, _version_in(second))) == 1
+    assert len(read_outcomes(second).outcomes) == 1
     assert "| healthy | late start | 2 |" in bench("--continue", str(first), "--also", str(second), "--minutes", "0")
     bench(
         "--part", "2/2", "--continue", str(second), "--also", str(first), note="1 of the stored outcomes are of other"
@@ -161,25 +173,50 @@ def test_parts_are_summed_up(
         bench("--continue", str(tmp_path / "3.outcomes"), "--minutes", "0")
 
 
-def _version_in(path: pathlib.Path) -> str:
-    with gzip.open(path) as stream:
-        return stream.read(12).decode()
+def test_stored_outcomes_are_shown(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "1.jsonl", tmp_path / "2.jsonl", tmp_path / "3.jsonl"]
+    for seed, (path, version) in enumerate(zip(paths, ("a", "a", "b"), strict=True)):
+        stored = OutcomeFile(path, version, ["ours"])
+        stored.add(outcome("ramp", seed, faulty=True, named=seed == 0))
+        stored.close()
+    monkeypatch.setattr("sys.argv", ["bench", "--show", str(paths[0]), str(paths[1])])
+    main()
+    assert "| ramp | ours | 2 | 2 | 1.000 (0 false) | 0.500 |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["bench", "--show", *map(str, paths)])
+    with pytest.raises(SystemExit, match="of several versions"):
+        main()
+
+
+def test_the_published_table_has_enough_windows_for_its_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts that the goals are stated for; a run that ends early has begun every row."""
+    apart = {*bench_detectors.APART, "ramp"}
+    faulty = [TABLE_WINDOWS[row] for row in ROW_GROUPS["@faults"] if row not in apart]
+    assert sum(faulty) >= 2_000
+    assert sum(TABLE_WINDOWS[row] for row in ROW_GROUPS["@healthy"]) >= 10_000
+    assert (TABLE_WINDOWS["compute 3 %"], TABLE_WINDOWS["2 to 5 faults"]) == (120, 200)
+    monkeypatch.setattr("sys.argv", ["bench", "--table", "--published", "--seed", "7001", "--part", "1/100"])
+    options = parse_options()
+    cases = cases_of(list(TABLE_WINDOWS), options)
+    assert {case.row for case in cases[: len(TABLE_WINDOWS) // 2]} < set(TABLE_WINDOWS)
+    assert min(case.seed for case in cases) == PUBLISHED + 7_000
 
 
 def test_outcomes_of_another_part_are_read_while_it_runs(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.outcomes"
-    stored = OutcomeFile(path, "a")
+    stored = OutcomeFile(path, "a", ["ours"])
     found = [outcome("ramp", seed, faulty=True, named=True) for seed in (1, 2)]
     for each in found:
         stored.add(each)
-    assert list(outcomes_in(path, "a").values()) == found
+    assert list(read_outcomes(path, "a").outcomes.values()) == found
     size = path.stat().st_size
     with path.open("r+b") as stream:
         stream.truncate(size - 10)
-    assert list(outcomes_in(path, "a").values()) == found[:1]
+    assert list(read_outcomes(path, "a").outcomes.values()) == found[:1]
     assert path.stat().st_size == size - 10
     with pytest.raises(ValueError, match="has outcomes of version a, and the code is b"):
-        outcomes_in(path, "b")
+        read_outcomes(path, "b")
     stored.close()
 
 
@@ -197,7 +234,7 @@ def test_a_run_that_is_ended_prints_what_is_stored(number: signal.Signals, tmp_p
         out, err = process.communicate()
     assert process.returncode == 0, err
     assert "ends after the windows that have begun; the same command continues" in err
-    stored = len(outcomes_in(path, _version_in(path)))
+    stored = len(read_outcomes(path).outcomes)
     assert stored > 0
     assert f"\n{2000 - stored} of 2000 windows are missing below" in err
     assert f"| healthy | late start | {stored} |" in out
@@ -213,16 +250,11 @@ def test_rows_are_summed_up_by_group() -> None:
     assert lines[1].endswith("| 1 in 2.0 h (at most 2.372 per hour) |")
 
 
-def test_cases_of_a_row_differ_by_their_seeds() -> None:
-    case = outcome("ramp", 1, faulty=True, named=True).case
-    assert key_of(case) != key_of(dataclasses.replace(case, seed=2))
-
-
 def test_windows_are_the_same_in_several_processes() -> None:
     cases = [draw(ROWS[row], 5, ("dp8",)) for row in ("hang", "host stalls", "healthy")]
     alone = run_in_order(cases, ["late start"], 1)
     spread = run_in_order(cases, ["late start"], 2)
-    assert [each.case for each in spread] == cases
+    assert [each.key for each in spread] == [key_of(case) for case in cases]
     assert [each.windows for each in spread] == [each.windows for each in alone]
 
 

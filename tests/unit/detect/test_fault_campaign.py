@@ -3,12 +3,23 @@
 import argparse
 import itertools
 import os
+import subprocess
+import sys
 from typing import Any
 
 import httpx
 import pytest
 from cpu_faults import assign, disturbances, parse_cores
-from fault_campaign import Disturbance, FaultCampaign, Named, ProcessDisturber, is_right, table
+from fault_campaign import (
+    Disturbance,
+    FaultCampaign,
+    Named,
+    ProcessDisturber,
+    collecting_environment,
+    is_right,
+    table,
+)
+from rank_garbage.sitecustomize import FIRST_OBJECTS, LEAST_S
 
 
 def verdict(ranks: list[int], cause: str, since: int, cost_s: float = 0.1) -> Named:
@@ -106,3 +117,35 @@ def test_cores_are_read_from_ranges() -> None:
     assert parse_cores(f"{here}-{here},{here}") == [here, here]
     with pytest.raises(argparse.ArgumentTypeError, match=r"may not use the cores \[100000\]"):
         parse_cores("100000")
+
+
+STEPS = """
+import gc, time
+began = longest = 0.0
+def notice(phase, info):
+    global began, longest
+    if phase == "start":
+        began = time.perf_counter()
+    elif info["generation"] == 2:
+        longest = max(longest, time.perf_counter() - began)
+gc.callbacks.append(notice)
+while True:
+    time.sleep(0.01)
+    print(longest, len(gc.get_objects()), flush=True)
+"""
+"""A program of steps, which prints its longest collection of all objects so far, in seconds, and how many it has."""
+
+
+def test_a_rank_collects_a_large_heap_until_the_disturbance_ends() -> None:
+    variable = collecting_environment()
+    environment = os.environ | {"LOCAL_RANK": "0", variable["name"]: variable["value"]}
+    disturber = ProcessDisturber()
+    with subprocess.Popen([sys.executable, "-c", STEPS], env=environment, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        steps = (line.split() for line in rank.stdout)
+        assert int(next(steps)[1]) < FIRST_OBJECTS
+        disturber.collect(rank.pid, 0.01)
+        assert any(float(longest_s) >= LEAST_S and int(objects) >= FIRST_OBJECTS for longest_s, objects in steps)
+        disturber.calm()
+        assert any(int(objects) < FIRST_OBJECTS for _, objects in steps)
+        rank.kill()

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatronapp_common.job.api.analyzer import SlowRank
 from megatronapp_common.job.api.progress import TimeSpent
-from megatronapp_common.job.api.status import MAX_FAILURES, SlowRank
+from megatronapp_common.job.api.status import (
+    MAX_FAILURES,
+)
 from megatronapp_operator.metrics import EARLIER, SLOW_NODES_SHOWN, JobFacts, OperatorMetrics
 from megatronapp_operator.plan import Condition, ConditionType, Failure, FailureAction, Phase, Progress, Status
 

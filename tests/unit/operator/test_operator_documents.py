@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megatronapp_common.job import FbdRanks, read_status, status_document
+from megatronapp_common.job.api.analyzer import SlowNodeCost, SlowRank
 from megatronapp_common.job.api.progress import ForwardBackward, PipelinePlan, ShipModeCost
-from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.text.times import rfc3339, seconds_of
 from megatronapp_common.topology import fbd_world_of
 from megatronapp_operator.backends.process.state.registry import JobView, lost_status
@@ -85,6 +85,11 @@ FULL = Status(
         ),
     ),
     slow_ranks=(SLOW,),
+    slow_nodes=(
+        SlowNodeCost(
+            node="gpu-7", ranks=(2, 3), causes=("compute", "host"), since=1_700_000_000.0, gpu_hours=4.25, cost=10.6
+        ),
+    ),
     hung_ranks=(3,),
     last_control=1_763_000_000_000,
     replicas=Replicas(desired=2, running=2),
@@ -294,7 +299,14 @@ def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:
     ):
         assert text_part in text
     assert "with more words" not in text, "a table has one line per failure"
+    assert re.search(r"^Slow nodes:\n  NODE .*\n  gpu-7 +2,3 +compute,host +\S+ +4\.25 +10\.6$", text, re.MULTILINE)
     assert "Events:  <none>" in text
+
+
+def test_describe_names_a_slow_node_of_which_only_the_name_is_known(tmp_path: Any) -> None:
+    text = "\n".join(describe(make_view(tmp_path, {"slowNodes": [{"node": "gpu-7"}]})))
+    assert re.search(r"^  gpu-7( +<none>){2} +<unknown>( +<none>){2}$", text, re.MULTILINE)
+    assert "Slow nodes:  <none>" in "\n".join(describe(make_view(tmp_path, {})))
 
 
 def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:

@@ -22,6 +22,7 @@ from megatronapp_operator.plan import (
     Phase,
     Progress,
     Replicas,
+    SlowNodeCost,
     SlowRank,
     Status,
     Worker,
@@ -58,6 +59,10 @@ SLOW = st.builds(
     SlowRank, id=TEXTS, subject=TEXTS, ranks=st.lists(COUNTS, max_size=3).map(tuple), cause=TEXTS, state=TEXTS,
     sentence=TEXTS, since_step=MAYBE_COUNT, slowdown=MAYBE_REAL, seconds_per_step=MAYBE_REAL, worker=MAYBE_COUNT,
     node=MAYBE_TEXT, since_attempt=MAYBE_COUNT, since_time=MAYBE_REAL,
+)  # fmt: skip
+SLOW_NODES = st.builds(
+    SlowNodeCost, node=TEXTS, ranks=st.lists(COUNTS, max_size=3).map(tuple), gpu_hours=MAYBE_REAL, cost=MAYBE_REAL,
+    causes=st.lists(TEXTS, max_size=2).map(tuple), since=MAYBE_TIME,
 )  # fmt: skip
 FAILURES = st.builds(
     Failure, time=TIMES, attempt=COUNTS, reason=TEXTS, message=TEXTS, action=st.sampled_from(FailureAction),
@@ -101,6 +106,7 @@ def statuses(draw: st.DrawFn) -> Status:
         excluded_nodes=st.lists(st.builds(ExcludedNode, node=TEXTS, reason=TEXTS, until=TIMES), max_size=2).map(tuple),
         succeeded=st.sets(st.integers(0, 5000), max_size=8).map(lambda found: tuple(sorted(found))),
         ended=st.lists(ended, max_size=2).map(tuple), slow_ranks=st.lists(SLOW, max_size=2).map(tuple),
+        slow_nodes=st.lists(SLOW_NODES, max_size=2).map(tuple),
         hung_ranks=st.lists(COUNTS, max_size=3).map(tuple), last_control=st.none() | st.integers(0, 1 << 53),
         replicas=st.builds(Replicas, desired=COUNTS, pending=COUNTS, running=COUNTS, succeeded=COUNTS, failed=COUNTS),
         failures=st.lists(FAILURES, max_size=2).map(tuple), **FACTS,
@@ -127,7 +133,8 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = sorted(status_document(Status()) | {"progress": 0, "startTime": 0, "slowNode": 0, "succeededWorkers": 0})
+ABSENT = ("progress", "startTime", "slowNode", "slowNodes", "succeededWorkers")
+NAMES = sorted(status_document(Status()) | dict.fromkeys(ABSENT, 0))
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), ANYTHING))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common.job import read_status, status_document
-from megatronapp_common.job.api.status import SlowRank
+from megatronapp_common.job.api.analyzer import SlowRank
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     ConditionType,
@@ -29,6 +29,9 @@ from megatronapp_operator.plan.policies.restart import backoff_s
 from megatronapp_operator.plan.spec import Backoff
 
 Maker = Callable[..., Any]
+SLOW = SlowRank(
+    id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.", node="gpu-7"
+)
 
 
 def backend_actions(made: Any) -> list[Any]:
@@ -86,7 +89,7 @@ def test_a_gang_without_progress_reports_runs_after_a_while(plan_harness: Maker,
     began = made.plan()
     assert (began.status.phase, reasons(began)) == (Phase.RUNNING, ["Running"])
     condition = began.status.condition(ConditionType.RUNNING)
-    assert (condition.reason, "no progress was reported for 300 s" in condition.message) == ("NoProgressPage", True)
+    assert (condition.reason, "no progress was reported for 300 s" in condition.message) == ("NoProgressReported", True)
     made.now += 10
     assert made.plan().actions == ()
 
@@ -361,16 +364,16 @@ def test_a_hub_that_keeps_dying_is_started_less_and_less_often(running: Maker) -
 
 def test_verdicts_and_hung_ranks_become_conditions_that_are_cleared(running: Maker) -> None:
     made = running()
-    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
-    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(SLOW,), hung_ranks=(3,))
     first = made.plan()
     assert first.status.condition(ConditionType.SLOW_NODE_DETECTED).message == "Rank 1 is slow."
     assert first.status.condition(ConditionType.STALLED).message == "no progress of rank 3"
+    assert [(node.node, node.ranks) for node in first.status.slow_nodes] == [("gpu-7", (1,))]
     assert reasons(first) == ["SlowNodeDetected", "RankHung"]
     made.observed = dataclasses.replace(made.observed, slow_ranks=(), hung_ranks=())
     second = made.plan()
     assert not second.status.is_true(ConditionType.SLOW_NODE_DETECTED)
-    assert not second.status.is_true(ConditionType.STALLED)
+    assert (second.status.slow_nodes, second.status.is_true(ConditionType.STALLED)) == ((), False)
     assert reasons(second) == ["SlowNodeCleared"]
     assert reasons(made.plan()) == []
 
@@ -398,13 +401,13 @@ def test_every_verdict_is_reported_once_when_confirmed_and_once_when_cleared(run
 
 def test_a_hub_without_an_answer_clears_nothing(running: Maker) -> None:
     made = running()
-    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
-    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(SLOW,), hung_ranks=(3,))
     made.plan()
-    for findings in ((None, None), ((slow,), (3,))):
+    for findings in ((None, None), ((SLOW,), (3,))):
         made.observed = dataclasses.replace(made.observed, slow_ranks=findings[0], hung_ranks=findings[1])
         again = made.plan()
-        assert (again.status.slow_ranks, again.status.hung_ranks) == ((slow,), (3,))
+        assert (again.status.slow_ranks, again.status.hung_ranks) == ((SLOW,), (3,))
+        assert [node.node for node in again.status.slow_nodes] == ["gpu-7"]
         assert again.status.is_true(ConditionType.SLOW_NODE_DETECTED)
         assert again.status.is_true(ConditionType.STALLED)
         assert reasons(again) == []
@@ -415,15 +418,13 @@ def test_the_verdict_stays_after_the_job(
     running: Maker, worker: Maker, slow_ranks: tuple[SlowRank, ...] | None
 ) -> None:
     made = running()
-    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
-    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(SLOW,))
     made.plan()
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
     made.plan()
     made.observed = dataclasses.replace(made.observed, slow_ranks=slow_ranks, hung_ranks=slow_ranks)
     status = made.plan().status
-    assert status.phase is Phase.SUCCEEDED
-    assert status.slow_ranks == (slow,)
+    assert (status.phase, status.slow_ranks) == (Phase.SUCCEEDED, (SLOW,))
     assert status.is_true(ConditionType.SLOW_NODE_DETECTED)
 
 
@@ -463,8 +464,7 @@ def test_hung_ranks_end_with_their_attempt(running: Maker, worker: Maker) -> Non
 
 def test_a_suspect_is_not_yet_a_slow_node(running: Maker) -> None:
     made = running()
-    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="suspect", sentence="Perhaps.")
-    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(dataclasses.replace(SLOW, state="suspect"),))
     assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED) is None
 
 

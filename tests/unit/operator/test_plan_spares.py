@@ -11,7 +11,11 @@ from plan_fuzz.history import play
 from seen_pods import actions, sound, standby
 
 from megatronapp_common.job import read_status, status_document
-from megatronapp_common.job.api.status import ConditionType, ExcludedNode, SlowRank
+from megatronapp_common.job.api.analyzer import SlowRank
+from megatronapp_common.job.api.status import (
+    ConditionType,
+    ExcludedNode,
+)
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     CreateWorker,

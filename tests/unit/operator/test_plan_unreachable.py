@@ -102,7 +102,7 @@ def test_progress_of_an_older_attempt_saves_no_lost_node(running: Maker, worker:
     assert DeleteWorker(index=0, attempt=0, grace_s=0) in backend_actions(made.plan())
 
 
-def test_a_page_from_before_is_no_progress(running: Maker) -> None:
+def test_a_document_from_before_is_no_progress(running: Maker) -> None:
     made = running()
     made.now += 100
     before = trains(made, 7).status

@@ -2,13 +2,16 @@
 
 import pytest
 import rendered
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import MegatronJob, megatron_arguments
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_trainer.launch.ranks.roles import fbd_world_of_flags
 from megatronapp_trainer.parallel.layout import layout_from_environment
+
+MOST_RANKS = 64
+"""Most ranks that a manifest may put on a node."""
 
 
 @st.composite
@@ -21,6 +24,7 @@ def patches(draw: st.DrawFn) -> rendered.Object:
     backward = tensor * pipeline * data
     forward = backward // (tensor if merged else served)
     shared = backward + forward if enabled and not apart else backward
+    assume(shared <= MOST_RANKS)
     fbd = {"enabled": True, "ship": "full", "ignoreForwardTensorParallel": merged, "backwardPerForward": served}
     return {
         "nodes": 1,

@@ -11,7 +11,10 @@ from pydantic import TypeAdapter
 from worker_groups import worker_groups
 
 from megatronapp_common.job import status_document
-from megatronapp_common.job.api.status import ConditionType, SlowRank
+from megatronapp_common.job.api.analyzer import SlowRank
+from megatronapp_common.job.api.status import (
+    ConditionType,
+)
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.kubernetes.execution.events import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.pod_record import _number
@@ -52,7 +55,8 @@ VERDICTS = st.fixed_dictionaries(
     {
         "id": TEXTS,
         "subject": st.fixed_dictionaries(
-            {"type": TEXTS, "ranks": st.lists(NUMBERS, max_size=4)}, optional={"node": TEXTS, "worker": NUMBERS}
+            {"type": st.just("rank") | TEXTS, "ranks": st.lists(NUMBERS, max_size=4)},
+            optional={"node": TEXTS, "worker": NUMBERS},
         ),
         "cause": TEXTS,
         "state": st.just("confirmed"),
@@ -60,7 +64,9 @@ VERDICTS = st.fixed_dictionaries(
     },
     optional={
         "since": st.fixed_dictionaries({}, optional={"attempt": NUMBERS, "step": NUMBERS, "time": NUMBERS}),
-        "effect": st.fixed_dictionaries({}, optional={"slowdown": NUMBERS, "secondsPerStep": NUMBERS}),
+        "effect": st.fixed_dictionaries(
+            {}, optional=dict.fromkeys(["slowdown", "secondsPerStep", "gpuHours", "cost"], NUMBERS)
+        ),
     },
 )
 SUMMARIES = st.fixed_dictionaries(
@@ -143,6 +149,10 @@ def test_the_largest_answer_of_a_hub_fits_into_a_status() -> None:
     summary = read_summary({"attempt": 0, "progress": None, "slowRanks": [verdict] * 100, "hungRanks": []})
     assert summary is not None and summary.slow_ranks
     check(written(summary))
+    on_nodes = [verdict | {"subject": subject | {"type": "group", "node": f"{number}{text}"}} for number in range(64)]
+    named = read_summary({"attempt": 0, "progress": None, "slowRanks": on_nodes, "hungRanks": []})
+    assert written(named)["slowNodes"]
+    check(written(named))
     honest = verdict | {"id": "v", "subject": {"type": "rank", "ranks": [3]}, "cause": "compute", "sentence": "x" * 500}
     many = read_summary({"attempt": 0, "progress": None, "slowRanks": [honest] * 64, "hungRanks": []})
     assert many is not None and many.slow_ranks is not None and len(many.slow_ranks) == 64

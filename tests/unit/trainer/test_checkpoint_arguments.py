@@ -72,8 +72,8 @@ def test_other_masks_and_other_lengths_of_bert_give_notes() -> None:
     assert arguments.notes(stored, masks) == note
     assert arguments.order_samples(of_run(stored, 160), masks, 1) == 160
     both = replace(masks, data=replace(masks.data, short_seq_prob=0.2))
-    order = "samples come in another order than before, because this run differs in --short-seq-prob (0.1 there, 0.2 "
-    assert arguments.notes(stored, both) == f"{order}here); {note}"
+    order = "samples are read in another order than before, because this run differs in --short-seq-prob (0.1 there, "
+    assert arguments.notes(stored, both) == f"{order}0.2 here); {note}"
     assert arguments.order_samples(of_run(stored, 160), both, 1) is None
     assert arguments.conflict(stored, both, optimizer=True) is None
 

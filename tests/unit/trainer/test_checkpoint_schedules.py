@@ -48,7 +48,7 @@ def test_a_shortened_run_is_reported_in_iterations() -> None:
     reason = refusal(config_with(2600))
     assert reason is not None
     assert "--train-iters (spec.training.trainIters): 3000 iterations there, 2600 iterations here" in reason
-    assert "--lr-decay-iters (spec.training.lrDecayIters, left out: trainIters): 3000 iterations there" in reason
+    assert "--lr-decay-iters (spec.training.lrDecayIters, by default trainIters): 3000 iterations there" in reason
     assert "--override-opt_param-scheduler" in reason
     assert "--use-checkpoint-opt_param-scheduler" in reason
     assert "--lr-warmup" not in reason

@@ -230,7 +230,7 @@ def test_grouped_requests_are_admitted_together_or_not_at_all() -> None:
     group = [GenerationRequest(id=str(index), prompt=(1, 2), group="run") for index in range(2)]
     with pytest.raises(RequestError, match=r"^id: 0 is open already"):
         line.add(*group, group[0])
-    with pytest.raises(QueueFullError, match="0 requests wait, 4 came, 3 may wait"):
+    with pytest.raises(QueueFullError, match="0 requests wait, 4 are new, 3 may wait"):
         line.add(*(GenerationRequest(id=f"other {index}", prompt=(1,)) for index in range(4)))
     with pytest.raises(RequestError, match=r"^group: 3 requests of run do not fit 2 slots"):
         line.add(*group, GenerationRequest(id="third", prompt=(1,), group="run"))

@@ -18,11 +18,11 @@ from megatronapp_trainer.launch.config import address
 from megatronapp_trainer.launch.config.settings import Endpoint
 from megatronapp_trainer.launch.rendezvous import member, messages
 from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
+from megatronapp_trainer.launch.rendezvous.gang_connection import connection_lost_notice
 from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
 from megatronapp_trainer.launch.rendezvous.member import GangMember, join_gang
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGang, JoinRequest, Notices, StopNotice
 from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
-from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"

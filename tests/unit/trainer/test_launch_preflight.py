@@ -16,8 +16,8 @@ from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight import machine, reachability, run
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.gang_connection import SingleWorkerGang
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, JoinRequest, Notices, StopNotice
-from megatronapp_trainer.launch.rendezvous.session import SingleWorkerGang
 
 PLACE = WorkerAddress(address="127.0.0.2", listen_address="127.0.0.2")
 DEADLINE_S = 120.0

@@ -1,4 +1,4 @@
-"""Pure parts of the loop: batch sizes, coordinates, throughput, the log line, the progress page, spans."""
+"""Pure parts of the loop: batch sizes, coordinates, throughput, the log line, the progress document, spans."""
 
 import dataclasses
 import importlib.util

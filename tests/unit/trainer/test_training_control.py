@@ -17,7 +17,7 @@ from megatronapp_common.names import ExitCode
 
 RunRanks = Callable[..., list[Any]]
 Script = list[tuple[int, dict[str, Any]]]
-"""Orders, each with the steps that are done when rank 0 first finds it on its page."""
+"""Orders, each with the steps that are done when rank 0 first finds it in its control document."""
 
 STEPS = 8
 CONTROL = f"--train-iters {STEPS} --eval-interval 3 --training-control"
@@ -32,8 +32,8 @@ LAYOUTS = {
 }
 
 
-class ScriptedPage:
-    """Control page that shows each order from its step on, in place of the agent that writes it."""
+class ScriptedDocument:
+    """Control document that shows each order from its step on, in place of the agent that writes it."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -60,7 +60,7 @@ def train(flags: str, script: Script, signal_after: int | None = None) -> dict[s
     from megatronapp_trainer.training import progress
     from megatronapp_trainer.training.control import setup, training_control
     from megatronapp_trainer.training.control.group import ControlGroup
-    from megatronapp_trainer.training.control.order_page import OrderPage
+    from megatronapp_trainer.training.control.order_reader import OrderReader
 
     training_control.PAUSE_ROUND_S = 0.01
     reads = itertools.count()
@@ -69,10 +69,10 @@ def train(flags: str, script: Script, signal_after: int | None = None) -> dict[s
         sleep=time.sleep,
         monotonic=lambda: time.monotonic() + 0.001 * next(reads),  # lengths are rounded to it: none becomes 0
     )
-    page, recorder, control = ScriptedPage(script), EvaluationRecorder(), training_control.TrainingControl
+    page, recorder, control = ScriptedDocument(script), EvaluationRecorder(), training_control.TrainingControl
     reports: list[dict[str, Any]] = []
     recorder.control = lambda report: reports.append(report.to_json())  # type: ignore[attr-defined]
-    setup._open_page = lambda: OrderPage(page, attempt=0)
+    setup._open_reader = lambda: OrderReader(page, attempt=0)
     progress.make_reporter = lambda _config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
     boundaries: list[tuple[int, str]] = []
     obeyed: dict[int, tuple[int, bool]] = {}

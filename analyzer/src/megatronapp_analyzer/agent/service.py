@@ -155,13 +155,13 @@ class Agent:
             LOG.warning("%s", error)
             return None
 
-    def _command(self, page: Mapping[str, Any]) -> None:
+    def _command(self, document: Mapping[str, Any]) -> None:
         """Write the hub's commands to the control document."""
         path = self._settings.shm_dir / f"{self._settings.shm_prefix}.{ShmFile.CONTROL.value}"
         try:
             if self._control is None:
                 self._control = DocumentWriter(path)
-            self._control.write(dict(page))
+            self._control.write(dict(document))
         except DocumentError as error:
             LOG.error("faults cannot be given to the ranks: %s", error)
 

@@ -30,7 +30,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--format",
         choices=("chrome", "perfetto"),
         help="Chrome JSON, or Perfetto's protobuf, which is half of the size (default: perfetto for FILE.pftrace, "
-        "else chrome)",
+        "otherwise chrome)",
     )
     export.add_argument(
         "--verdict", metavar="ID", help="only about 1 MB around the evidence of this verdict, and no --from or --to"
@@ -49,8 +49,9 @@ def register_whatif(subparsers: "argparse._SubParsersAction[argparse.ArgumentPar
     whatif = subparsers.add_parser(
         "whatif",
         help="say how much time slow workers, stages and operations have cost",
-        description="Replay recorded steps with the usual durations of operations, and say how much time they lost and "
-        "to whom. The file has the columns of the public straggler traces (docs/whatif.md).",
+        description="Replay recorded steps with the usual durations of operations, and say how much time was lost "
+        "and which worker, stage or operation caused it. The file has the columns of the public straggler traces "
+        "(docs/whatif.md).",
     )
     whatif.add_argument("file", metavar="FILE", type=pathlib.Path, help="recorded operations (*.parquet)")
     whatif.add_argument("--json", action="store_true", help="print one JSON object with all numbers")

@@ -26,6 +26,7 @@ from megatronapp_analyzer.detect.findings.neighbours import RISING_VOTES, Neighb
 from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
 from megatronapp_analyzer.detect.hang_tracker import HangTracker
 from megatronapp_analyzer.detect.localize import MemberLocalizer
+from megatronapp_analyzer.detect.reasons.host_spans import host_spans_s
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.work import WorkModel
@@ -181,6 +182,7 @@ class Detector:
             hits=lambda suspect: self._hits(suspect, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
+        self._note_host_spans(aligned.step, features)
         doubt_s = _doubt_s(aligned)
         self._cost(aligned, evidence)
         told += self._tracks.confirm(
@@ -277,6 +279,23 @@ class Detector:
             track.follow_growth()
         return hit, int(part.votes[where].min())
 
+    def _note_host_spans(self, step: MatchedStep, features: StepFeatures) -> None:
+        """Note what the hosts of findings did meanwhile. It decides no verdict, only its reason."""
+        tracks = [
+            track
+            for track in self._tracks.with_evidence(step.view.step)
+            if track.candidate.cause is Cause.HOST
+            or (track.candidate.cause is Cause.COMPUTE and not features.on_device)
+        ]
+        if not tracks:
+            return
+        collecting_s, stopped_s = (
+            host_spans_s(step, kind, features.forwards) for kind in (RecordKind.GC, RecordKind.STOPPED)
+        )
+        for track in tracks:
+            ranks = list(track.candidate.subject.ranks)
+            track.host_spans.append((float(collecting_s[ranks].max()), float(stopped_s[ranks].max())))
+
     def _is_member(self, track: FindingTrack) -> bool:
         """Return whether slow compute is that of a rank whose unit has others."""
         candidate = track.candidate
@@ -286,11 +305,7 @@ class Detector:
     def _cost(self, aligned: AlignedStep, evidence: StepEvidence) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
         step = aligned.step
-        hit = [
-            live_track
-            for live_track in self._tracks.live.values()
-            if live_track.evidence and live_track.evidence[-1] == step.view.step
-        ]
+        hit = self._tracks.with_evidence(step.view.step)
         if not hit:
             return
         step = deciding_part(step, self._replica_of_rank, [track.candidate.subject.ranks for track in hit])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatronapp_analyzer.graph.build import StepGraph
-from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
+from megatronapp_analyzer.graph.edges import GAP_KINDS, EdgeKind, Seconds
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.graph.replay import Replayer, lanes_at_once, makespan_s, replay
@@ -175,7 +175,7 @@ def _causes(graph: StepGraph) -> Index:
     found[is_kind(kinds, P2P_KINDS)] = order.index(BlamedCause.LINK)
     found[is_kind(kinds, COMPUTE_KINDS)] = order.index(BlamedCause.COMPUTE)
     found[edges.kind == EdgeKind.REDUCED] = order.index(BlamedCause.COLLECTIVE)
-    gaps = np.isin(edges.kind, (EdgeKind.GAP, EdgeKind.HANDOVER))
+    gaps = np.isin(edges.kind, GAP_KINDS)
     found[(kinds == RecordKind.DATA) | gaps] = order.index(BlamedCause.HOST)
     return found
 

@@ -32,6 +32,10 @@ class EdgeKind(enum.IntEnum):
     """From when the last replica was ready to reduce gradients to the end of a pass that waited for it inside."""
 
 
+GAP_KINDS = (EdgeKind.GAP, EdgeKind.HANDOVER)
+"""Edges that end where a gap ends; one gap may have both."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Edges:
     """Parallel arrays, one entry per edge."""

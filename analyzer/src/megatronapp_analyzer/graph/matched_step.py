@@ -6,7 +6,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, messages_of, step_collectives_of
 from megatronapp_analyzer.graph.records import (
     CommIndex,
     RecordColumns,
@@ -82,7 +82,7 @@ class MatchedStep:
     @functools.cached_property
     def collectives(self) -> Collectives:
         """Collectives in the streams of the ranks."""
-        return collectives_of(self.spans, self.index)
+        return step_collectives_of(self.spans, self.columns.rank, self.index)
 
     def find_all(self) -> None:
         """Find spans, messages and collectives, before several threads read the step."""

@@ -94,12 +94,58 @@ def messages_of(records: RankRecords, index: CommIndex) -> Messages:
 
 
 def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
-    """Match the collectives of one step that are entries of the ranks' streams."""
+    """Match the collectives of one step that are entries of the ranks' streams, by the tables of the ranks."""
     where = np.flatnonzero(is_kind(records["kind"], GROUP_KINDS))
-    numbers = index.numbers(select_rows(records, where))
-    where, numbers = where[numbers >= 0], numbers[numbers >= 0]
-    kinds = records["kind"][where].astype(np.int64)
-    key = (((numbers << _KIND_BITS) | kinds) << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
+    chosen = select_rows(records, where)
+    return _grouped(chosen, where, index.numbers(chosen), index)
+
+
+def step_collectives_of(spans: RankRecords, ranks: Index, index: CommIndex) -> Collectives:
+    """Match collectives as `collectives_of`, but a reduction of the loss as what it is: all ranks of a role meet in it.
+
+    `spans` are those of a whole step, sorted by rank, and `ranks` their ranks. Where a rank of a role has spans and no
+    reduction, a record is missing: then the tables, which list parts of the role, say who met.
+    """
+    where = np.flatnonzero(is_kind(spans["kind"], GROUP_KINDS))
+    chosen = select_rows(spans, where)
+    numbers = index.numbers(chosen)
+    losses = np.flatnonzero(chosen["kind"] == RecordKind.LOSS_REDUCE)
+    if not len(losses):
+        return _grouped(chosen, where, numbers, index)
+    worlds = index.worlds(chosen["rank"][losses].astype(np.int64))
+    present = np.bincount(index.worlds(_distinct(ranks)) + 1, minlength=len(index.sizes) + 1)[1:]
+    is_whole = _are_whole(worlds, chosen["ordinal"][losses], present)
+    whole = is_whole[worlds] & (worlds >= 0)
+    numbers[losses[whole]] = worlds[whole]
+    found = _grouped(chosen, where, numbers, index)
+    met = (found.kind == RecordKind.LOSS_REDUCE) & is_whole[found.comm]
+    return dataclasses.replace(found, expected=np.where(met, present[found.comm], found.expected))
+
+
+def _distinct(sorted_ranks: Index) -> Index:
+    if not len(sorted_ranks):
+        return sorted_ranks
+    begin = np.searchsorted(sorted_ranks, np.arange(sorted_ranks[-1] + 2))
+    return np.flatnonzero(np.diff(begin))
+
+
+def _are_whole(worlds: Index, ordinals: NDArray[np.uint32], present: Index) -> NDArray[np.bool_]:
+    """Return for each communicator whether each of its reductions, of which there are some, has all present ranks."""
+    known = worlds >= 0
+    keys, count = np.unique((worlds[known] << _ORDINAL_BITS) | ordinals[known].astype(np.int64), return_counts=True)
+    of_key = keys >> _ORDINAL_BITS
+    whole = np.zeros(len(present), np.bool_)
+    whole[of_key] = True
+    whole[of_key[count != present[of_key]]] = False
+    return whole
+
+
+def _grouped(chosen: RankRecords, where: Index, numbers: Index, index: CommIndex) -> Collectives:
+    """Return the instances of collectives: `chosen` are rows `where`, with the numbers of their communicators."""
+    kinds, ordinals = chosen["kind"].astype(np.int64), chosen["ordinal"].astype(np.int64)
+    known = numbers >= 0
+    where = where[known]
+    key = ((((numbers << _KIND_BITS) | kinds) << _ORDINAL_BITS) | ordinals)[known]
     order = np.argsort(key, kind="stable")
     keys, begin = np.unique(key[order], return_index=True)
     comm = keys >> (_ORDINAL_BITS + _KIND_BITS)

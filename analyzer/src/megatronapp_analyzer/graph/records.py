@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,8 +169,16 @@ def columns_of(spans: RankRecords, origin_ns: int) -> SpanColumns:
     return SpanColumns(*span_columns(bytes_of(spans), origin_ns, _FORMAT))
 
 
+WORLD = "world"
+"""Kind of the communicator of all ranks of a role."""
+
+
 class CommIndex:
-    """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere."""
+    """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere.
+
+    All ranks of a role meet, too, in a communicator that no table lists, as it would be in the table of each of them.
+    It has a number here: its members are the ranks that groups connect, directly or through other ranks.
+    """
 
     def __init__(self, comms: CommTables) -> None:
         number: dict[Communicator, int] = {}
@@ -180,6 +188,10 @@ class CommIndex:
         for rank, table in comms.items():
             known = [number.setdefault(comm, len(number)) for comm in table.values()]
             self._lookup[rank, list(table)] = known
+        worlds = [(number.setdefault(world, len(number)), world.members) for world in _worlds(list(number))]
+        self._world_of_rank = np.full(1 + max((members[-1] for _, members in worlds), default=0), -1, np.int64)
+        for place, members in worlds:
+            self._world_of_rank[list(members)] = place
         self.members = list(number)
         self.pairs = np.array([_pair(comm) for comm in self.members] or [(-1, -1)], np.int64)
         """Source and destination of each directed pair; -1 of a communicator that is none."""
@@ -203,6 +215,31 @@ class CommIndex:
         out = np.full(len(records), -1, np.int64)
         out[known] = self._lookup[rank[known], slot[known]]
         return out
+
+    def worlds(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the communicator of all ranks of each rank's role; -1 where no group has the rank."""
+        known = (ranks >= 0) & (ranks < len(self._world_of_rank))
+        return np.where(known, self._world_of_rank[np.where(known, ranks, 0)], -1)
+
+
+def _worlds(comms: Iterable[Communicator]) -> list[Communicator]:
+    """Return the communicator of all ranks of each role; pairs connect also ranks of different roles."""
+    parent: dict[int, int] = {}
+
+    def root(rank: int) -> int:
+        while (above := parent.setdefault(rank, rank)) != rank:
+            parent[rank] = rank = parent[above]
+        return rank
+
+    for comm in comms:
+        if comm.kind != "p2p" and len(comm.members) > 1:
+            first = root(comm.members[0])
+            for member in comm.members:
+                parent[root(member)] = first
+    members: dict[int, list[int]] = {}
+    for rank in sorted(parent):
+        members.setdefault(root(rank), []).append(rank)
+    return [Communicator(WORLD, tuple(ranks)) for ranks in members.values()]
 
 
 def _pair(comm: Communicator) -> tuple[int, int]:

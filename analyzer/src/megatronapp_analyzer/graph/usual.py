@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.build import StepGraph
-from megatronapp_analyzer.graph.edges import EdgeKind, Seconds
+from megatronapp_analyzer.graph.edges import GAP_KINDS, EdgeKind, Seconds
+from megatronapp_analyzer.graph.links import NO_LINK, Link, link_numbers, link_of, medians
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.graph.replay import MIXED_AT_ONCE, MixedReplayer, mixed_lengths_s
@@ -26,6 +27,8 @@ from megatronapp_native import segment_medians
 Mask = NDArray[np.bool_]
 MAX_CELLS = 256
 """Cells that are replayed at most: those with the most time beyond the usual."""
+MAX_LINKS = 64
+"""The same of links."""
 _WORKERS_PERCENT = 3
 _KINDS, _EDGE_KINDS = 256, len(EdgeKind)
 _LEAST_TABLE = 1 << 20
@@ -84,6 +87,11 @@ class Slowdowns:
     """M_W: the fraction of the lost time that is saved if the slowest 3 % of cells are ideal; None without a loss."""
     last_stage_fraction: float | None
     """M_S: the same of the last stage."""
+    links: dict[Link, float]
+    """Slowdown if only the messages of one link take as long as recorded; largest first."""
+    launch_ratio: float | None
+    """Recorded steps over those in which no time passes between the spans of a rank; None if nothing is left of these.
+    """
 
     @property
     def slowdown(self) -> float:
@@ -107,7 +115,7 @@ def usual_weights(graphs: Sequence[StepGraph], layout: JobLayout, peers: PeerSet
         ranks = np.concatenate([graph.spans["rank"][graph.edges.span] for graph in graphs])
         usual = _of_usual_rank(group, len(names), ranks.astype(np.int64), weights)
     else:
-        usual = _medians(group, weights, len(names))
+        usual = medians(group, weights, len(names))
         computes = np.isin(names % _EDGE_KINDS, (EdgeKind.SPAN, EdgeKind.TRANSFER))
         computes &= is_kind((names // _EDGE_KINDS % _KINDS).astype(np.uint8), COMPUTE_KINDS)
         means = np.bincount(group, weights, minlength=len(names)) / np.bincount(group, minlength=len(names))
@@ -146,13 +154,7 @@ def _numbered(keys: Index) -> tuple[Index, Index]:
 def _of_usual_rank(group: Index, groups: int, ranks: Index, values: Seconds) -> Seconds:
     """Return for each group the lower median over ranks of each rank's median: of two ranks that of the faster one."""
     names, of_rank = _numbered(ranks * groups + group)
-    return segment_medians(names % groups, _medians(of_rank, values, len(names)), groups)
-
-
-def _medians(group: Index, values: Seconds, groups: int) -> Seconds:
-    """Return the median of each group, of two middles their mean; each group has a value."""
-    upper = -segment_medians(group, -values, groups)
-    return (segment_medians(group, values, groups) + upper) / 2
+    return segment_medians(names % groups, medians(of_rank, values, len(names)), groups)
 
 
 def find_slowdowns(
@@ -161,11 +163,13 @@ def find_slowdowns(
     peers: PeerSet,
     *,
     max_cells: int = MAX_CELLS,
+    max_links: int = MAX_LINKS,
     replayer: MixedReplayer = mixed_lengths_s,
 ) -> Slowdowns:
     """Return the slowdowns over the steps of `graphs`, of which there is at least one."""
     window = _Window(graphs, layout, peers, replayer)
-    replayed = window.heaviest(max_cells)
+    replayed = np.sort(window.heaviest_cells(max_cells))
+    links = window.heaviest_links(max_links)
     kinds = sorted({int(kind) for graph in graphs for kind in np.unique(graph.spans["kind"][graph.edges.span])})
 
     def scenarios(edges: _EdgeOwners) -> Iterator[Mask]:
@@ -174,13 +178,15 @@ def find_slowdowns(
         yield ~edges.in_last_stage
         yield from (edges.cell == cell for cell in replayed)
         yield from (edges.kind == kind for kind in kinds)
+        yield from (edges.link == link for link in links)
 
     table = window.seconds(scenarios)
     recorded_T, ideal_T, without_last_T = table[:3]
-    by_cell, by_kind = table[3 : 3 + len(replayed)], table[3 + len(replayed) :]
+    by_cell, by_kind, by_link = np.split(table[3:], np.cumsum([len(replayed), len(kinds)]))
     cells_CT = np.full((len(window.cells), len(graphs)), np.nan)
     cells_CT[replayed] = by_cell / ideal_T
-    ratios = {kind: float(row.sum() / ideal_T.sum()) for kind, row in zip(kinds, by_kind, strict=True)}
+    of_kinds = {kind: float(row.sum() / ideal_T.sum()) for kind, row in zip(kinds, by_kind, strict=True)}
+    of_links = {link_of(link): float(row.sum() / ideal_T.sum()) for link, row in zip(links, by_link, strict=True)}
     slowest = replayed[np.argsort(-by_cell.sum(axis=1), kind="stable")]
     slowest = slowest[: -(-len(window.cells) * _WORKERS_PERCENT // 100)]
     (without_slowest_T,) = window.seconds(lambda edges: [~np.isin(edges.cell, slowest)])
@@ -189,25 +195,29 @@ def find_slowdowns(
         ideal_T=ideal_T,
         cells=window.cells,
         cells_CT=cells_CT,
-        kinds=dict(sorted(ratios.items(), key=lambda item: -item[1])),
+        kinds=dict(sorted(of_kinds.items(), key=lambda item: -item[1])),
         slowest_fraction=_saved_fraction(recorded_T, ideal_T, without_slowest_T),
         last_stage_fraction=_saved_fraction(recorded_T, ideal_T, without_last_T),
+        links=dict(sorted(of_links.items(), key=lambda item: -item[1])),
+        launch_ratio=_ratio(recorded_T, window.seconds_without_gaps()),
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _EdgeOwners:
-    """Cell, kind of span and stage of each edge of a graph."""
+    """Cell, kind of span, stage and link of each edge of a graph."""
 
     cell: Index
     kind: NDArray[np.uint8]
     in_last_stage: Mask
+    link: Index
+    """NO_LINK of an edge of no message."""
 
     @classmethod
     def of(cls, graph: StepGraph, cell_of_rank: Index, is_last: Mask) -> "_EdgeOwners":
         """Return those of a graph, read from single columns: the rows of the spans of all edges are large."""
         ranks, kinds = (graph.spans[name][graph.edges.span] for name in ("rank", "kind"))
-        return cls(cell=cell_of_rank[ranks], kind=kinds, in_last_stage=is_last[ranks])
+        return cls(cell=cell_of_rank[ranks], kind=kinds, in_last_stage=is_last[ranks], link=link_numbers(graph))
 
 
 class _Window:
@@ -220,13 +230,36 @@ class _Window:
         is_last = np.isin(layout.stages, layout.loss_stages)
         self._edges = [_EdgeOwners.of(graph, self.cells.of_rank, is_last) for graph in graphs]
 
-    def heaviest(self, count: int) -> Index:
-        """Return the cells with the most time beyond the usual, in order of their numbers."""
+    def heaviest_cells(self, count: int) -> Index:
+        """Return the cells with the most time beyond the usual, largest first."""
         excess = np.zeros(len(self.cells))
-        for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
-            over = np.maximum(graph.edges.weight - ideal, 0.0)
+        for over, edges in self._excesses():
             excess += np.bincount(edges.cell, over, minlength=len(self.cells))
-        return np.sort(np.argsort(-excess, kind="stable")[:count])
+        return np.argsort(-excess, kind="stable")[:count]
+
+    def heaviest_links(self, count: int) -> Index:
+        """Return the numbers of the links with the most time beyond the usual, largest first; none without any."""
+        numbers, seconds = [], []
+        for over, edges in self._excesses():
+            longer = np.flatnonzero((edges.link != NO_LINK) & (over > 0))
+            numbers.append(edges.link[longer])
+            seconds.append(over[longer])
+        names, group = np.unique(np.concatenate(numbers), return_inverse=True)
+        excess = np.bincount(group, np.concatenate(seconds), minlength=len(names))
+        return names[np.argsort(-excess, kind="stable")[:count]]
+
+    def _excesses(self) -> Iterator[tuple[Seconds, _EdgeOwners]]:
+        """Yield by how much each edge of a step is longer than usual."""
+        for graph, ideal, edges in zip(self._graphs, self._usual, self._edges, strict=True):
+            yield np.maximum(graph.edges.weight - ideal, 0.0), edges
+
+    def seconds_without_gaps(self) -> Seconds:
+        """Return the length of each step, [T], with all spans as recorded and no time between those of a rank."""
+        found = []
+        for graph in self._graphs:
+            weights = np.where(np.isin(graph.edges.kind, GAP_KINDS), 0.0, graph.edges.weight)
+            found.append(self._replayer(graph, weights, np.zeros(len(weights), np.uint8), 1)[0])
+        return np.array(found)
 
     def seconds(self, scenarios: Callable[[_EdgeOwners], Iterable[Mask]]) -> Seconds:
         """Return the length of each step, [scenarios, T]: an edge is as recorded where its mask is true."""
@@ -242,37 +275,12 @@ class _Window:
         return np.stack(columns, axis=1)
 
 
+def _ratio(over_T: Seconds, under_T: Seconds) -> float | None:
+    return float(over_T.sum() / under_T.sum()) if under_T.sum() > 0 else None
+
+
 def _saved_fraction(recorded_T: Seconds, ideal_T: Seconds, seconds_T: Seconds) -> float | None:
     lost_s = recorded_T.sum() - ideal_T.sum()
     if lost_s <= _LEAST_LOSS * ideal_T.sum():
         return None
     return float((recorded_T.sum() - seconds_T.sum()) / lost_s)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Deliveries:
-    """Directed pairs of ranks that exchanged messages. Parallel arrays."""
-
-    source: Index
-    destination: Index
-    seconds: Seconds
-    """Median from when both ends were ready to the end of the receive."""
-    count: Index
-
-
-def deliveries_of(graphs: Sequence[StepGraph]) -> Deliveries:
-    """Return the deliveries of the matched messages of all graphs."""
-    sources, destinations, seconds = [], [], []
-    for graph in graphs:
-        chosen = graph.edges.kind == EdgeKind.DELIVERY
-        sources.append(graph.spans["rank"][graph.edges.source[chosen] // 2].astype(np.int64))
-        destinations.append(graph.spans["rank"][graph.edges.span[chosen]].astype(np.int64))
-        seconds.append(graph.edges.weight[chosen])
-    key = (np.concatenate(sources) << 32) | np.concatenate(destinations)
-    names, group = np.unique(key, return_inverse=True)
-    return Deliveries(
-        source=names >> 32,
-        destination=names & 0xFFFF_FFFF,
-        seconds=_medians(group, np.concatenate(seconds), len(names)) if len(names) else np.empty(0),
-        count=np.bincount(group, minlength=len(names)),
-    )

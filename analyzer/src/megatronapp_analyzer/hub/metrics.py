@@ -277,6 +277,20 @@ class HubCollector(Collector):
                     family.add_metric([self._job, self._pod(link.worker)], getattr(link.shared_memory, field))
             yield family
 
+    def _lost_time(self) -> Iterator[Metric]:
+        """Yield the time that a step lost and the sum of its blame; without values until the first was computed."""
+        lost_time = self._hub.totals.lost_time
+        yield self._gauge(
+            "megascan_step_lost_seconds",
+            "Time by which a step was longer than with usual durations: the newest one whose blame was computed.",
+            None if lost_time is None else lost_time.lost_s,
+        )
+        yield self._gauge(
+            "megascan_step_blamed_seconds",
+            "Sum of the blame of that step: the time that it lost, but for the error of the method.",
+            None if lost_time is None else lost_time.blamed_s,
+        )
+
     def _tracer(self) -> Iterator[Metric]:
         analysis = self._hub.analysis
         dropped = CounterMetricFamily(
@@ -290,6 +304,7 @@ class HubCollector(Collector):
         yield self._gauge(
             "megascan_analyzer_lag_seconds", "End of the newest whole step to its analysis.", analysis.lag_s
         )
+        yield from self._lost_time()
         for name, text, count in (
             ("megascan_analyzer_skipped_steps", "Steps that the detector was too slow to judge.", analysis.skipped),
             ("megascan_analyzer_failures", "Steps at which the detector failed.", analysis.failures),
@@ -325,7 +340,7 @@ class HubCollector(Collector):
         newest = self._hub.ingest.newest
         yield self._gauge(
             "megascan_missing_ranks",
-            "Ranks of which nothing was heard for long; the others are judged without them.",
+            "Ranks that have not reported for long; the others are judged without them.",
             len(newest.missing) if newest else None,
         )
         yield self._clock_residual()

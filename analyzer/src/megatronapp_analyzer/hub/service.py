@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.archive.history import StepHistory
 from megatronapp_analyzer.hub.archive.spooled_ingest import SpooledIngest
+from megatronapp_analyzer.hub.blame.newest_blame import NewestBlame
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
@@ -33,6 +34,7 @@ from megatronapp_analyzer.hub.state.lease import ControlLease
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals, WasteSums
 from megatronapp_analyzer.hub.state.training_orders import StoredOrder, TrainingOrders, described
+from megatronapp_analyzer.hub.state.verdict_reasons import VerdictReasons
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.hub.state.windows import SuspectWindows, WindowStore
 from megatronapp_analyzer.hub.timeline.columns import ColumnsCache
@@ -65,13 +67,14 @@ class Hub:
         )
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
-        self.faults.on_change = self.send_control_pages
+        self.faults.on_change = self.send_control_documents
         self.windows = WindowStore(self._path("windows.json"), writable=live)
-        self.windows.on_change = self.send_control_pages
+        self.windows.on_change = self.send_control_documents
         self._suspect_windows = SuspectWindows(self.windows)
         self.verdicts.on_new = self._record_in_detail
+        self.verdicts.explain = VerdictReasons(self.ingest).explain
         self.orders = TrainingOrders(self._path("orders.json"), writable=live)
-        self.orders.on_change = self.send_control_pages
+        self.orders.on_change = self.send_control_documents
         self.orders.on_decision = self._note_decision
         self.lease = ControlLease()
         self.captures = TrainingCaptures(self._path("captures.frames"), disk_bytes=limits.captures_bytes, writable=live)
@@ -94,6 +97,7 @@ class Hub:
         self.timelines = ColumnsCache()
         self.history = StepHistory(self.ingest, self.spooled)
         self.answers = AnswerCache()
+        self.blame = NewestBlame(self.ingest, self.graphs, self.answers, self.totals)
         self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.ready = False
@@ -116,6 +120,7 @@ class Hub:
         tasks = [asyncio.create_task(serve_pages())]
         if self.ended is None:
             tasks.append(asyncio.create_task(self.analysis.run(self.settings.tick_s)))
+            tasks.append(asyncio.create_task(self.blame.run()))
         else:
             self.analysis.caught_up = True
         for task in tasks:
@@ -158,7 +163,7 @@ class Hub:
             self.totals.protocol_errors += older.replace(link)
         self.links[key] = link
         self.scope.core.ingest.on_attempt(link.attempt)
-        link.command(self._control_page(link.attempt))
+        link.command(self._control_document(link.attempt))
         state = self.ingest.attempts.get(link.attempt)
         have = (
             {rank: index for (worker, rank), index in state.next_index.items() if worker == link.worker}
@@ -232,7 +237,7 @@ class Hub:
                 self.orders.observe(link.attempt, progress.control)
         except ValidationError as error:  # the reporting rank's mistake; the rest of what its agent sends is right
             self.totals.protocol_errors += 1
-            LOG.warning("progress page is left out: %s", error)
+            LOG.warning("a progress document is ignored: %s", error)
 
     def _finish(self, steps: list[StoredStep]) -> None:
         for step in steps:
@@ -271,16 +276,16 @@ class Hub:
         if window is not None:
             LOG.info("%s: steps %d to %d are recorded in detail", verdict.id, window.from_step, window.last_step)
 
-    def send_control_pages(self) -> None:
+    def send_control_documents(self) -> None:
         """Send every agent what its ranks are to read: faults, and orders with the signs of life of their client."""
         for link in self.links.values():
-            link.command(self._control_page(link.attempt))
+            link.command(self._control_document(link.attempt))
 
-    def _control_page(self, attempt: int) -> dict[str, Any]:
-        page = self.faults.control_page() | {"windows": self.windows.page()}
+    def _control_document(self, attempt: int) -> dict[str, Any]:
+        document = self.faults.document() | {"windows": self.windows.entries()}
         if self.identity.control is None:
-            return page
-        return page | {"training": self.orders.page(attempt) | {"renewals": self.lease.renewals}}
+            return document
+        return document | {"training": self.orders.document(attempt) | {"renewals": self.lease.renewals}}
 
     def _note_decision(self, order: StoredOrder) -> None:
         """Write what became of an order into the actions, which are events of the job."""

@@ -9,6 +9,7 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import ImportTraceError
 from megatronapp_analyzer.hub.ingest.ingest import AttemptState, TraceIngest
 from megatronapp_analyzer.hub.ingest.ring_metadata import build_layout
+from megatronapp_analyzer.hub.state.verdict_reasons import VerdictReasons
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import JobLayout, VerdictState
 from megatronapp_analyzer.offline.read import read_traces
@@ -76,6 +77,7 @@ def analyze(ingest: TraceIngest, *, source: str, notes: Sequence[str]) -> Analys
     """
     steps = sorted(ingest.store.select(0, None, newest=0), key=lambda step: step.key)
     verdicts = VerdictStore(None)
+    verdicts.explain = VerdictReasons(ingest).explain
     detector: Detector | None = None
     layout: JobLayout | None = None
     for step in steps:
@@ -120,6 +122,7 @@ def text_lines(analysis: Analysis) -> Iterator[str]:
         cost_ms, lost_s = 1000 * verdict["effect"]["secondsPerStep"], verdict["effect"]["secondsLost"]
         period = f"since step {since}" if until is None else f"steps {since} to {until['step']}"
         cost = f"{cost_ms:.1f} ms a step, {lost_s:.3f} s in all"
-        yield f"  cause {verdict['cause']}, {period}, {cost}, confidence {verdict['confidence']:.2f}"
+        reason = f" ({verdict['reason']})" if verdict["reason"] else ""
+        yield f"  cause {verdict['cause']}{reason}, {period}, {cost}, confidence {verdict['confidence']:.2f}"
         for text in verdict["evidence"]["text"]:
             yield f"  - {text}"

@@ -10,6 +10,7 @@ from megatronapp_analyzer.hub.archive.archiver import Archiver
 from megatronapp_analyzer.hub.archive.catalog import Catalog
 from megatronapp_analyzer.hub.archive.restore import restore
 from megatronapp_analyzer.hub.archive.stored import StoredTraces
+from megatronapp_analyzer.hub.ingest.counter_history import CounterHistory
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
@@ -19,6 +20,10 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
 STORED_BYTES = 2 << 30
+COUNTER_BYTES = 256 << 20
+"""Memory of samples of counters, which give reasons for verdicts."""
+MOST_COUNTER_ROWS = 1 << 20
+"""Seconds of a worker whose counters are read at most, 12 days."""
 _LIMITS = StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES)
 
 
@@ -58,7 +63,7 @@ def stored_traces(
 
     Memory is bounded by STORED_BYTES: of more records, the newest steps are in it. Raises ImportTraceError.
     """
-    ingest = TraceIngest(_LIMITS)
+    ingest = TraceIngest(_LIMITS, counter_history=CounterHistory(COUNTER_BYTES, most_rows=MOST_COUNTER_ROWS))
     try:
         restore(stored, ingest, newest_segments=newest_segments, steps=steps)
     except (ArchiveError, ProtocolError) as error:

@@ -40,7 +40,7 @@ PROBLEM: dict[str, Any] = {"model": Problem}
 COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.AnswerPending}, 409: PROBLEM, 413: PROBLEM, 503: PROBLEM}
 CONTROLS: Answers = {403: PROBLEM, 404: PROBLEM, 409: PROBLEM, 429: PROBLEM, 503: PROBLEM}
 BODY: Answers = {**CONTROLS, 400: PROBLEM, 408: PROBLEM, 413: PROBLEM}
-TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "as it was"}}
+TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "not modified"}}
 VALUES: Answers = {**COMING}
 VALUES[200] = {
     "model": schemas.Values,
@@ -363,16 +363,6 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
     with scope.sessions.acquire({caller: session_download.MAX_OF_CALLER}) as place:
         pieces = session_file.RunSnapshot(scope.core.feed, known).frames()
         return session_download.SessionResponse(pieces, place.pop_all(), headers)
-
-
-@router.api_route(
-    "/perturbations", methods=["POST"], operation_id="addPerturbation", responses={501: {"model": Problem}}
-)
-@router.api_route("/perturbations", methods=["PATCH"], include_in_schema=False)
-@router.api_route("/perturbations", methods=["DELETE"], include_in_schema=False)
-async def reserved() -> None:
-    """Not there yet: the name is kept."""
-    raise HttpError(501, "not-yet", "perturbations come later", "Generating and looking works.")
 
 
 @router.websocket("")

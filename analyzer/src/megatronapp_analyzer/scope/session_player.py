@@ -86,7 +86,7 @@ class SessionPlayer:
             self._take(frame)
         except GARBLED as error:
             self.left_out += 1
-            LOG.warning("a frame of type %d is left out: %s: %s", frame.type, type(error).__name__, error)
+            LOG.warning("a frame of type %d is skipped: %s: %s", frame.type, type(error).__name__, error)
 
     def _take(self, frame: Frame) -> None:
         name = str(frame.header["run"])

@@ -87,7 +87,7 @@ class Order:
 
     @classmethod
     def from_json(cls, document: object) -> Self:
-        """Parse an order of the control page. Raises OrderError for one of another shape or of an unknown kind."""
+        """Parse an order of the control document. Raises OrderError for one of another shape or of an unknown kind."""
         if not isinstance(document, Mapping):
             raise OrderError(f"order {document!r} is no object", "give number, kind and, for step, steps")
         try:
@@ -112,7 +112,7 @@ class Order:
         return order
 
     def to_json(self) -> dict[str, Any]:
-        """Return the order as the control page holds it."""
+        """Return the order as the control document holds it."""
         fields: dict[str, Any] = {"number": self.number, "kind": self.kind.value}
         if self.kind is OrderKind.PERTURB:
             perturbed = {"recipe": self.recipe, "target": self.target.value, "steps": self.steps}

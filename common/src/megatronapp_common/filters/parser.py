@@ -1,6 +1,6 @@
 """Parse a vector filter into a typed tree: Python's own parser, then a whitelist.
 
-Nothing is compiled or evaluated. `_Scanner` checks the text from left to right (characters, names, brackets) so that a
+Nothing is compiled or evaluated. `_scan` checks the text from left to right (characters, names, brackets) so that a
 mistake has its column; `ast.parse` then applies Python's grammar and precedence; `_Converter` takes the nodes that it
 knows and makes those of `syntax` from them.
 """

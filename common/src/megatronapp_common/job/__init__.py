@@ -1,6 +1,6 @@
 """The MegatronJob resource: its types, its rules, and its fields as flags of the trainer."""
 
-from megatronapp_common.job.api.analyzer import Analyzer, AnalyzerVolume, SlowNode
+from megatronapp_common.job.api.analyzer import Analyzer, AnalyzerVolume, SlowNode, SlowNodeCost, SlowRank
 from megatronapp_common.job.api.cluster import (
     Initializer,
     ObjectReference,
@@ -43,7 +43,6 @@ from megatronapp_common.job.api.status import (
     RankTable,
     RankTableEntry,
     Replicas,
-    SlowRank,
     Status,
 )
 from megatronapp_common.job.api.training import Checkpoint, Data, Recompute, Training
@@ -104,6 +103,7 @@ __all__ = [
     "Serve",
     "SharedMemory",
     "SlowNode",
+    "SlowNodeCost",
     "SlowRank",
     "Spec",
     "Status",

@@ -29,9 +29,9 @@ _HINTS = {
     "setHostnameAsFQDN": "would change the name by which the ranks find each other; leave it out",
     "hostIPC": "would mix the shared memory of jobs; leave it out",
     "hostPID": "would mix the processes of jobs; leave it out",
-    "hostNetwork": "has a field of its own: write network.mode: HostNetwork",
+    "hostNetwork": "is set by another field: write network.mode: HostNetwork",
     "shareProcessNamespace": "would take the launcher the place of process 1, which reaps orphans; leave it out",
-    "terminationGracePeriodSeconds": "has a field of its own: write runPolicy.terminationGracePeriodSeconds",
+    "terminationGracePeriodSeconds": "is set by another field: write runPolicy.terminationGracePeriodSeconds",
     "activeDeadlineSeconds": "would end single workers; write runPolicy.activeDeadlineSeconds",
 }
 """Fields of a pod that only the operator sets, with what to write instead."""

@@ -99,7 +99,7 @@ FILES: Final[dict[str, str]] = {
     "abnormal.txt": "megatronapp scan analyze and, while a job runs, megatronapp describe JOB name slow ranks, links "
     "and hosts with their cause",
     "latest_checkpointed_iteration.txt": "written, in spec.checkpoint.save, but the newest whole folder is resumed; to "
-    "go back, move later ones away",
+    "go back, move later ones to another folder",
     "iter_0000020": "the same name; of Megatron-LM's own, megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "mp_rank_00_000/model_optim_rng.pt": "megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "gpt_text_document.bin": f"{SAME}, by megatronapp data prepare",

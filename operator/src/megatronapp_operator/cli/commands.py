@@ -344,8 +344,10 @@ a time: the command takes the control for its order, which is refused while anot
         choices=("model", "master"),
         help="parameters of the next step (the default), or those of the optimizer",
     )
-    perturbed.add_argument("--steps", type=parse_count, metavar="N", help="steps of activations; else until --undo")
-    perturbed.add_argument("--replica", type=parse_index, metavar="N", help="one data-parallel replica; else all alike")
+    perturbed.add_argument(
+        "--steps", type=parse_count, metavar="N", help="steps of activations (default: until --undo)"
+    )
+    perturbed.add_argument("--replica", type=parse_index, metavar="N", help="one data-parallel replica (default: all)")
     parser.add_argument("--force", action="store_true", help="take the control from the client that has it")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the ranks obey")
     parser.add_argument("--json", action="store_true", help="with status: print it as JSON")

@@ -80,6 +80,7 @@ def lines(
     yield from _conditions(job.status)
     yield from _workers(job.status)
     yield from _slow_ranks(job.status)
+    yield from _slow_nodes(job.status)
     yield from _failures(job.status)
     yield from _events(events)
 
@@ -234,6 +235,15 @@ def _slow_ranks(status: dict[str, Any]) -> Iterator[str]:
         lost = [number(effect.get(name), "g") for name in ("gpuHours", "cost")]
         rows.append([subject, verdict["cause"], verdict["state"], *lost, verdict["sentence"]])
     return _section("Slow ranks", rows)
+
+
+def _slow_nodes(status: dict[str, Any]) -> Iterator[str]:
+    rows = [["NODE", "RANKS", "CAUSES", "AGE", "GPU-HOURS", "COST"]]
+    for slow in status.get("slowNodes", ()):
+        names = [",".join(map(str, slow.get(field, ()))) or NONE for field in ("ranks", "causes")]
+        lost = [number(slow.get(field), "g") for field in ("gpuHours", "cost")]
+        rows.append([slow["node"], *names, age(slow.get("since")), *lost])
+    return _section("Slow nodes", rows)
 
 
 def _failures(status: dict[str, Any]) -> Iterator[str]:

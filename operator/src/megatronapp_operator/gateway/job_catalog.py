@@ -26,7 +26,7 @@ ROLES = (TokenRole.VIEWER, TokenRole.CONTROLLER)
 """Roles of users. The other tokens of a job give no access here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Fields of a status that are listed."""
-KEY_HINT = "The gateway reads its key file every few seconds. If this stays, write the lost key behind the newest one."
+KEY_HINT = "The gateway reads its key file every few seconds. If this persists, add the lost key below the newest one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

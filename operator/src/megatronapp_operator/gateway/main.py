@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key-file", type=pathlib.Path, required=True, help="file with the installation's keys, the newest first"
     )
-    parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
+    parser.add_argument("--watch-namespaces", default="", help="comma separated (default: all)")
     parser.add_argument(
         "--no-reviews", action="store_true", help="ask the cluster nothing about callers: only tokens of jobs work"
     )

@@ -29,7 +29,7 @@ class GatewayMetrics:
         )
         self._refusals = Counter(
             "megatron_gateway_refusals",
-            "What the gateway did not do, by the code that it told; log-in: refused logins and unknown callers.",
+            "Requests that the gateway refused, by error code; log-in: refused logins and unknown callers.",
             ["code"],
             registry=registry,
         )
@@ -37,7 +37,7 @@ class GatewayMetrics:
             self._refusals.labels(code)
         self._hubs = Histogram(
             "megatron_gateway_hub_seconds",
-            "Time until a hub began to answer, by outcome: ok, or the code that the caller was told.",
+            "Time until a hub began to answer, by outcome: ok, or the error code of the answer.",
             ["outcome"],
             buckets=HUB_BUCKETS_S,
             registry=registry,

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
 from starlette.responses import Response
 
-from megatronapp_common.web.models import Problem
 from megatronapp_operator.gateway import websocket_admission
 from megatronapp_operator.gateway.access.subject_access import Verb
 from megatronapp_operator.gateway.gateway import MAX_BODY_BYTES
@@ -34,9 +33,8 @@ CONTROLS: Answers = {200: {}, 201: {}, 202: {}, 204: {}, **HUB_PROBLEMS}
 READ_RESPONSES: Answers = HUB_PROBLEMS | {
     200: {"content": {"application/json": {}, "application/octet-stream": {}, "text/csv": {}}},
     202: {},
-    304: {"description": "as it was"},
+    304: {"description": "not modified"},
 }
-RESERVED: Answers = HUB_PROBLEMS | {501: {"model": Problem}}
 
 router = APIRouter(prefix="/api/v1", dependencies=[Security(BEARER)], responses=PROBLEMS, tags=["scope"])
 sockets = APIRouter(prefix="/api/v1")
@@ -98,14 +96,6 @@ async def start_sweep(request: Request, caller: CallerOf, namespace: Namespace, 
 async def cancel_sweep(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
     """Cancel a sweep that waits or generates."""
     return await _control(request, caller, (namespace, name), f"sweeps/{run}")
-
-
-@router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
-@router.patch(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
-@router.delete(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
-async def reserved(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
-    """Not there yet; the hub says so."""
-    return await _control(request, caller, (namespace, name), request.url.path.rpartition("/")[2])
 
 
 @router.get(f"{JOB}/{{path:path}}", response_model=None, responses=READ_RESPONSES)

@@ -17,7 +17,7 @@ class GatewayJob(ApiModel):
     iteration: Annotated[int | None, Field(description="Finished steps; null before the first report.")]
     total_iterations: int | None
     restarts: int
-    findings: Annotated[list[str], Field(description="Sentences of the verdicts that stand.")]
+    findings: Annotated[list[str], Field(description="Sentences of the verdicts that are not cleared.")]
     hung_ranks: list[int]
     created_at: Annotated[str, Field(description="RFC 3339.")]
 

@@ -1,5 +1,6 @@
 """Decide what to do about a job from what is observed of it, without side effects."""
 
+from megatronapp_common.job.api.analyzer import SlowNodeCost, SlowRank
 from megatronapp_common.job.api.progress import GangSize, Progress
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
@@ -10,7 +11,6 @@ from megatronapp_common.job.api.status import (
     FailureAction,
     Phase,
     Replicas,
-    SlowRank,
     Status,
     Takeover,
 )
@@ -121,6 +121,7 @@ __all__ = [
     "RestartWorker",
     "RunPolicy",
     "SlowNodeAction",
+    "SlowNodeCost",
     "SlowNodePolicy",
     "SlowRank",
     "Status",

@@ -4,8 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Set as AbstractSet
 
+from megatronapp_common.job.api.analyzer import SlowRank
 from megatronapp_common.job.api.progress import Progress
-from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.save_request import SaveRequest
 
 

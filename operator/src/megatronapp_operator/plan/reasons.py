@@ -32,7 +32,7 @@ POD_INVALID = "PodInvalid"
 
 TRAINING_BEGAN = "TrainingBegan"
 SERVING = "Serving"
-NO_PROGRESS_PAGE = "NoProgressPage"
+NO_PROGRESS_REPORTED = "NoProgressReported"
 
 START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
 NOT_GATHERED = "NotGathered"

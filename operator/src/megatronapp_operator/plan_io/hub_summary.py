@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.errors import DocumentError
+from megatronapp_common.job.api.analyzer import SlowRank
 from megatronapp_common.job.api.progress import (
     ForwardBackward,
     PipelinePlan,
@@ -20,7 +21,6 @@ from megatronapp_common.job.api.progress import (
     ShipMode,
     ShipModeCost,
 )
-from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.job.api.status_fields import MAX_COUNT
 from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.shared_memory_space import SharedMemorySpace

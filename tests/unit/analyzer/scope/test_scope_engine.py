@@ -187,7 +187,7 @@ async def test_a_probe_in_flight_is_refused_when_its_ranks_disconnect() -> None:
     scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
     async with scope.running():
         scope.core.ingest.take_frame(0, 0, published()[0])
-        with pytest.raises(HttpError, match="went away") as refused:
+        with pytest.raises(HttpError, match="disconnected") as refused:
             await scope.probe_client.request("key", probe_request, lambda _: None, "me")
         assert refused.value.status == 503 and len(scope.core.probes) == 0
 

@@ -373,9 +373,9 @@ def test_what_cannot_be_split_is_named_with_the_reason(run_ranks: RunRanks) -> N
         "untied": {},
         "output layer whole": {"output_layer": "left whole, as asked"},
         "changed": {
-            "decoder.layers.0.mlp.linear_fc1": "OwnLinear has a backward pass of its own",
+            "decoder.layers.0.mlp.linear_fc1": "OwnLinear has its own backward pass",
             "decoder.layers.0.mlp.linear_fc2": "adds its gradient in Apex' kernel (gradient_accumulation_fusion)",
-            "decoder.layers.0.self_attention.linear_proj": "Linear has a backward pass of its own",
+            "decoder.layers.0.self_attention.linear_proj": "Linear has its own backward pass",
         },
     }
 

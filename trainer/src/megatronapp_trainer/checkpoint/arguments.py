@@ -199,7 +199,7 @@ def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     """Describe what changes about samples, their order and the loss; None if nothing does."""
     changes = {
-        "samples come in another order": _DATA,
+        "samples are read in another order": _DATA,
         "other tokens are masked": _MASKING,
         "the softmax of the loss has another number of rows without a token": _padding_flags(stored, config),
     }

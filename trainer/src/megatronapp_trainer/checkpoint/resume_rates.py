@@ -197,7 +197,7 @@ def _entries(config: TrainerConfig) -> tuple[_ComparedSetting, ...]:
 
 _ITERATIONS = (
     _ComparedSetting("wd_incr_steps", "--train-iters", "trainIters", samples=True),
-    _ComparedSetting("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, left out: trainIters", samples=True),
+    _ComparedSetting("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, by default trainIters", samples=True),
     _ComparedSetting("wsd_decay_steps", "--lr-wsd-decay-iters", "lrWsdDecayIters", samples=True),
 )
 _SAMPLES = (

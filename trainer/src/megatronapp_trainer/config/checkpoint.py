@@ -12,7 +12,7 @@ class CheckpointConfig:
     save: str | None = option(None, "directory to write to")
     load: str | None = option(None, "directory to read from, where --save holds no checkpoint")
     save_interval: int | None = option(None, "steps between checkpoints", aliases=("--persistent-save-interval",))
-    async_save: bool = option(False, "write checkpoints while training goes on")
+    async_save: bool = option(False, "write checkpoints while training continues")
     async_save_exit_wait: float = option(
         600.0, "most seconds for which the end of a training waits for the write of --async-save", bounds="(0, inf)"
     )

@@ -30,7 +30,7 @@ class LoggingConfig:
     skip_train: bool = option(False, "evaluate only")
     full_validation: bool = option(False, "evaluate on all validation samples, each once, instead of --eval-iters")
     multiple_validation_sets: bool = option(
-        False, "evaluate the prefixes of --valid-data-path separately, each with a loss of its own"
+        False, "evaluate the prefixes of --valid-data-path separately, each with a separate loss"
     )
     validation_set_names: tuple[str, ...] | None = option(
         None, "names of the sets of --multiple-validation-sets, in their order; default: 0, 1, ..."
@@ -62,7 +62,7 @@ class LoggingConfig:
     )
     trace_budget: float = option(
         1.0,
-        "percent of a rank's time that windows by flags may cost; those beyond it are not recorded",
+        "percent of a rank's time that windows may cost; beyond it they are not recorded, unless for --trace-dir",
         bounds="(0, 100]",
     )
     faults: str | None = option(None, "JSON list of faults for demonstration; needs --trace")

@@ -22,8 +22,8 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = option(
         None, "layers of the last stage besides the loss; the others get equal parts of the rest"
     )
-    account_for_embedding_in_pipeline_split: bool = option(False, "the embedding counts as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = option(False, "the loss counts as a layer of the last stage")
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = option(False, "count the loss as a layer of the last stage")
     sequence_parallel: bool = option(False, "norms and dropout work on slices of the sequence within a tensor group")
     context_parallel_size: int = option(
         1, "ranks that share each sequence, with two chunks of its tokens each", bounds="[1, inf)"

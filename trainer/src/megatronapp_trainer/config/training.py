@@ -43,7 +43,7 @@ class ControlConfig:
     training_start_paused: bool = option(False, "pause before the first step; needs --training-control")
     training_resume_after: float | None = option(
         None,
-        "resume a paused training after this many seconds in which nobody controls it; needs --training-control",
+        "resume a paused training after this many seconds in which no client controls it; needs --training-control",
         bounds="(0, inf)",
     )
     scope_capture_interval: int | None = option(

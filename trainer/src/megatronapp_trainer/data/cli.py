@@ -16,7 +16,7 @@ _DESCRIPTION = """\
 Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format), for BERT
 (--split-sentences) PREFIX_text_sentence.bin and .idx.
 
-Input is JSONL (.jsonl, .ndjson, .json: one object per line) or plain text (anything else: one document per file; a file
+Input is JSONL (.jsonl, .ndjson, .json: one object per line) or plain text (other files: one document per file; a file
 above 4 MiB is split at line ends into several). To resume a stopped run, give the same command again.
 """
 _EPILOG = """\

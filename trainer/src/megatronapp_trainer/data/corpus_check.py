@@ -177,7 +177,7 @@ def check_ends(prefix: str, *, eod: int, lengths: npt.NDArray[np.int32], token_t
         )
     if not _has_sampled(prefix, eod, lengths, token_type):
         log.warning(
-            "no document end (token %d) was found in %s.bin, so %s change nothing where there is none; was it prepared "
+            "no document end (token %d) was found in %s.bin, so %s have no effect there; was it prepared "
             "without --append-eod?",
             eod,
             prefix,

@@ -84,8 +84,8 @@ class Tokenizer:
         if not known:
             raise DataError(
                 f"the tokenizer has no end-of-document token (no special token is {' or '.join(_END_OF_DOCUMENT_NAMES)}"
-                f"); if another one ends documents, {advice}; else use a tokenizer that has one, or omit --append-eod, "
-                "--eod-mask-loss and the --reset-* flags"
+                f"); if another one ends documents, {advice}; otherwise use a tokenizer that has one, or omit "
+                "--append-eod, --eod-mask-loss and the --reset-* flags"
             )
         if len(known) > 1 and self._marks_special:
             raise DataError(f"the tokenizer has several tokens that may end a document: {', '.join(known)}; {advice}")

@@ -332,7 +332,7 @@ class BackwardSchedule:
             if kind is not MessageKind.SUMMARY and here != (messages, size):
                 raise TransferError(
                     f"step {self._step}: rank {self._forward_rank} has sent {messages} messages of {kind.name.lower()} "
-                    f"with {size} bytes, and {here[0]} with {here[1]} have come"
+                    f"with {size} bytes, and {here[0]} with {here[1]} have arrived"
                 )
         self._refuse_other_traffic()
         random_states.restore(random_states.capture() | summary.states)

@@ -160,7 +160,7 @@ def source_requests(
 def _check_tokens(field: str, tokens: object) -> None:
     """Check the type of tokens: JSON may have any, and a list would never equal the tuple that it is compared with."""
     if not isinstance(tokens, tuple) or not all(type(token) is int for token in tokens):
-        raise RequestError(field, "tokens must come as tuples of whole numbers")
+        raise RequestError(field, "tokens must be tuples of whole numbers")
 
 
 def _check_prompt(request: GenerationRequest) -> None:

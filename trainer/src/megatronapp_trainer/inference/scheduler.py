@@ -200,7 +200,7 @@ class Scheduler:
         waiting, count = len(self.waiting), len(requests)
         if waiting + count > self._most_waiting:
             raise QueueFullError(
-                f"{waiting} requests wait, {count} came, {self._most_waiting} may wait; try again later"
+                f"{waiting} requests wait, {count} are new, {self._most_waiting} may wait; try again later"
             )
         for group, members in collections.Counter(request.group for request in requests if request.group).items():
             if members > self._slots:

@@ -32,11 +32,11 @@ from megatronapp_trainer.launch.ranks.roles import fbd_world_of_flags
 from megatronapp_trainer.launch.ranks.supervisor import RankProcess, Supervisor
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
 from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
+from megatronapp_trainer.launch.rendezvous.gang_connection import GangConnection, SingleWorkerGang
 from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 from megatronapp_trainer.launch.rendezvous.member import join_gang
 from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, ExpectedGang, JoinRequest, StopNotice
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
-from megatronapp_trainer.launch.rendezvous.session import GangConnection, SingleWorkerGang
 from megatronapp_trainer.launch.reporting.log_relay import LogRelay
 from megatronapp_trainer.launch.reporting.progress import report_progress
 
@@ -284,7 +284,7 @@ class Launcher:
             if settings.log_to_stdout:
                 stack.enter_context(LogRelay(STDOUT, {rank.rank: rank.log for rank in started}))
             if gang.briefing.report:
-                stack.enter_context(report_progress(settings.progress_page, gang.report))
+                stack.enter_context(report_progress(settings.progress_file, gang.report))
             stack.enter_context(_counters(settings, place.address, supervisor))
             result = await supervisor.run()
             process.kill_descendants()

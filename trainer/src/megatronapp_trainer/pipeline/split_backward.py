@@ -237,7 +237,7 @@ def _split_layers(chunk: Any, *, output_layer: bool) -> tuple[dict[str, Any], di
 
 def _reason_against(module: Any, *, shared: bool) -> str | None:  # noqa: ANN401 - any module with weights
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
-        return f"{type(module).__name__} has a backward pass of its own"
+        return f"{type(module).__name__} has its own backward pass"
     if shared:
         return "shares its weight within the chunk: autograd adds both gradients up first"
     if module.is_expert:

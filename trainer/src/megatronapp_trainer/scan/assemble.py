@@ -19,6 +19,7 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.faults import FaultPlan, InjectedFault
+from megatronapp_trainer.scan.garbage import GarbageListener
 from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
 from megatronapp_trainer.scan.nccl_transfers import (
     PROBE_ELEMENTS,
@@ -33,7 +34,7 @@ from megatronapp_trainer.scan.recorder import Recorder, TraceRing
 from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
 from megatronapp_trainer.scan.windows.agreement import LevelAgreement, PackedLevels
-from megatronapp_trainer.scan.windows.budget import WindowBudget
+from megatronapp_trainer.scan.windows.budget import TracingCost, WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.plan import WindowPlan
 from megatronapp_trainer.scan.windows.rank_file import RankFile
@@ -91,6 +92,7 @@ def assemble(context: RunContext) -> ScanObserver:
         host_stall=host_stall,
         layout=layout,
         stops=native.StopMeter(),
+        garbage=GarbageListener(monotonic_ns=native.monotonic_ns),
         nccl=_nccl_transfers(recorder.ring, layout, table) if context.config.logging.trace_nccl else None,
         windows=_windows(context, table, recorder, cost_ns),
     )
@@ -99,10 +101,7 @@ def assemble(context: RunContext) -> ScanObserver:
 def _windows(
     context: RunContext, table: list[Communicator], recorder: Recorder, cost_ns: float | None
 ) -> WindowRecorder:
-    """Return what records parts of passes, with the tensor group of this rank, if it has one.
-
-    With `--trace-dir` there is no budget: files of all ranks have the same steps.
-    """
+    """Return what records parts of passes, with the tensor group of this rank, if it has one."""
     flags = context.config.logging
     tensor = next((communicator for communicator in table if communicator.kind == "tp"), None)
     collectives = None
@@ -116,8 +115,16 @@ def _windows(
         layers=None if context.config.fbd.enabled else LayerSpans(recorder, context.chunks),
         agreement=None if context.config.fbd.enabled else _agreement(context.layout),
         file=_rank_file(context, table),
-        budget=WindowBudget(flags.trace_budget / 100, cost_ns) if flags.trace_dir is None else None,
+        budget=WindowBudget(flags.trace_budget / 100, cost_ns),
+        cost=_tracing_cost(_ring_path(context), flags.trace_budget / 100, cost_ns),
     )
+
+
+def _tracing_cost(path: pathlib.Path, limit: float, cost_ns: float | None) -> TracingCost | None:
+    """Return what watches the cost of all records; None where it is not known, or without a ring."""
+    if cost_ns is None or not path.exists():
+        return None
+    return TracingCost(limit, cost_ns, lambda: native.RingReader(str(path)).info().head)
 
 
 def _agreement(layout: Layout) -> LevelAgreement:

@@ -12,6 +12,7 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.commands import CommandReader
 from megatronapp_trainer.scan.faults import FaultPlan, commanded_faults
+from megatronapp_trainer.scan.garbage import GarbageListener
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.nccl_transfers import NcclTransfers
 from megatronapp_trainer.scan.peers import PeerCounters
@@ -90,6 +91,7 @@ class ScanObserver:
         host_stall: Callable[[int], None],
         layout: Layout,
         stops: StopMeter,
+        garbage: GarbageListener,
         windows: WindowRecorder,
         nccl: NcclTransfers | None = None,
     ) -> None:
@@ -105,6 +107,7 @@ class ScanObserver:
         self._stall = stall
         self._host_stall = host_stall
         self._stops = stops
+        self._garbage = garbage
         self._nccl = nccl
         self._windows = windows
         self._commands = CommandReader(
@@ -139,6 +142,8 @@ class ScanObserver:
     def step_begin(self, step: int) -> None:
         """Begin a loop iteration: apply commands and faults."""
         self._commands.read()
+        self._garbage.attach()
+        self._record_collections()
         self._plan.begin_step(step)
         self._windows.step_begin(step)
         self._peers.begin_step()
@@ -153,6 +158,7 @@ class ScanObserver:
         if metrics is not None and self._is_reporter:
             for metric, value in _samples(metrics):
                 self._recorder.metric(metric, value)
+        self._record_collections()
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics is not None and metrics.skipped else 0)
         self._record_stops()
         self._recorder.ring.clock_pair()
@@ -160,6 +166,8 @@ class ScanObserver:
     def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
         """Begin a span; a host fault stalls before a forward pass."""
         if kind not in PASS_KINDS:
+            if kind is RecordKind.GC:
+                self._garbage.is_paused = True  # the loop collects, within this span
             self._spans.begin(kind, chunk, microbatch)
             return
         if kind is RecordKind.FORWARD and self._plan.is_active and (stall_ns := self._plan.host_stall_ns()):
@@ -175,6 +183,8 @@ class ScanObserver:
             self._windows.pass_end()
             if self._plan.is_active:
                 flags = self._stretch(kind)
+        elif kind is RecordKind.GC:
+            self._garbage.is_paused = False
         self._spans.end(kind, flags)
 
     def work(self, microbatch: int, *, tokens: int, pairs: int) -> None:
@@ -195,6 +205,8 @@ class ScanObserver:
         """Write pending spans and mark the ring as closed."""
         self._record_stops()
         self._stops.close()
+        self._record_collections()
+        self._garbage.close()
         if self._nccl is not None:
             self._nccl.finish()
         self._recorder.finish()
@@ -206,6 +218,11 @@ class ScanObserver:
         """Record the times in which this process was stopped, under the step in which they became known."""
         for start_ns, end_ns in self._stops.take():
             self._recorder.interval(RecordKey(RecordKind.STOPPED), start_ns, end_ns - start_ns)
+
+    def _record_collections(self) -> None:
+        """Record the garbage collections since the last call; those between two steps count for the one before."""
+        for start_ns, end_ns in self._garbage.take():
+            self._recorder.interval(RecordKey(RecordKind.GC), start_ns, end_ns - start_ns)
 
     def _stretch(self, kind: RecordKind) -> int:
         own_ns = self._recorder.own_ns(self._spans.mark_of(kind)) or self._plan.usual_ns(kind)

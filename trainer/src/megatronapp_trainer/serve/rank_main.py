@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.2
 """Seconds for which the engine's thread sleeps without work; a signal is handled after at most this time."""
-PAGE_S = 1.0
+REPORT_S = 1.0
+"""Time between two writes of the progress document."""
 ADDRESS_FILE = "serve.url"
 
 
@@ -165,7 +166,7 @@ class HttpFrontend:
     app: "FastAPI"
     broker: "RequestBroker"
     url: str
-    page: "ProgressWriter | None"
+    progress: "ProgressWriter | None"
 
     def answer(
         self,
@@ -242,12 +243,12 @@ class HttpFrontend:
             self.broker.step(IDLE_S)
             if time.monotonic() >= due:
                 self._report()
-                due = time.monotonic() + PAGE_S
+                due = time.monotonic() + REPORT_S
 
     def _report(self) -> None:
         statistics = self.broker.statistics
-        if self.page is not None:
-            self.page.update(
+        if self.progress is not None:
+            self.progress.update(
                 state="serving",
                 iteration=statistics.prompts,
                 tokensPerSecond=statistics.tokens_per_second(),
@@ -292,9 +293,9 @@ def open_front(command: ServeCommand, stop_request: "StopRequest") -> Iterator[H
     secret = load_secret()
     place, requested_port = address_of(command)
     web.check_address(place, secret)
-    page = open_progress(0)
-    if page is not None:
-        page.update(state="starting", totalIterations=None)
+    progress = open_progress(0)
+    if progress is not None:
+        progress.update(state="starting", totalIterations=None)
     sock = web.listen(place, requested_port, reserved=bool(os.environ.get(Env.SERVE_ADDRESS)))
     url = f"http://{authority(*sock.getsockname()[:2])}"
     broker = RequestBroker(most_open=_most_open(command), statistics=ServerStatistics())
@@ -303,7 +304,7 @@ def open_front(command: ServeCommand, stop_request: "StopRequest") -> Iterator[H
     with web.served(app, sock):
         if (folder := os.environ.get(Env.RUN_DIR)) is not None:
             web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
-        yield HttpFrontend(command=command, app=app, broker=broker, url=url, page=page)
+        yield HttpFrontend(command=command, app=app, broker=broker, url=url, progress=progress)
 
 
 def address_of(command: ServeCommand) -> tuple[str, int]:

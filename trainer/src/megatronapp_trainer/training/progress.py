@@ -46,8 +46,8 @@ _NAME_LENGTH = 64
 class ProgressWriter:
     """Writer of this worker's progress document (docs/contracts.md, section 5)."""
 
-    def __init__(self, page: DocumentWriter, *, attempt: int, total_iterations: int) -> None:
-        self._page = page
+    def __init__(self, writer: DocumentWriter, *, attempt: int, total_iterations: int) -> None:
+        self._writer = writer
         self._document: dict[str, Any] = dict.fromkeys(
             (
                 "loss",
@@ -91,7 +91,7 @@ class ProgressWriter:
     def update(self, **values: float | str | dict[str, Any] | None) -> None:
         """Change some values and write the document."""
         self._document |= values | {"updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
-        self._page.write(self._document)
+        self._writer.write(self._document)
 
 
 def _unmeasured(entry: dict[str, Any]) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def open_progress(total_iterations: int) -> ProgressWriter | None:
         return None
     path = pathlib.Path(os.environ.get(Env.SHM_DIR, "/dev/shm")) / f"{prefix}.{ShmFile.PROGRESS}"
     try:
-        page = DocumentWriter(path)
+        writer = DocumentWriter(path)
     except DocumentError as error:
         log.warning("no progress is published: %s", error)
         return None
-    return ProgressWriter(page, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
+    return ProgressWriter(writer, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
 
 
 class Reporter:

@@ -61,6 +61,10 @@ class FindingTrack:
         default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
     """For a host, the part of `occurrences` in which it did not run, and that as parts of all such time."""
+    host_spans: collections.deque[tuple[float, float]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
+    )
+    """For a host, and for compute of processors, seconds of garbage collections and of stops, per occurrence."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
     parts: collections.deque[PassParts] = dataclasses.field(
@@ -124,6 +128,14 @@ class FindingTrack:
         )
 
     @property
+    def host_spans_s(self) -> tuple[float, float]:
+        """Mean time of garbage collections, and of stops, over the evidence."""
+        if not self.host_spans:
+            return 0.0, 0.0
+        collecting_s, stopped_s = np.mean(self.host_spans, axis=0).tolist()
+        return collecting_s, stopped_s
+
+    @property
     def late_ratio(self) -> float:
         """Typical growth of a device's spans for late launches over the evidence; 1 for none."""
         return float(np.median(self.late)) if self.late else 1.0
@@ -173,7 +185,8 @@ class FindingTrack:
             return
         for measured in (self.ratios, self.occurrences, self.gaps, self.off_cpu, self.late, self.parts):
             _keep_newest(measured, GROWN_STEPS)
-        _keep_newest(self.lost_s, GROWN_STEPS - 1)  # that of the newest step follows
+        _keep_newest(self.lost_s, GROWN_STEPS - 1)  # those of the newest step follow
+        _keep_newest(self.host_spans, GROWN_STEPS - 1)
 
     def add_cost(self, seconds: float) -> None:
         """Add the cost of one step."""
@@ -318,6 +331,10 @@ class FindingTracker:
         self.live.clear()
         self._ended.clear()
         return ended
+
+    def with_evidence(self, step: int) -> list[FindingTrack]:
+        """Return the findings for which a step is evidence."""
+        return [track for track in self.live.values() if track.evidence and track.evidence[-1] == step]
 
     def strongest_s(self) -> float:
         """Return the current cost of the costliest named finding, in seconds per step."""

@@ -5,6 +5,7 @@ import math
 from megatronapp_analyzer.detect.causes.compute_cause import PassParts, typical_parts
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack
 from megatronapp_analyzer.detect.findings.sentences import sentence
+from megatronapp_analyzer.detect.findings.span_reasons import reason_lines, reason_of
 from megatronapp_analyzer.detect.kernel_launch_delays import LEAST_RATIO
 from megatronapp_analyzer.detect.statistics.persistence import confidence
 from megatronapp_analyzer.graph.waits import Waits
@@ -51,6 +52,7 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
     if late:
         grown = f"its device spans were {track.late_ratio:.1f} times as long"
         lines.append(f"{grown}: kernels were launched late; the cost includes it")
+    lines += reason_lines(track)
     lines += candidate.details
     lines += _part_lines(typical_parts(track.parts), track.ratio)
     if candidate.cause in LINK_CAUSES:
@@ -99,6 +101,7 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
         evidence_text=track.text,
         since=track.since,
         until=track.until,
+        reason=reason_of(track),
         sentence=sentence(
             track.subject,
             track.cause,

@@ -256,7 +256,7 @@ def _read_dropped(file: JsonFile) -> DroppedHours:
     try:
         return DroppedHours() if document is None else DroppedHours(**document)
     except TypeError as error:
-        LOG.error("%s: is of another release and is begun anew: %s", file.path, error)
+        LOG.error("%s: is of another release (%s); a new file is begun", file.path, error)
         return DroppedHours()
 
 

@@ -98,6 +98,6 @@ def _restore_records(
             try:
                 finished += ingest.add_records(part.attempt, frame.header, frame.body).finished
             except ProtocolError as error:
-                LOG.warning("%s: a stored frame is left out: %s", part.path, error)
+                LOG.warning("%s: a stored frame is skipped: %s", part.path, error)
     ingest.end_replay()
     return finished

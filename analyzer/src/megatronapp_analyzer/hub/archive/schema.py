@@ -46,7 +46,7 @@ RECORDS_SCHEMA = pa.schema(
         _field("microbatch", pa.uint16(), "Index in the step and rank; null if it belongs to none."),
         _field("layer", pa.uint8(), "Layer of spans of layers, null: none; of copy its path, of nccl its operation."),
         _field("comm", pa.uint16(), "Slot in `comms` of the rank's ring; of samples their number; null: none."),
-        _field("ordinal", pa.uint32(), "Number of the message or collective; of counters the device; else see docs."),
+        _field("ordinal", pa.uint32(), "Number of the message or collective; of counters the device; others: docs."),
         _field("aux", pa.uint32(), "By flags: size in 16 B (2), work in tokens (4), wait (8) or lead (128) in 8 ns."),
         _field("flags", pa.uint8(), "Bits: 1 saturated, 2 4 8 128 see aux, 16 device clock, 32 skipped, 64 injected."),
         _field("sample", _TEXT, "Name of the metric or counter; null for spans."),

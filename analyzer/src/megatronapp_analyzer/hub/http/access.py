@@ -59,7 +59,7 @@ class AccessCheck:
         if not socket and bearer_token(headers) is not None:
             return None
         hint = "Open the page at the address that `megatronapp ui JOB` prints."
-        return HttpError(403, "other-origin", "this request comes from a page that is not the hub's", hint)
+        return HttpError(403, "other-origin", "this request was sent by a page that is not the hub's", hint)
 
     def _role(self, scope: Scope, headers: Headers) -> TokenRole | None:
         token = bearer_token(headers)

@@ -78,7 +78,7 @@ async def agent(socket: WebSocket, hub: HubOf) -> None:
         LOG.warning("agent refused: %s", error)
         await _refuse(socket, getattr(error, "code", "bad-frame"), str(error), getattr(error, "hint", ""))
     except WebSocketDisconnect:
-        LOG.debug("an agent went away")
+        LOG.debug("an agent disconnected")
 
 
 async def _receive(socket: WebSocket) -> bytes:
@@ -87,7 +87,7 @@ async def _receive(socket: WebSocket) -> bytes:
         raise WebSocketDisconnect(message.get("code") or 1005)
     data = message.get("bytes")
     if data is None:
-        raise ProtocolError("text-message", "a text message came", "Send one frame per binary message.")
+        raise ProtocolError("text-message", "a text message was received", "Send one frame per binary message.")
     return bytes(data)
 
 

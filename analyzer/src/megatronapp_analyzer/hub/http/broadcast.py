@@ -153,7 +153,7 @@ async def page(socket: WebSocket) -> None:
             listener.cancel()
             sender.cancel()
     except* WebSocketDisconnect:
-        LOG.debug("a page went away")
+        LOG.debug("a page disconnected")
     finally:
         feed.pages.unsubscribe(queue)
 

@@ -1,4 +1,4 @@
-"""Faults for demonstration: given to the agents, which put them on the control pages of their workers."""
+"""Faults for demonstration: given to the agents, which write them into the control documents of their workers."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ async def add_fault(hub: HubOf, request: FaultRequest) -> Fault:
         raise HttpError(
             409,
             "page-full",
-            "the ranks' control page is full of faults",
+            "the ranks' control document is full of faults",
             "Wait until some have ended, or end some on the page.",
         )
     return fault
@@ -80,7 +80,7 @@ async def end_fault(hub: HubOf, fault_id: str) -> None:
     """End a fault now."""
     if hub.faults.is_of_manifest(fault_id):
         raise HttpError(
-            409, "manifest-fault", f"{fault_id} stands in the manifest", "It ends by itself; start the job without it."
+            409, "manifest-fault", f"{fault_id} is part of the manifest", "It ends by itself; start the job without it."
         )
     if not hub.faults.remove(fault_id):
         raise HttpError(

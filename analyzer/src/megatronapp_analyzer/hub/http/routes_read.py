@@ -142,7 +142,7 @@ async def _steps_of_a_trace(
             raise HttpError(404, "step-not-held", "no step of that range is stored", hint)
         return chosen
     if steps != (None, None):
-        text = "a trace around a verdict has steps of its own"
+        text = "the steps of a trace around a verdict are chosen by the verdict"
         raise HttpError(422, "verdict-or-steps", text, "Leave out from and to, or the verdict.")
     found = hub.verdicts.find(verdict)
     if found is None:

@@ -35,7 +35,7 @@ class JobEntry(ApiModel):
     iteration: Annotated[int | None, Field(description="Finished steps, of a job that is not here.")] = None
     total_iterations: int | None = None
     restarts: int | None = None
-    findings: list[str] = Field([], description="Sentences of its verdicts that stand.")
+    findings: list[str] = Field([], description="Sentences of its verdicts that are not cleared.")
 
 
 class Layout(ApiModel):
@@ -85,7 +85,7 @@ class TracerHealth(ApiModel):
     rings: int
     agents: Annotated[int, Field(description="Agents connected now.")]
     missing_ranks: Annotated[
-        list[int], Field(description="Ranks of which nothing was heard for long; the others are judged without them.")
+        list[int], Field(description="Ranks that have not reported for long; the others are judged without them.")
     ]
     lag_seconds: Annotated[float | None, Field(description="End of the newest whole step to its analysis.")]
 
@@ -166,6 +166,20 @@ class VerdictView(ApiModel):
         "hang",
         "undetermined",
     ]
+    reason: Annotated[
+        Literal[
+            "down-clock",
+            "contention",
+            "memory-bound",
+            "garbage-collection",
+            "cpu-contention",
+            "cpu-steal",
+            "cpu-throttled",
+            "stopped",
+        ]
+        | None,
+        Field(description="Finer reason of the cause, from spans and counters; null where they show none."),
+    ] = None
     state: Literal["suspect", "confirmed", "recovering", "cleared"]
     effect: Effect
     confidence: float

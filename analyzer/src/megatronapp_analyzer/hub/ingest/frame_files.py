@@ -31,7 +31,7 @@ def whole_frames(path: pathlib.Path) -> Iterator[tuple[frames.Frame, int]]:
                 return
             frame = frames.decode(data[end : end + length])
         except FrameError as error:
-            LOG.warning("%s: the rest is left out: %s", path, error)
+            LOG.warning("%s: the rest is skipped: %s", path, error)
             return
         end += length
         yield frame, end

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.align.step_clocks import VALID_STEPS, AttemptClocks, ClockReading, has_nodes
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, FrameSummary, StepAssembler
+from megatronapp_analyzer.hub.ingest.counter_history import CounterHistory
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
 from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, durations_ns, is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, device_count, parse_ring
@@ -120,7 +121,7 @@ class AttemptState:
         try:
             self._lay_out()
         except LayoutError as error:
-            LOG.warning("rings of attempt %d do not fit; its layout stays as it was: %s", self.attempt, error)
+            LOG.warning("rings of attempt %d do not fit; its layout is unchanged: %s", self.attempt, error)
 
     def store_form(self, step: AssembledStep) -> StoredStep:
         """Return an assembled step with the tables that reading it needs."""
@@ -222,12 +223,15 @@ def read_body(body: bytes | memoryview) -> NDArray[np.void]:
 class TraceIngest:
     """All attempts of the job, the store of their steps, and the curves."""
 
-    def __init__(self, limits: StoreLimits, *, aligns: bool = True) -> None:
+    def __init__(
+        self, limits: StoreLimits, *, aligns: bool = True, counter_history: CounterHistory | None = None
+    ) -> None:
         """Begin without any attempt. `aligns`: estimate clocks here; if false, the caller gives readings."""
         self._aligns = aligns
         self.store: StepStore = MemoryStepStore(limits)
         self.curves = Curves()
         self.counters: ThinningList[CounterSample] = ThinningList(COUNTER_SAMPLES)
+        self.counter_history = counter_history or CounterHistory()
         self.attempts: dict[int, AttemptState] = {}
         self._known_steps: set[StepKey] = set()
         self._oldest_known: dict[int, int] = {}
@@ -271,7 +275,7 @@ class TraceIngest:
         """Take a RECORDS frame; records that were received before are skipped. Raises ProtocolError."""
         records, lost = self._new_records(attempt, header, body)
         if header.get("rank") is None:
-            self._add_counters(int(header["worker"]), records)
+            self._add_counters(attempt, int(header["worker"]), records)
             return IngestResult(finished=[], points=[], records=len(records))
         rank = int(header["rank"])
         state = self.attempts.get(attempt)
@@ -366,7 +370,8 @@ class TraceIngest:
         state.lost[key] = state.lost.get(key, 0) + gap
         return records[skip:], gap
 
-    def _add_counters(self, worker: int, records: NDArray[np.void]) -> None:
+    def _add_counters(self, attempt: int, worker: int, records: NDArray[np.void]) -> None:
+        self.counter_history.add(attempt, worker, records)
         samples = records[records["kind"] == RecordKind.COUNTER]
         values = samples["aux"].astype("<u4").view("<f4")
         for row, value in zip(samples, values, strict=True):

@@ -101,7 +101,7 @@ class JsonFile:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            LOG.error("%s: is damaged and is begun anew: %s", self._path, error)
+            LOG.error("%s: is damaged (%s); a new file is begun", self._path, error)
             return None
 
     def write(self, document: object) -> None:
@@ -114,7 +114,7 @@ class JsonFile:
             beside.replace(self._path)
         except OSError as error:
             if not self._failed:
-                LOG.error("%s: cannot be written: %s; free some space; the live view goes on", self._path, error)
+                LOG.error("%s: cannot be written: %s; free some space; the live view continues", self._path, error)
             self._failed = True
         else:
             self._failed = False
@@ -334,7 +334,7 @@ class SpoolWriter:
 
     def _note_failure(self, path: pathlib.Path, error: OSError) -> None:
         if not self._failing:
-            LOG.error("%s: cannot store traces: %s; free some space; the live view goes on", path, error)
+            LOG.error("%s: cannot store traces: %s; free some space; the live view continues", path, error)
         self._failing = True
         self.failed_writes += 1
 
@@ -441,7 +441,7 @@ class SpoolThread:
             if limit_bytes is not None and self._waiting_bytes + len(frame) > limit_bytes:
                 self.dropped_frames += 1
                 if not self._dropping:
-                    LOG.error("the disk is too slow: frames of traces are dropped; the live view goes on")
+                    LOG.error("the disk is too slow: frames of traces are dropped; the live view continues")
                 self._dropping = True
                 return
             self._waiting.append((len(frame), write))

@@ -204,7 +204,7 @@ class ProcessJudge:
         self._socket = self._process = None
 
     def _request(self, request: object) -> Judgement:
-        assert self._socket is not None, "start() comes first"
+        assert self._socket is not None, "call start() first"
         try:
             channel.send_message(self._socket, request)
         except OSError as error:
@@ -215,7 +215,7 @@ class ProcessJudge:
         return answer
 
     def _receive(self) -> object:
-        assert self._socket is not None, "start() comes first"
+        assert self._socket is not None, "call start() first"
         try:
             return channel.receive_message(self._socket)
         except (EOFError, OSError) as error:

@@ -27,11 +27,11 @@ class AgentLink:
     shared_memory: SharedMemorySpace | None = None
     """Shared memory of the worker, as its agent reported it last."""
 
-    def command(self, page: Mapping[str, Any]) -> None:
+    def command(self, document: Mapping[str, Any]) -> None:
         """Send this control document next, instead of one that still waits."""
         while not self.outbox.empty():
             self.outbox.get_nowait()
-        self.outbox.put_nowait(page)
+        self.outbox.put_nowait(document)
 
     def replace(self, newer: "AgentLink") -> bool:
         """End this connection, because the same worker has a newer one; return true if that refuses this agent.

@@ -47,7 +47,7 @@ class TrainingCaptures:
             try:
                 self.store.restore(frame)
             except (FrameError, ProtocolError) as error:
-                LOG.warning("%s: a captured step is left out: %s", path, error)
+                LOG.warning("%s: a captured step is skipped: %s", path, error)
         if path.exists() and path.stat().st_size != nbytes:
             self.store.thinned = True
 
@@ -65,7 +65,7 @@ class TrainingCaptures:
                 self._write([step], append=not self.store.thinned)
         except (FrameError, ProtocolError) as error:
             self.rejected += 1
-            LOG.warning("what a rank captured is left out: %s", error)
+            LOG.warning("the capture of a rank is skipped: %s", error)
 
     def end_worker(self, attempt: int, worker: int) -> None:
         """The ranks of a worker have ended. After the last one store and show what they left incomplete."""
@@ -93,7 +93,7 @@ class TrainingCaptures:
                 self.store.thinned = False
         except OSError as error:
             if not self._failed:
-                LOG.error("%s: cannot be written: %s; free some space; the live view goes on", self._path, error)
+                LOG.error("%s: cannot be written: %s; free some space; the live view continues", self._path, error)
             self._failed = True
             self.store.thinned = True  # part of it may have been written
 

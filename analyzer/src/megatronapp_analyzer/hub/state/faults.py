@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
-from megatronapp_common.shared_documents import PAGE_ROOM
+from megatronapp_common.shared_documents import MAX_JSON_BYTES
 from megatronapp_common.web.models import ApiModel
 
-MAX_FAULT_BYTES = PAGE_ROOM - 4096
-"""Bytes of faults in the control page, which also holds orders to the training (`training_orders`) and windows."""
+MAX_FAULT_BYTES = MAX_JSON_BYTES - 4096
+"""Bytes of faults in the control document, which also holds orders to the training (`training_orders`) and windows."""
 MAX_ENDED = 100
 """Number of faults that are over and still shown."""
 
@@ -21,7 +21,7 @@ FaultKind = Literal["compute", "host", "link"]
 
 
 class FaultRequest(ApiModel):
-    """A fault to inject; see the control page."""
+    """A fault to inject; see the control document."""
 
     model_config = ConfigDict(strict=True)
 
@@ -69,7 +69,7 @@ class FaultStore:
         """Return true if a fault is in the manifest and so cannot be ended here."""
         return any(fault.id == fault_id for fault in self._manifest)
 
-    def control_page(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """Return what agents write to the control document; also the header of a COMMAND frame."""
         return {"version": self.version, "faults": [fault.model_dump() for fault in self._faults.values()]}
 
@@ -81,7 +81,7 @@ class FaultStore:
         self._retire(newest_step)
         fault = Fault(id=f"fault-{self.version + 1}", **request.model_dump())
         self._faults[fault.id] = fault
-        if len(json.dumps(self.control_page() | {"version": self.version + 1}).encode()) > MAX_FAULT_BYTES:
+        if len(json.dumps(self.document() | {"version": self.version + 1}).encode()) > MAX_FAULT_BYTES:
             del self._faults[fault.id]
             return None
         self._changed()
@@ -105,7 +105,7 @@ class FaultStore:
     def _changed(self) -> None:
         self.version += 1
         ended = [fault.model_dump() for fault in self._ended.values()]
-        self._file.write(self.control_page() | {"ended": ended})
+        self._file.write(self.document() | {"ended": ended})
         self.on_change()
 
 

@@ -126,7 +126,7 @@ class ProbeStore:
         try:
             part = read_probe(frame)
         except FrameError as error:
-            LOG.warning("%s: a probe text is left out: %s", path, error)
+            LOG.warning("%s: a probe text is skipped: %s", path, error)
             return
         found = self._steps.setdefault(part.step, ProbedStep(step=part.step, attempt=part.attempt))
         self._note(found, part)
@@ -191,7 +191,7 @@ class ProbeStore:
             return True
         if not self._left_out:
             LOG.warning(
-                "%s: step %d has more than %d bytes of probe texts, of which the rest is left out; "
+                "%s: step %d has more than %d bytes of probe texts, of which the rest is not stored; "
                 "write a larger spec.analyzer.volume.sizeLimit, or fewer or shorter texts",
                 self._folder,
                 current,

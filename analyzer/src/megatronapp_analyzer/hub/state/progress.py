@@ -233,7 +233,7 @@ def _losses_or_none(value: object) -> object:
 
 
 class Progress(ApiModel):
-    """The progress page of the reporting rank."""
+    """The progress document of the reporting rank."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -7,10 +7,19 @@ import pathlib
 
 from megatronapp_analyzer.hub.ingest.digest import phase_seconds
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
-from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 
 LOG = logging.getLogger(__name__)
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostTime:
+    """Time that a step lost, and the sum of its blame, in seconds."""
+
+    key: StepKey
+    lost_s: float
+    blamed_s: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +33,8 @@ class HubTotals:
     buckets: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     phases: dict[tuple[int, int], tuple[float, int]] = dataclasses.field(default_factory=dict)
     """Seconds and number of spans of each (worker, kind)."""
+    lost_time: LostTime | None = None
+    """Lost time of the newest step whose blame was computed."""
 
     def add_step(self, step: StoredStep, workers: dict[int, int]) -> None:
         """Count one finished step."""
@@ -47,7 +58,7 @@ class WasteSums:
         try:
             self.by_cause = {str(cause): float(seconds) for cause, seconds in stored.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            LOG.error("%s: is damaged and is begun anew: %s", path, error)
+            LOG.error("%s: is damaged (%s); a new file is begun", path, error)
 
     def add(self, lost_s: dict[str, float]) -> None:
         """Add to the sums, and store them."""

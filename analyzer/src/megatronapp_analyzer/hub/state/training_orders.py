@@ -15,7 +15,7 @@ from megatronapp_common.web.problems import HttpError
 MAX_STORED = 32
 """Orders that are stored and shown, the newest."""
 MAX_PENDING = 8
-"""Orders that wait for the ranks; the control page is small."""
+"""Orders that wait for the ranks; the control document is small."""
 RESTARTED = "the ranks were restarted before it took effect"
 
 
@@ -140,8 +140,8 @@ class TrainingOrders:
                 continue
         return state
 
-    def page(self, attempt: int) -> dict[str, Any]:
-        """Return the orders that the ranks of an attempt have not decided yet, for the control page."""
+    def document(self, attempt: int) -> dict[str, Any]:
+        """Return the orders that the ranks of an attempt have not decided yet, for the control document."""
         pending = [stored.order.to_json() for stored in self._orders if stored.attempt == attempt and stored.is_pending]
         return {"attempt": attempt, "orders": pending}
 

@@ -30,8 +30,10 @@ class VerdictStore:
         self.version = 0
         self.on_new: Callable[[Verdict], None] = lambda _verdict: None
         """Is called with each verdict that the detector reports for the first time."""
+        self.explain: Callable[[Verdict], Verdict] = lambda verdict: verdict
+        """Adds the reason, and evidence for it, to each verdict that the detector reports."""
         for verdict in self._file.read() or []:
-            known = {"stale": False} | verdict
+            known = {"stale": False, "reason": None} | verdict  # those of an older release have no reason
             if writable and verdict["state"] in ACTIVE:
                 known["stale"] = True
             self._verdicts[verdict["id"]] = known
@@ -41,7 +43,7 @@ class VerdictStore:
         changed = False
         for reported in verdicts:
             older = self._older.get(reported.id) or self._older_hang(reported)
-            verdict = reported if older is None else older.continued_by(reported)
+            verdict = self.explain(reported if older is None else older.continued_by(reported))
             document = verdict.to_json() | {"stale": False}
             is_new = verdict.id not in self._verdicts
             self._live[verdict.id] = verdict

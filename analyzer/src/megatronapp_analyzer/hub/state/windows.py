@@ -13,21 +13,21 @@ from megatronapp_analyzer.model import Cause, Verdict
 from megatronapp_common.web.models import ApiModel
 
 MAX_WINDOWS = 4
-"""Windows that the control page holds at a time."""
+"""Windows that the control document holds at a time."""
 MAX_RANKS = 64
 """Ranks that a window names; without any it is of all."""
 MAX_STEPS = 1000
 MAX_FIRST_STEP = 2**31 - 1
-"""Largest step that the ranks' control page can hold."""
+"""Largest step that the ranks' control document can hold."""
 MAX_LEAD = 100_000
-"""Steps from the newest known one to the begin of a window, so that each leaves the page."""
+"""Steps from the newest known one to the begin of a window, so that each leaves the document."""
 SUSPECT_STEPS = 3
 """Steps of a window that a verdict brings."""
 SUSPECT_INTERVAL_S = 600.0
 """Least time between two of those windows: details of a fault change less than the fault."""
 STEPS_AHEAD = 5
 SECONDS_AHEAD = 2.0
-"""Least lead of a window, so that the pages of all workers have it when the step before its first one begins."""
+"""Least lead of a window, so that the documents of all workers have it when the step before its first one begins."""
 
 
 class WindowRequest(ApiModel):
@@ -76,8 +76,8 @@ class WindowStore:
         """Return the windows that are not over after the newest finished step."""
         return [window for window in self._windows if newest_step is None or window.last_step > newest_step]
 
-    def page(self) -> list[dict[str, Any]]:
-        """Return the part `windows` of the control page."""
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the part `windows` of the control document."""
         return [window.model_dump(include={"from_step", "steps", "granularity", "ranks"}) for window in self._windows]
 
     def add(

@@ -30,7 +30,7 @@ PATIENCE_S = 20.0
 CHUNK_BYTES = 32 << 10
 """A multiple of 8, as frames are."""
 GOODBYE_S = 2.0
-HINT = "Download it again over a faster connection; `megatronapp scope replay` plays what came."
+HINT = "Download it again over a faster connection; `megatronapp scope replay` plays the part that was received."
 
 
 def download_limits() -> ConcurrencyLimits:

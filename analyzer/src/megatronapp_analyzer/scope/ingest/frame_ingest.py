@@ -116,7 +116,7 @@ class FrameIngest:
     def _on_ranks_lost(self, ranks: Sequence[int], *, for_good: bool) -> None:
         if not ranks:
             return
-        self._feed.set_state("restarting", "Ranks of the model are away.", "Pictures come again once they are back.")
+        self._feed.set_state("restarting", "Model ranks are disconnected.", "Views resume when they reconnect.")
         if LEADER in ranks and for_good:
             self._fail_open()
         elif LEADER in ranks:
@@ -143,7 +143,7 @@ class FrameIngest:
         run = self._feed.runs.get(step.run)
         if run is None:
             self.assembler.forget(step.run)
-            raise ProtocolError("no-run", "nobody has told its state")
+            raise ProtocolError("no-run", "its state was not received")
         self._steps.take(run, step)
 
     def _schedule_close(self) -> None:

@@ -19,7 +19,7 @@ class RejectedFrames:
     def add(self, error: Exception) -> None:
         """Count and log an error."""
         self.count += 1
-        LOG.warning("what a rank published is left out: %s", error)
+        LOG.warning("a published frame of a rank is skipped: %s", error)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

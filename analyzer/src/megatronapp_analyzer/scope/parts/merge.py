@@ -69,7 +69,7 @@ def _integers(value: object, what: str, *, at_most: int = 1 << 20) -> tuple[int,
     if not isinstance(value, list | tuple) or len(value) > at_most:
         raise ProtocolError("bad-part", f"PART frame: {what} is not a list of at most {at_most}")
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 32 for number in value):
-        raise ProtocolError("bad-part", f"PART frame: {what} holds something else than numbers from 0 on")
+        raise ProtocolError("bad-part", f"PART frame: {what} must be whole numbers from 0 to 2^32 - 1")
     return tuple(value)
 
 

@@ -36,7 +36,7 @@ Failure = Callable[[], HttpError]
 def dropped() -> HttpError:
     """Return the error for a part that a rank had to drop."""
     text = "a rank had to drop a part of these numbers"
-    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Try again in a moment.", retry_s=RETRY_S)
 
 
 def too_large() -> HttpError:
@@ -54,7 +54,7 @@ def no_memory(nbytes: int) -> HttpError:
 def ranks_timed_out() -> HttpError:
     """Return the error for a probe that was not complete in time."""
     text = f"the model did not bring these numbers within {PATIENCE_S:.0f} s"
-    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Try again in a moment.", retry_s=RETRY_S)
 
 
 def invalid_answer() -> HttpError:
@@ -66,14 +66,14 @@ def invalid_answer() -> HttpError:
 def engine_lost() -> HttpError:
     """Return the error for a probe whose model was lost."""
     return HttpError(
-        503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back."
+        503, "engine-lost", "the model ended before it sent these numbers", "Try again when it is running again."
     )
 
 
 def ranks_disconnected() -> HttpError:
     """Return the error for a probe of ranks that disconnected: they may have sent parts that were lost."""
-    text = "ranks of the model went away before all of these numbers had come"
-    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    text = "ranks of the model disconnected before they had sent all of these numbers"
+    return HttpError(503, "probe-incomplete", text, "Try again in a moment.", retry_s=RETRY_S)
 
 
 def _again(error: HttpError) -> HttpError:

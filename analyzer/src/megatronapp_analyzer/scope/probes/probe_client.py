@@ -170,14 +170,14 @@ class ProbeClient:
                 404,
                 "not-recorded",
                 f"{wanted.sites[0].site} of these rows was not recorded",
-                "Only a serving model can tell.",
+                "Only a model that serves can compute them.",
             )
         asking = [client for client, _ in self._asking.values()]
         of_caller = self.core.probes.count(caller) + asking.count(caller)
         if of_caller >= MAX_OF_CALLER or len(self.core.probes) + len(asking) >= MAX_PROBES:
             whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"
             text = f"{whose} for as many probes as the model takes at a time"
-            raise HttpError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
+            raise HttpError(429, "too-many-probes", text, "Try again once some are answered.", retry_s=RETRY_S)
 
     async def _send(
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str

@@ -18,7 +18,7 @@ START_TIMEOUT_S = 25.0
 30 s after which a gateway gives up."""
 SCORES_TIMEOUT_S = 300.0
 """Scores wait for all prompts in the queue, and reading a long text takes a while."""
-PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
+PASSED_ON = frozenset({404, 409, 413, 422, 429, 503})
 """Statuses of answers that the caller gets unchanged."""
 
 

@@ -48,10 +48,10 @@ class TokenBackfill:
             return
         self.want(run)
         if run.id in self._tasks:
-            text = "the hub has not seen all tokens of this run, and asks the model for them"
-            raise HttpError(503, "refilling", text, "Ask again in a moment.", retry_s=RETRY_S)
-        text = "tokens of this run came while the hub was away, and nobody has them any more"
-        raise HttpError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
+            text = "the hub missed tokens of this run, and is fetching them from the model"
+            raise HttpError(503, "refilling", text, "Try again in a moment.", retry_s=RETRY_S)
+        text = "the hub missed tokens of this run, and rank 0 no longer stores them"
+        raise HttpError(409, "run-incomplete", text, "Start the run again.")
 
     def want(self, run: ScopeRun) -> None:
         """Fetch the missing tokens of a run, if rank 0 may have them."""
@@ -86,7 +86,7 @@ class TokenBackfill:
     def _refreshed(self, run: ScopeRun, task: asyncio.Task[None]) -> None:
         self._looks.pop(run.id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            LOG.warning("how it stands with run %s is not known: %s", run.id, error)
+            LOG.warning("the state of run %s is not known: %s", run.id, error)
 
     async def _refresh(self, run: ScopeRun) -> None:
         before = run.header
@@ -107,4 +107,4 @@ class TokenBackfill:
                 if error.status not in {429, 503}:
                     raise
             await asyncio.sleep(RETRY_S)
-        raise HttpError(503, "restarting", "the model does not answer", "Look at the log of rank 0.")
+        raise HttpError(503, "restarting", "the model does not answer", "Check the log of rank 0.")

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    AliasPath,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -19,6 +18,7 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
+from megatronapp_common.job.api.analyzer import SlowNodeCost, Verdict
 from megatronapp_common.job.api.base import StatusModel
 from megatronapp_common.job.api.profile import PROFILES_SCHEMA, Profile
 from megatronapp_common.job.api.progress import STARTING, GangSize, Progress, TimeSpent
@@ -142,57 +142,6 @@ class Replicas(StatusType):
     """Workers that ended with code 0."""
     failed: Count = 0
     """Workers that ended otherwise."""
-
-
-def _verdict_document(verdict: "SlowRank") -> dict[str, Any]:
-    """Return a verdict in the form of the hub's summary, without absent values."""
-    subject = {"type": verdict.subject, "ranks": list(verdict.ranks), "worker": verdict.worker, "node": verdict.node}
-    effect = {
-        "secondsPerStep": verdict.seconds_per_step,
-        "slowdown": verdict.slowdown,
-        "gpuHours": verdict.gpu_hours,
-        "cost": verdict.cost,
-    }
-    since = {"attempt": verdict.since_attempt, "step": verdict.since_step, "time": verdict.since_time}
-    return {
-        "id": verdict.id,
-        "subject": {name: value for name, value in subject.items() if value is not None},
-        "cause": verdict.cause,
-        "state": verdict.state,
-        "effect": {name: value for name, value in effect.items() if value is not None},
-        "since": {name: value for name, value in since.items() if value is not None},
-        "sentence": verdict.sentence,
-    }
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank(StatusType):
-    """A verdict of the hub, shortened for the status."""
-
-    id: Annotated[str, EMPTY_IS_ABSENT]
-    subject: Annotated[str, Field(validation_alias=AliasPath("subject", "type"))] = ""
-    """Kind of the subject: rank, link, group, replica, worker, node, stage or job."""
-    ranks: Annotated[tuple[int, ...], Field(validation_alias=AliasPath("subject", "ranks"))] = ()
-    cause: str = ""
-    state: str = ""
-    sentence: str = ""
-    since_step: Annotated[int | None, Field(validation_alias=AliasPath("since", "step"))] = None
-    slowdown: Annotated[float | None, Field(validation_alias=AliasPath("effect", "slowdown"))] = None
-    seconds_per_step: Annotated[float | None, Field(validation_alias=AliasPath("effect", "secondsPerStep"))] = None
-    gpu_hours: Annotated[float | None, Field(validation_alias=AliasPath("effect", "gpuHours"))] = None
-    """Time that all ranks of the job have lost to it since it began."""
-    cost: Annotated[float | None, Field(validation_alias=AliasPath("effect", "cost"))] = None
-    """The same in money, where the manifest has a price of a GPU-hour."""
-    worker: Annotated[int | None, Field(validation_alias=AliasPath("subject", "worker"))] = None
-    node: Annotated[OptionalText, Field(validation_alias=AliasPath("subject", "node"))] = None
-    """Node of the subject in the attempt of the verdict."""
-    since_attempt: Annotated[int | None, Field(validation_alias=AliasPath("since", "attempt"))] = None
-    since_time: Annotated[float | None, Field(validation_alias=AliasPath("since", "time"))] = None
-
-
-Verdict = Annotated[
-    SlowRank, PlainSerializer(_verdict_document), WithJsonSchema({"type": "object", "additionalProperties": True})
-]
 
 
 class RankTableEntry(StatusModel):
@@ -393,6 +342,8 @@ class Status(StatusType):
     """Placement of the ranks."""
     slow_ranks: tuple[Verdict, ...] = ()
     """Current verdicts of the hub."""
+    slow_nodes: Annotated[tuple[SlowNodeCost, ...], Field(exclude_if=is_falsy)] = ()
+    """Nodes named by slowRanks, costliest first."""
     slow_node: OptionalText = None
     """Short name of what is slow now: a node, or "rank 3"."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()

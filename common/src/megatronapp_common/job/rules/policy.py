@@ -82,11 +82,11 @@ _SCHEDULING = (
         id="available-workers",
         field=".scheduling.minAvailable",
         rule="!has(self.scheduling.minAvailable) || " + with_gang(f"self.scheduling.minAvailable == {WORKERS}"),
-        message="must be the number of workers: a gang trains whole or not at all",
+        message="must be the number of workers: a gang trains with all of its workers or with none",
         message_expression=cel_message_with_sizes(
             cel_message(
                 f"is {{self.scheduling.minAvailable}}, and a gang trains with all of its {{{WORKERS}}} workers "
-                f"or not at all; leave it out or write {{{WORKERS}}}"
+                f"or with none; leave it out or write {{{WORKERS}}}"
             )
         ),
     ),
@@ -187,11 +187,11 @@ ELASTIC_RULES = (
         id="elastic-without-queue",
         field=".runPolicy.elastic",
         rule=f"{_SAME_SIZE} || {_QUEUE} == 'None'",
-        message="cannot be used with scheduling.gang: a queue admits a fixed number of pods for an attempt, and spares "
-        "come and go; leave one of them out",
+        message="cannot be used with scheduling.gang: a queue admits a fixed number of pods for an attempt, and the "
+        "number of spares varies; leave one of them out",
         message_expression=(
             f"'cannot be used with scheduling.gang: ' + {_QUEUE} + ', which admits a fixed number of pods for an "
-            "attempt, while spares come and go; leave one of them out'"
+            "attempt, and the number of spares varies; leave one of them out'"
         ),
     ),
     Rule(

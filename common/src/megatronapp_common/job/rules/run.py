@@ -29,9 +29,9 @@ RUN_RULES = (
         id="a-gpu-for-each-rank",
         field=".procPerNode",
         rule="!has(self.procPerNode) || self.gpusPerNode == 0 || self.procPerNode <= self.gpusPerNode",
-        message="a rank needs a GPU of its own: write gpusPerNode or less, or gpusPerNode: 0 to train on the CPU",
+        message="each rank needs its own GPU: write gpusPerNode or less, or gpusPerNode: 0 to train on the CPU",
         message_expression=cel_message(
-            "{self.procPerNode} ranks but gpusPerNode {self.gpusPerNode}; a rank needs a GPU of its own: "
+            "{self.procPerNode} ranks but gpusPerNode {self.gpusPerNode}; each rank needs its own GPU: "
             "write {self.gpusPerNode} or less, or gpusPerNode: 0 to train on the CPU"
         ),
     ),

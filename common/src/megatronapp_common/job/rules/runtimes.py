@@ -197,8 +197,8 @@ FORWARD_RULES = (
         ".fbd.forward.gpusPerNode",
         f"{_GPUS} == 0 || {_RANKS} != wanted_forward || forward_per_node > {MAX_PROC_PER_NODE} || "
         f"forward_per_node <= {_GPUS}",
-        says="a rank needs a GPU of its own: write more nodes or GPUs, or gpusPerNode: 0 for the CPU",
-        message=f"{{forward_per_node}} ranks on a node of {{{_GPUS}}} GPUs; a rank needs a GPU of its own: write more "
+        says="each rank needs its own GPU: write more nodes or GPUs, or gpusPerNode: 0 for the CPU",
+        message=f"{{forward_per_node}} ranks on a node of {{{_GPUS}}} GPUs; each rank needs its own GPU: write more "
         "nodes or GPUs, or gpusPerNode: 0 for the CPU",
     ),
     _of_forward(

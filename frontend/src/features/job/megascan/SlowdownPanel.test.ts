@@ -24,6 +24,7 @@ const VIEW: Slowdowns = {
   idealSeconds: [1, 1],
   slowestFraction: null,
   lastStageFraction: null,
+  launchRatio: null,
   kinds: {},
   replicasPerCell: 1,
   cells: [{ stage: 0, replica: 0, ranks: [0], slowdown: 1.5, steps: [1.5, 1.5] }],

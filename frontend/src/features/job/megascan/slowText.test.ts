@@ -37,6 +37,7 @@ const slowdowns = (change: Partial<Slowdowns> = {}): Slowdowns => ({
   slowdown: 2,
   cells: [cell(0, 0, 1, [1, 1]), cell(0, 1, 1, [1, 1]), cell(1, 0, 1.9, [2.8, 1]), cell(1, 1, null, [])],
   replicasPerCell: 1,
+  launchRatio: 1.02,
   kinds: { grad_reduce: 1.6, forward: 1.1 },
   slowestFraction: 0.97,
   lastStageFraction: null,
@@ -95,8 +96,10 @@ describe("slowdowns", () => {
     const facts = Object.fromEntries(slowFacts(slowdowns()));
     expect(facts["Step"]).toBe("200 ms, 100 ms if nothing were slow");
     expect(facts["GPU time lost"]).toBe("50 %");
+    expect(facts["Launch delays make steps"]).toBe("1.02× as long");
     expect(facts["Of it by the last stage"]).toBe("–");
     expect(facts["Most of it in"]).toBe("grad reduce (1.60×)");
+    expect(slowFacts(slowdowns({ launchRatio: null }))).toContainEqual(["Launch delays make steps", "–"]);
   });
 });
 
@@ -207,6 +210,7 @@ describe("links", () => {
     seconds: 0.02,
     usualSeconds: 0.001,
     crossesNodes: true,
+    slowdown: 1.25,
   };
   it("are a matrix of the ranks that have any, up to a limit", () => {
     expect(linkGrid([link])?.values).toEqual([
@@ -214,7 +218,7 @@ describe("links", () => {
       [0.02, null],
     ]);
     expect(linkGrid(Array.from({ length: 80 }, (_, at) => ({ ...link, source: at + 1 })))).toBeNull();
-    expect(linkCells(link)).toEqual(["1 → 0", "20.0 ms", "+19.0 ms", "8", "nodes"]);
+    expect(linkCells(link)).toEqual(["1 → 0", "1.25×", "20.0 ms", "+19.0 ms", "8", "nodes"]);
   });
 });
 

@@ -76,7 +76,8 @@ export function stepsGrid(slowdowns: Slowdowns, ranks: readonly RankView[]): Gri
 }
 
 export function slowFacts(slowdowns: Slowdowns): (readonly [string, string])[] {
-  const { slowdown, slowestFraction, lastStageFraction, kinds, recordedSeconds, idealSeconds } = slowdowns;
+  const { slowdown, slowestFraction, lastStageFraction, launchRatio, kinds, recordedSeconds, idealSeconds } =
+    slowdowns;
   const mean = (values: readonly number[]): number =>
     values.reduce((sum, value) => sum + value, 0) / Math.max(values.length, 1);
   const [kind] = Object.entries(kinds);
@@ -86,6 +87,7 @@ export function slowFacts(slowdowns: Slowdowns): (readonly [string, string])[] {
     ["GPU time lost", slowdown === null ? ABSENT : percent(Math.max(0, 1 - 1 / slowdown))],
     ["Of it by the slowest 3 % of cells", percent(slowestFraction)],
     ["Of it by the last stage", percent(lastStageFraction)],
+    ["Launch delays make steps", launchRatio === null ? ABSENT : `${ratio(launchRatio)} as long`],
     [
       "Most of it in",
       kind && kind[1] > 1.005 ? `${kind[0].replaceAll("_", " ")} (${ratio(kind[1])})` : ABSENT,
@@ -167,7 +169,14 @@ export function linkGrid(links: readonly SlowLink[]): Grid | null {
   };
 }
 
-export const LINK_COLUMNS = ["Link", "Median delivery", "Beyond the others", "Messages", "Between"];
+export const LINK_COLUMNS = [
+  "Link",
+  "Slowdown",
+  "Median delivery",
+  "Beyond the others",
+  "Messages",
+  "Between",
+];
 
 export const linkCells = ({
   source,
@@ -176,8 +185,10 @@ export const linkCells = ({
   usualSeconds,
   messages,
   crossesNodes,
+  slowdown,
 }: SlowLink): string[] => [
   `${source} → ${destination}`,
+  ratio(slowdown),
   seconds(median),
   median > usualSeconds ? `+${seconds(median - usualSeconds)}` : ABSENT,
   integer(messages),

@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Fetch the trace and write it; return the exit code."""
     first, last, output = arguments.first, arguments.last, arguments.output
     if first is not None and last is not None and last < first:
-        raise OperatorError(f"--to is before --from: {last} comes before {first}; swap them")
+        raise OperatorError(f"--to is before --from: {last} is less than {first}; swap them")
     if arguments.verdict is not None and (first, last) != (None, None):
         raise OperatorError("--verdict chooses its own steps; leave out --from and --to")
     form = arguments.format or ("perfetto" if output.suffix in PERFETTO_SUFFIXES else "chrome")

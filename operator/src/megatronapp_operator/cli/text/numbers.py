@@ -4,7 +4,7 @@ import argparse
 import math
 
 MAX_FACTOR = 100.0
-"""Limit of the tracer (docs/contracts.md, the control page)."""
+"""Limit of the tracer (docs/contracts.md, the control document)."""
 
 
 def parse_index(text: str) -> int:

@@ -12,7 +12,7 @@ from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
 MAX_TOKEN_BYTES = 8 << 10
 """Tokens of a cluster are a few KiB."""
-TOKEN_HOLDER = "somebody with the job's token"
+TOKEN_HOLDER = "a holder of the job's token"
 AT_ONCE = 16
 """Questions about rights that one list asks at the same time."""
 
@@ -96,8 +96,8 @@ class Authorizer:
         """The job, where the caller may generate and pin. Raises HttpError as `admit` does."""
         job = await self.admit(caller, Verb.UPDATE, namespace, name)
         if await self.role(caller, job) is not TokenRole.CONTROLLER:
-            hint = "Open it with `megatronapp ui` as somebody who may update the job."
-            raise HttpError(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
+            hint = "Open it with `megatronapp ui` as a user who may update the job."
+            raise HttpError(403, "needs-controller", "the viewer's token of a job is read-only", hint)
         return job
 
     async def visible(self, caller: Caller) -> list[CatalogJob]:

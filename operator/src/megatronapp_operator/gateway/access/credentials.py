@@ -39,7 +39,7 @@ class Credentials:
         reads = connection.scope["type"] == "http" and connection.scope["method"] in READING
         if tokens and not is_own_page(connection.headers, reads=reads):
             hint = "Open the page at the address that `megatronapp ui` prints."
-            raise HttpError(403, "other-origin", "this request comes from a page that is not the gateway's", hint)
+            raise HttpError(403, "other-origin", "this request was sent by a page that is not the gateway's", hint)
         return tokens
 
     def ticket(self, connection: HTTPConnection, caller: Caller) -> str:

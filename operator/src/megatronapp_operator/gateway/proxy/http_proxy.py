@@ -34,7 +34,7 @@ MAX_IDENTITY = 253
 """Maximum length of a name that a hub records."""
 _MODEL_TOKEN = re.compile(r"[0-9]{1,10}")
 """Number of a token in a vocabulary, as in queries for lens and attribution; no token that logs in is so short."""
-_HUB_LOG = "Look at the log of the job's hub."
+_HUB_LOG = "Check the log of the job's hub."
 
 
 def new_session() -> aiohttp.ClientSession:

@@ -102,9 +102,7 @@ async def listening(hub: str, token: str, rules: SocketRules = RULES) -> AsyncIt
         raise HttpError(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
     async with connection:
         if connection.subprotocol != rules.subprotocol:
-            raise HttpError(
-                502, "bad-hub", "the job's hub speaks another protocol", "Look at the log of the job's hub."
-            )
+            raise HttpError(502, "bad-hub", "the job's hub speaks another protocol", "Check the log of the job's hub.")
         yield connection
 
 

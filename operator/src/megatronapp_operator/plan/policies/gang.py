@@ -247,7 +247,7 @@ def running(draft: PlanBuilder) -> bool:
         elif _silent_for_long(draft):
             silence = f"no progress was reported for {draft.job.spec.policy.silent_start_s:g} s"
             work = "serving" if spec.serves else "training"
-            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; {work} is assumed to have begun")
+            _enter_running(draft, reasons.NO_PROGRESS_REPORTED, f"{gang}: {silence}; {work} is assumed to have begun")
     reset_budget(draft, until=draft.now)
     return False
 

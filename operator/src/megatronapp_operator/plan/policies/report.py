@@ -1,10 +1,19 @@
 """Parts of the status besides the life of the job: replicas, ends, progress, stalls, hub, slow ranks."""
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Iterable
 
+from megatronapp_common.job.api.analyzer import SlowNodeCost, SlowRank
 from megatronapp_common.job.api.progress import Progress
-from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Replicas, SlowRank, Status
+from megatronapp_common.job.api.status import (
+    TERMINAL_PHASES,
+    ConditionType,
+    Phase,
+    Replicas,
+    Status,
+)
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.observed import HubPhase, Observed, WorkerPhase
@@ -22,6 +31,16 @@ NAMED = 8
 
 HANG = "hang"
 """Cause of verdicts about hung ranks: these are stalls, not slowness."""
+
+ON_A_NODE = frozenset({"rank", "worker", "node", "replica", "group"})
+"""Subjects that are part of a node if all their ranks are on it. Ranks of a stage or of the whole job are slow for what
+they have in common, and a link has two ends."""
+
+DATA_IMBALANCE = "data-imbalance"
+"""Cause of verdicts about ranks that get more tokens than others: their node is as fast as the others."""
+
+MAX_SLOW_NODES = 32
+"""Most nodes that a status lists."""
 
 
 def profiles(draft: PlanBuilder) -> None:
@@ -248,7 +267,8 @@ def slow_ranks(draft: PlanBuilder) -> None:
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
     before, named = _named(draft.status.slow_ranks), _named(found)
-    draft.update(slow_ranks=found, slow_node=_subject_label(named[0]) if named else None)
+    label = _subject_label(named[0]) if named else None
+    draft.update(slow_ranks=found, slow_nodes=costs_by_node(found), slow_node=label)
     _report_verdicts(draft, before, named)
     if not named:
         draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, reasons.NONE_SLOW, "no rank, link or node is slow now")
@@ -268,6 +288,38 @@ def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
 def seconds_per_step(status: Status) -> float:
     """Return what the costliest verdict costs each step: verdicts may blame the same time."""
     return max((verdict.seconds_per_step or 0.0 for verdict in _named(status.slow_ranks)), default=0.0)
+
+
+def costs_by_node(verdicts: Iterable[SlowRank]) -> tuple[SlowNodeCost, ...]:
+    """Return the nodes that verdicts name, costliest first, each with what all its verdicts cost.
+
+    Costs are added, also those of the same ranks: the hub divides the time that several verdicts cost together between
+    them, and a verdict is about one node at most.
+    """
+    found: dict[str, list[SlowRank]] = {}
+    for verdict in _named(tuple(verdicts)):
+        if verdict.node and verdict.subject in ON_A_NODE and verdict.cause != DATA_IMBALANCE:
+            found.setdefault(verdict.node, []).append(verdict)
+    costs = [_node_cost(node, about) for node, about in found.items()]
+    return tuple(sorted(costs, key=lambda cost: (-(cost.gpu_hours or 0.0), cost.node))[:MAX_SLOW_NODES])
+
+
+def _node_cost(node: str, verdicts: list[SlowRank]) -> SlowNodeCost:
+    return SlowNodeCost(
+        node=node,
+        ranks=tuple(sorted({rank for verdict in verdicts for rank in verdict.ranks})),
+        causes=tuple(sorted({verdict.cause for verdict in verdicts})),
+        since=min((verdict.since_time for verdict in verdicts if verdict.since_time is not None), default=None),
+        gpu_hours=_sum_of_known(verdict.gpu_hours for verdict in verdicts),
+        cost=_sum_of_known(verdict.cost for verdict in verdicts),
+    )
+
+
+def _sum_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the sum in three digits, as the hub reports parts; None if none is known, or JSON cannot hold it."""
+    known = [value for value in values if value is not None]
+    total = float(f"{sum(known):.3g}")
+    return total if known and math.isfinite(total) else None
 
 
 def _subject_label(verdict: SlowRank) -> str:

@@ -1,6 +1,12 @@
 """Nodes that the hub has confirmed to be slow, and what the user chose to do about them."""
 
-from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase, SlowRank
+from megatronapp_common.job.api.analyzer import SlowRank
+from megatronapp_common.job.api.status import (
+    ConditionType,
+    Failure,
+    FailureAction,
+    Phase,
+)
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EndAtCheckpoint, EventType

@@ -299,8 +299,8 @@ class BackgroundSaves:
         self.report = replace(self.report, failures=self.report.failures + 1, last_failure=reason)
         if rank() == 0:
             logger.warning(
-                "the checkpoint of step %d could not be written (%s); training goes on, and it is tried again in "
-                "%.0f s from its copy in memory. Earlier checkpoints are as they were",
+                "the checkpoint of step %d could not be written (%s); training continues, and it is tried again in "
+                "%.0f s from its copy in memory. Earlier checkpoints are unchanged",
                 pending.iteration,
                 reason,
                 pause_s,
@@ -336,7 +336,7 @@ class BackgroundSaves:
 
     def _give_up(self, problem: str, *, raises: bool) -> None:
         assert self._pending is not None
-        text = f"the checkpoint of step {self._pending.iteration} {problem}. Earlier checkpoints are as they were"
+        text = f"the checkpoint of step {self._pending.iteration} {problem}. Earlier checkpoints are unchanged"
         self._pending = None
         self._process.interrupt()
         self.report = replace(self.report, pending_iteration=None)

@@ -57,7 +57,7 @@ class PackedConversations:
         if longer:
             log.warning("%d conversations are longer than --seq-length %d and are cut", longer, self._length)
         if without:
-            log.warning("%d conversations are left out: they have no answer within --seq-length", without)
+            log.warning("%d conversations are skipped: they have no answer within --seq-length", without)
         self._samples = packed_epochs(lengths, self._length, seed=form.seed, samples=samples)
 
     def __len__(self) -> int:

@@ -50,9 +50,9 @@ def _site_problems(perturbation: Perturbation, model: Any, shard: ModelShard) ->
 def _action_problems(perturbation: Perturbation, site: Site, shard: ModelShard) -> Iterator[str]:
     action = perturbation.action
     if action.type == "patch" and site.name == LOGITS:
-        yield "action.type: logits are not computed at all positions of a prompt; patch another site"
+        yield "action.type: logits are not computed for every position of a prompt; patch another site"
     if action.over == "prompt" and site.name == LOGITS:
-        yield "action.over: logits are not computed at all positions of a prompt; write value, or another site"
+        yield "action.over: logits are not computed for every position of a prompt; write value, or another site"
     width = _width_of(site, shard)
     if action.values is not None and width is not None and len(action.values) != width:
         yield f"action.values: has {len(action.values)} numbers, and {site.name} has {width} features; write {width}"

@@ -65,7 +65,7 @@ class LauncherSettings:
         return self.proc_per_node[self.index]
 
     @property
-    def progress_page(self) -> pathlib.Path:
+    def progress_file(self) -> pathlib.Path:
         """Return the path of the progress document, which exists only if a rank of this worker writes it."""
         return self.shm_dir / f"{self.shm_prefix}.{ShmFile.PROGRESS}"
 

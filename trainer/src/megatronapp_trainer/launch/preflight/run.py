@@ -13,8 +13,8 @@ from megatronapp_trainer.launch.preflight.reachability import find_unreached
 from megatronapp_trainer.launch.ranks.failure_cause import judge
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, failed
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.gang_connection import GangConnection
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice
-from megatronapp_trainer.launch.rendezvous.session import GangConnection
 
 REASON = "PreflightFailed"
 

@@ -13,8 +13,8 @@ from megatronapp_trainer.launch.ranks import outcome as outcomes
 from megatronapp_trainer.launch.ranks import process
 from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge
 from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
+from megatronapp_trainer.launch.rendezvous.gang_connection import GangConnection
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
-from megatronapp_trainer.launch.rendezvous.session import GangConnection
 from megatronapp_trainer.parallel.peer_loss import END_AT_CHECKPOINT, PEER_LOST, SAVE
 
 log = logging.getLogger(__name__)

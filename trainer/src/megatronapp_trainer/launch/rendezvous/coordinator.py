@@ -11,10 +11,10 @@ from megatronapp_common.topology import FbdWorld
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError, StoppedError
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.gang_connection import connection_lost_notice
 from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGang, JoinRequest, Notices, StopNotice
 from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
-from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,10 @@ class Coordinator:
     def broadcast(self, notice: Notices) -> None:
         self._pass_on(notice)
 
-    def report(self, page: Mapping[str, Any]) -> None:
+    def report(self, progress: Mapping[str, Any]) -> None:
         """Publish the document here: this is worker 0."""
         if self._status is not None:
-            self._status.progress = page
+            self._status.progress = progress
 
     async def await_ends(self, limit_s: float) -> bool:
         """Wait until every connected worker has reported how its ranks ended, for at most `limit_s` seconds."""
@@ -173,13 +173,13 @@ class Coordinator:
         try:
             while True:
                 document = await wire.receive()
-                page = messages.progress_of(document)
-                if page is None:
+                progress = messages.progress_of(document)
+                if progress is None:
                     notice = messages.notice_from_json(document)
                     self._record_end(notice)
                     self._receive(notice)
                 else:
-                    self.report(page)
+                    self.report(progress)
         except (OSError, EOFError, MessageError, RefusedError):
             self._part(index)
         finally:

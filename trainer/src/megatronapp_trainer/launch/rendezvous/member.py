@@ -13,9 +13,9 @@ from megatronapp_trainer.launch.config.address import resolve_ipv4
 from megatronapp_trainer.launch.config.settings import Endpoint
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.gang_connection import connection_lost_notice
 from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, EndNotice, JoinRequest, Notices, StopNotice
 from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
-from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class GangMember:
         """Send the notice to worker 0, which forwards it."""
         self._wire.send(messages.notice_to_json(notice))
 
-    def report(self, page: Mapping[str, Any]) -> None:
+    def report(self, progress: Mapping[str, Any]) -> None:
         """Send the document, if worker 0 wants it."""
         if self.briefing.report:
-            self._wire.send(messages.progress_to_json(page))
+            self._wire.send(messages.progress_to_json(progress))
 
     async def await_ends(self, limit_s: float) -> bool:
         """Wait until worker 0 has reported its end; return False if it was a success, with which its launcher ends."""

@@ -269,15 +269,15 @@ def notice_from_json(document: Mapping[str, Any]) -> Notices:
     )
 
 
-def progress_to_json(page: Mapping[str, Any]) -> dict[str, Any]:
+def progress_to_json(progress: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a line with a worker's progress document, for worker 0."""
-    return {"type": "progress", "page": dict(page)}
+    return {"type": "progress", "page": dict(progress)}
 
 
 def progress_of(document: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the progress document, or None if the line has none."""
-    page = document.get("page")
-    return dict(page) if document.get("type") == "progress" and isinstance(page, dict) else None
+    progress = document.get("page")
+    return dict(progress) if document.get("type") == "progress" and isinstance(progress, dict) else None
 
 
 def _field(document: Mapping[str, Any], name: str, kind: type[T]) -> T:

@@ -38,10 +38,10 @@ async def _watch(reader: DocumentReader, report: Callable[[Mapping[str, Any]], N
 def _read_document(reader: DocumentReader, report: Callable[[Mapping[str, Any]], None]) -> bool:
     """Report a changed document; returns False if it can never be read."""
     try:
-        page = reader.read_new()
+        progress = reader.read_new()
     except DocumentError as error:
         log.warning("no progress is reported: %s", error)
         return False
-    if page is not None:
-        report(page)
+    if progress is not None:
+        report(progress)
     return True

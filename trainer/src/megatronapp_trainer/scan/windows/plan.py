@@ -94,10 +94,22 @@ class WindowPlan:
         self._members = frozenset(members)
         self._flags = flags
         self._commanded: list[CommandedWindow] = []
+        self._stopped: frozenset[CommandedWindow] = frozenset()
 
     def command(self, windows: Iterable[CommandedWindow]) -> None:
         """Replace the windows of the control page."""
         self._commanded = list(windows)
+        self._stopped &= frozenset(self._commanded)
+
+    def stop(self, step: int) -> bool:
+        """End the windows of the control page that cover a step, for this rank; return True if there are any."""
+        covering = {window for window in self._commanded if window.covers(step, self._members)} - self._stopped
+        self._stopped |= covering
+        return bool(covering)
+
+    def has_stopped(self, step: int) -> bool:
+        """Return True if a window that would cover a step was ended by `stop`."""
+        return any(window.covers(step, self._members) for window in self._stopped)
 
     def is_periodic(self, step: int) -> bool:
         """Return True if a window of the flags covers a step, on all ranks alike."""
@@ -108,7 +120,8 @@ class WindowPlan:
 
         The ranks of a group may know different pages at a time; see `agreement`.
         """
-        levels = (window.level for window in self._commanded if window.covers(step, self._members))
+        known = (window for window in self._commanded if window not in self._stopped)
+        levels = (window.level for window in known if window.covers(step, self._members))
         return max(levels, default=TraceLevel.PHASE)
 
     def periodic_level(self, step: int, budget: WindowBudget | None = None) -> TraceLevel:

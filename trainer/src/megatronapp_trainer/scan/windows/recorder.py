@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.scan.windows.agreement import LevelAgreement
-from megatronapp_trainer.scan.windows.budget import WindowBudget
+from megatronapp_trainer.scan.windows.budget import TracingCost, WindowBudget
 from megatronapp_trainer.scan.windows.layer_spans import LayerSpans
 from megatronapp_trainer.scan.windows.open_pass import OpenPass
 from megatronapp_trainer.scan.windows.plan import TraceLevel, WindowPlan
@@ -28,6 +28,7 @@ class WindowRecorder:
         agreement: LevelAgreement | None = None,
         file: RankFile | None = None,
         budget: WindowBudget | None = None,
+        cost: TracingCost | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Take the parts that this rank can record.
@@ -39,7 +40,8 @@ class WindowRecorder:
             agreement: gives the windows of the control page; None where no pass is replayed (MegaFBD): each rank then
                 records those that it knows.
             file: gets the steps in windows of the flags.
-            budget: limits the windows of the flags.
+            budget: limits the windows of the flags, unless there is a file, and those of the control page.
+            cost: watches what all records cost.
             now_ns: clock of the budget.
         """
         self.plan = plan
@@ -49,6 +51,7 @@ class WindowRecorder:
         self._agreement = agreement
         self._file = file
         self._budget = budget
+        self._cost = cost
         self._now_ns = now_ns
         self._began_ns: int | None = None
         self._recorded = 0
@@ -61,10 +64,11 @@ class WindowRecorder:
 
     def step_begin(self, step: int) -> None:
         """Install what the level of a step needs, and remove what it does not."""
-        self._count_step()
+        self._count_step(step)
         self._step = step
         commanded = self._commanded_level(step)
-        level = max(commanded, self._possible(self.plan.periodic_level(step, self._budget)))
+        self._stop_costly(step)
+        level = max(commanded, self._possible(self.plan.periodic_level(step, self._limit_of_flags(step))))
         periodic = self._possible(self.plan.periodic_level(step))
         covers = max(commanded, periodic) > TraceLevel.PHASE  # without the budget, which differs between ranks
         self._is_covered = covers if self.collectives is not None else level > TraceLevel.PHASE
@@ -128,7 +132,7 @@ class WindowRecorder:
                 step,
                 "the group records it from the next step on" if continues else "this step is not recorded in detail",
             )
-        if agreed > known and not self._follows_others:
+        if agreed > known and not self._follows_others and not self.plan.has_stopped(step):
             log.info("step %d: recorded in a window that only other ranks of the tensor group know", step)
         self._follows_others = agreed > known
         return agreed
@@ -141,12 +145,36 @@ class WindowRecorder:
         """Return the level, but PHASE in place of COLLECTIVE on a rank that has no collectives in its passes."""
         return TraceLevel.PHASE if level is TraceLevel.COLLECTIVE and self.collectives is None else level
 
-    def _count_step(self) -> None:
-        """Count the step that has ended in the budget."""
+    def _stop_costly(self, step: int) -> None:
+        """End the ordered windows after a step, once they have cost too much."""
+        if self._budget is None or self._budget.allows_ordered() or not self.plan.stop(step + 1):
+            return
+        log.warning(
+            "step %d: the ordered window stopped before this step: tracing used %.2g %% of the last step in a window, "
+            "and --trace-budget %.2g is spent; order fewer steps at a time, or --granularity base",
+            step + 1,
+            100 * self._budget.used_in_window,
+            100 * self._budget.limit,
+        )
+
+    def _limit_of_flags(self, step: int) -> WindowBudget | None:
+        """Return the budget of the windows of the flags; none with files, which have the same steps on all ranks."""
+        if self._file is None:
+            return self._budget
+        if self._budget is not None:
+            self._budget.watch_files(step)
+        return None
+
+    def _count_step(self, step: int) -> None:
+        """Count the step that has ended before `step` in the budget."""
         parts = (self.collectives, self._layers)
         now_ns, recorded = self._now_ns(), sum(part.recorded for part in parts if part is not None)
-        if self._budget is not None and self._began_ns is not None:
-            self._budget.step_done(now_ns - self._began_ns, recorded - self._recorded)
+        if self._began_ns is not None:
+            if self._budget is not None:
+                in_window = self._level > TraceLevel.PHASE
+                self._budget.step_done(now_ns - self._began_ns, recorded - self._recorded, in_window=in_window)
+            if self._cost is not None:
+                self._cost.step_done(step, now_ns - self._began_ns)
         self._began_ns, self._recorded = now_ns, recorded
 
     def _set_level(self, level: TraceLevel) -> None:

@@ -72,7 +72,7 @@ class NeutralChatBody(NeutralBody):
     modalities: Annotated[list[str] | None, AllowedValues((["text"],), "answers are texts")] = None
     audio: Annotated[object, AllowedValues((), "answers are texts")] = None
     prediction: Annotated[object, AllowedValues((), "nothing is predicted by clients")] = None
-    web_search_options: Annotated[object, AllowedValues((), "nothing is looked up")] = None
+    web_search_options: Annotated[object, AllowedValues((), "the web is not searched")] = None
     reasoning_effort: Annotated[str | None, AllowedValues(("none", "medium"), "models have one way to answer")] = None
     verbosity: Annotated[str | None, AllowedValues(("medium",), "models have one way to answer")] = None
     echo: Annotated[bool, AllowedValues((False,), "an answer begins after its messages")] = False

@@ -19,7 +19,7 @@ from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import control_store
 from megatronapp_trainer.training.control.group import ControlGroup
-from megatronapp_trainer.training.control.order_page import OrderPage
+from megatronapp_trainer.training.control.order_reader import OrderReader
 from megatronapp_trainer.training.control.report import ControlReport
 from megatronapp_trainer.training.control.training_control import TrainingControl
 
@@ -83,7 +83,7 @@ def open_control(
     group = ControlGroup(control_store(), layout.global_rank, layout.global_world_size, timeout)
     return TrainingControl(
         group,
-        _open_page() if layout.global_rank == 0 else None,
+        _open_reader() if layout.global_rank == 0 else None,
         surroundings,
         state=PAUSED if config.control.starts_paused else RUNNING,
         saves=config.checkpoint.save is not None,
@@ -94,8 +94,8 @@ def open_control(
     )
 
 
-def _open_page() -> OrderPage:
+def _open_reader() -> OrderReader:
     directory = os.environ.get(Env.SHM_DIR, DEFAULT_SHM_DIR)
     prefix = os.environ.get(Env.SHM_PREFIX) or f"megatronapp-{os.getpid()}"
     document = DocumentReader(pathlib.Path(directory) / f"{prefix}.{ShmFile.CONTROL}")
-    return OrderPage(document, attempt=int(os.environ.get(Env.ATTEMPT, "0")))
+    return OrderReader(document, attempt=int(os.environ.get(Env.ATTEMPT, "0")))

@@ -1,6 +1,6 @@
 """Pause, resume, step, stop and captures of a running training, at the same step boundary on all ranks.
 
-Rank 0 reads its control page at a step boundary and posts what it finds to all ranks, which wait for that at the next
+Rank 0 reads its control document at a step boundary and posts the orders to all ranks, which wait for them at the next
 boundary and obey there: no step waits for an order, and no two ranks obey at different steps. In a pause the ranks meet
 on the host every `PAUSE_ROUND_S`, so that no deadline of a collective strikes and nothing runs on a device.
 """
@@ -18,14 +18,14 @@ from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.training_capture import TrainingCapture
 from megatronapp_trainer.hooks.training_perturbation import TrainingPerturbation
 from megatronapp_trainer.training.control.group import ControlGroup, PendingOrders, fitting
-from megatronapp_trainer.training.control.order_page import OrderPage
+from megatronapp_trainer.training.control.order_reader import OrderReader
 from megatronapp_trainer.training.control.report import MAX_REPORTED, ControlReport, ObeyedOrder
 
 log = logging.getLogger(__name__)
 PAUSE_ROUND_S = 1.0
 """Most time between two exchanges of a paused training."""
-PAGE_POLL_S = 0.05
-"""Time between two looks of rank 0 at its page in a pause."""
+POLL_S = 0.05
+"""Time between two reads of the control document by rank 0 in a pause."""
 SPAN_S = 30.0
 """Length after which the span of a pause ends and another one begins: a record holds at most 34 s."""
 
@@ -85,7 +85,7 @@ class TrainingControl:
     def __init__(
         self,
         group: ControlGroup,
-        page: OrderPage | None,
+        reader: OrderReader | None,
         surroundings: ControlSurroundings,
         *,
         state: ControlState,
@@ -95,11 +95,11 @@ class TrainingControl:
         capture: TrainingCapture | None = None,
         perturbation: TrainingPerturbation | None = None,
     ) -> None:
-        """Take the group, and on rank 0 the page with the orders.
+        """Take the group, and on rank 0 the reader of orders.
 
         Args:
             group: all ranks of the job.
-            page: of rank 0; None on the others.
+            reader: of orders, on rank 0; None on the others.
             surroundings: effects of this rank.
             state: at the first boundary.
             saves: whether a stop can write a checkpoint.
@@ -109,7 +109,7 @@ class TrainingControl:
             perturbation: of this rank; None on all ranks where the training cannot be perturbed.
         """
         self._group = group
-        self._page = page
+        self._reader = reader
         self._surroundings = surroundings
         self._state = state
         self._saves = saves
@@ -198,28 +198,28 @@ class TrainingControl:
 
     def _await_orders(self, attended_s: float) -> list[Order]:
         """Return the orders of the next exchange: on rank 0 once there are some or the round is over."""
-        if self._page is None:
+        if self._reader is None:
             return []
         round_ends_s = time.monotonic() + PAUSE_ROUND_S
-        while not (self._page.read() or self._surroundings.stop_requested()):
+        while not (self._reader.read() or self._surroundings.stop_requested()):
             now_s = time.monotonic()
             if self._resume_after_s is not None and now_s - attended_s > self._resume_after_s:
                 log.warning("no client has controlled the paused training for %g s: it resumes", self._resume_after_s)
                 return [Order(BY_ITSELF, OrderKind.RESUME)]
             if now_s >= round_ends_s:
                 return []
-            time.sleep(PAGE_POLL_S)
+            time.sleep(POLL_S)
         return self._next_orders()
 
     def _next_orders(self) -> list[Order]:
-        if self._page is None:
+        if self._reader is None:
             return []
-        orders = fitting(self._page.read())
-        self._page.taken(orders)
+        orders = fitting(self._reader.read())
+        self._reader.taken(orders)
         return orders
 
     def _renewals(self) -> int:
-        return 0 if self._page is None else self._page.renewals
+        return 0 if self._reader is None else self._reader.renewals
 
     def _obey(self, orders: list[Order], iteration: int) -> None:
         for order in orders:

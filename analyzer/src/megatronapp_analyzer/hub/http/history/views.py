@@ -89,7 +89,7 @@ def _left_out(hub: Hub, attempt: int, steps: tuple[int, int | None], known: Set[
         return None
     earlier = (step for step in hub.ingest.store.digests(*steps) if step.attempt < attempt)
     has_some = any((step.attempt, step.step) not in known for step in earlier)
-    return f"steps of attempts before {attempt} are left out" if has_some else None
+    return f"steps of attempts before {attempt} are not included" if has_some else None
 
 
 def busy(error: BusyError) -> HttpError:

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from megatronapp_analyzer.graph.usual import PeerSet
+from megatronapp_analyzer.hub.blame.stored_step import default_peers, steps_before
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.http.history.views import find_step
 from megatronapp_analyzer.hub.http.megascan import schemas, views
 from megatronapp_analyzer.hub.http.pipeline_view import choose_steps
-from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
@@ -40,7 +40,7 @@ Peers = Annotated[
 async def slowdowns(hub: HubOf, first: From = None, to: To = None, peers: Peers = None) -> schemas.SlowdownsView:
     """Time that the newest whole steps lost, and to which ranks: at most 32 steps of the range."""
     chosen = choose_steps(hub, first, to)
-    by = PeerSet.POOLED if chosen.layout is None else peers or views.default_peers(chosen.layout)
+    by = PeerSet.POOLED if chosen.layout is None else peers or default_peers(chosen.layout)
 
     def compute() -> schemas.SlowdownsView:
         return views.slowdowns_view(chosen.attempt, chosen.layout, chosen.steps, by, hub.graphs)
@@ -65,8 +65,8 @@ async def blame(
     if layout is None or omitted is not None:
         text = "its ranks have no places yet" if omitted is None else omitted
         raise HttpError(404, "no-graph", f"step {found.view.step}: {text}", "Ask for another step.")
-    before = _steps_before(hub, found)
-    by = peers or views.default_peers(layout)
+    before = steps_before(hub.ingest.store, found)
+    by = peers or default_peers(layout)
     view = await hub.answers.answer(
         ("blame", found.key, by),
         (len(found.view.records), found.aligned, [step.aligned for step in before]),
@@ -82,13 +82,6 @@ def _newest(hub: HubReader) -> int | None:
     """Return the newest step that all ranks have delivered."""
     steps = choose_steps(hub, None, None).steps
     return steps[-1].view.step if steps else None
-
-
-def _steps_before(hub: HubReader, step: StoredStep) -> list[StoredStep]:
-    """Return the whole steps of the same attempt before a step, as many as say what is usual."""
-    attempt, number = step.key
-    older = hub.ingest.store.select(max(0, number - views.REFERENCE_STEPS), number - 1, newest=views.REFERENCE_STEPS)
-    return [before for before in older if before.view.attempt == attempt and before.digest.complete]
 
 
 @router.get("/tracer", operation_id="getTracer")

@@ -32,6 +32,13 @@ class SlowLink(ApiModel):
     seconds: Annotated[float, Field(description="Median from when both ends were ready to the end of the receive.")]
     usual_seconds: Annotated[float, Field(description="Median of the links between or within nodes, as this one is.")]
     crosses_nodes: bool
+    slowdown: Annotated[
+        float | None,
+        Field(
+            description="Ideal steps with only the messages of this link as recorded, over ideal steps; null if not "
+            "replayed: at most 64 links are, those with the most time beyond the usual."
+        ),
+    ]
 
 
 class SlowdownsView(ApiModel):
@@ -50,7 +57,13 @@ class SlowdownsView(ApiModel):
         float | None, Field(description="M_W: fraction of the lost time that the slowest 3 % of the cells cost.")
     ]
     last_stage_fraction: Annotated[float | None, Field(description="M_S: the same of the last stage.")]
-    links: Annotated[list[SlowLink], Field(description="At most 1,024, those with the longest delay first.")]
+    links: Annotated[list[SlowLink], Field(description="At most 1,024, by slowdown, then by delay, longest first.")]
+    launch_ratio: Annotated[
+        float | None,
+        Field(
+            description="Launch delay: recorded steps over those without the time between spans; null without steps."
+        ),
+    ]
     skipped_steps: Annotated[int, Field(description="Steps whose records depend on each other in a circle.")]
 
 

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.graph.blame import find_blame
+from megatronapp_analyzer.graph.links import deliveries_of
 from megatronapp_analyzer.graph.matching import Index
 from megatronapp_analyzer.graph.records import stream_rows
-from megatronapp_analyzer.graph.usual import (
-    MAX_CELLS,
-    Cells,
-    PeerSet,
-    Slowdowns,
-    deliveries_of,
-    find_slowdowns,
-    usual_weights,
-)
+from megatronapp_analyzer.graph.usual import MAX_CELLS, MAX_LINKS, Cells, PeerSet, Slowdowns, find_slowdowns
+from megatronapp_analyzer.hub.blame.stored_step import EDGE_REPLAYS, blame_of, few_enough
 from megatronapp_analyzer.hub.http.megascan import schemas
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.digest import durations_ns
@@ -27,41 +20,30 @@ from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import JobLayout, RankRecords
 
-WINDOW_STEPS = 32
-"""Steps in an answer at most: the newest of the range."""
-REFERENCE_STEPS = 16
-"""Steps up to that whose blame is requested, which say what is usual."""
-EDGE_REPLAYS = 40_000_000
-"""Edges times scenarios of an answer, about a second of a core."""
 LEAST_CELLS = 8
-EDGES_PER_SPAN = 3
-EXTRA_SCENARIOS = 16
-"""Scenarios in addition to those of cells: recorded, ideal, one for each kind of span."""
+LEAST_LINKS = 8
+"""Links that are replayed at least, if that many take longer than usual."""
 SHOWN_CELLS, SHOWN_LINKS, SHOWN_BLAMED, SHOWN_VICTIMS, SHOWN_SPANS = 4096, 1024, 32, 256, 2000
 DECIMALS = 7
-
-
-def default_peers(layout: JobLayout) -> PeerSet:
-    """Return the peers that are expected to take equally long: equal work, where another rank has it."""
-    stages = layout.stages
-    return PeerSet.WORK if len(Cells.of(layout)) > len(set(stages)) else PeerSet.POOLED
 
 
 def slowdowns_view(
     attempt: int, layout: JobLayout | None, steps: Sequence[StoredStep], peers: PeerSet, graphs: StepGraphs
 ) -> schemas.SlowdownsView:
     """Return the slowdowns over the newest of `steps`, whole ones of one attempt, as many as are replayed quickly."""
-    chosen = [] if layout is None else _few_enough(steps, Cells.of(layout))
+    chosen = [] if layout is None else few_enough(steps, Cells.of(layout))
     found = [] if layout is None else graphs.of(chosen, layout)
     if layout is None or not found:
         return schemas.SlowdownsView(
             attempt=attempt, peers=peers.value, steps=[], recorded_seconds=[], ideal_seconds=[], slowdown=None,
             cells=[], replicas_per_cell=1, kinds={}, slowest_fraction=None, last_stage_fraction=None, links=[],
-            skipped_steps=len(chosen),
+            launch_ratio=None, skipped_steps=len(chosen),
         )  # fmt: skip
     edges = sum(len(of_step.graph.edges.weight) for of_step in found)
-    cells = int(np.clip(EDGE_REPLAYS // max(edges, 1), LEAST_CELLS, MAX_CELLS))
-    result = find_slowdowns([of_step.graph for of_step in found], layout, peers, max_cells=cells)
+    scenarios = EDGE_REPLAYS // max(edges, 1)
+    cells = int(np.clip(scenarios, LEAST_CELLS, MAX_CELLS))
+    links = int(np.clip(scenarios // 4, LEAST_LINKS, MAX_LINKS))
+    result = find_slowdowns([of_step.graph for of_step in found], layout, peers, max_cells=cells, max_links=links)
     per_cell = -(-len(result.cells) // SHOWN_CELLS)
     return schemas.SlowdownsView(
         attempt=attempt,
@@ -75,18 +57,10 @@ def slowdowns_view(
         kinds={kind_name(kind): round(ratio, DECIMALS) for kind, ratio in result.kinds.items()},
         slowest_fraction=result.slowest_fraction,
         last_stage_fraction=result.last_stage_fraction,
-        links=_links(found, layout),
+        links=_links(found, layout, result),
+        launch_ratio=None if result.launch_ratio is None else round(result.launch_ratio, DECIMALS),
         skipped_steps=len(chosen) - len(found),
     )
-
-
-def _few_enough(steps: Sequence[StoredStep], cells: Cells) -> list[StoredStep]:
-    """Return the newest steps, at least one, whose replays with each cell stay within EDGE_REPLAYS."""
-    newest = list(steps[-WINDOW_STEPS:])
-    scenarios = min(len(cells), MAX_CELLS) + EXTRA_SCENARIOS
-    edges = np.cumsum([EDGES_PER_SPAN * len(step.view.records) * scenarios for step in reversed(newest)])
-    count = max(1, int(np.searchsorted(edges, EDGE_REPLAYS, side="right")))
-    return newest[-count:]
 
 
 def _cells(result: Slowdowns, per_cell: int) -> list[schemas.SlowCell]:
@@ -113,7 +87,7 @@ def _cells(result: Slowdowns, per_cell: int) -> list[schemas.SlowCell]:
     return shown
 
 
-def _links(found: Sequence[GraphOfStep], layout: JobLayout) -> list[schemas.SlowLink]:
+def _links(found: Sequence[GraphOfStep], layout: JobLayout, result: Slowdowns) -> list[schemas.SlowLink]:
     pairs = deliveries_of([of_step.graph for of_step in found])
     nodes = np.unique(np.array(layout.nodes), return_inverse=True)[1]
     crosses = nodes[pairs.source] != nodes[pairs.destination]
@@ -121,7 +95,10 @@ def _links(found: Sequence[GraphOfStep], layout: JobLayout) -> list[schemas.Slow
     for alike in (crosses, ~crosses):
         if alike.any():
             usual[alike] = np.median(pairs.seconds[alike])
-    order = np.argsort(usual - pairs.seconds, kind="stable")[:SHOWN_LINKS]
+    names = zip(pairs.source.tolist(), pairs.destination.tolist(), strict=True)
+    slowdown = np.array([result.links.get(name, math.nan) for name in names])
+    # Slowdowns that differ by less than a thousandth are noise: of these, the one with the longest delay is first.
+    order = np.lexsort((usual - pairs.seconds, -np.nan_to_num(slowdown, nan=1.0).round(3)))[:SHOWN_LINKS]
     return [
         schemas.SlowLink(
             source=int(pairs.source[place]),
@@ -130,6 +107,7 @@ def _links(found: Sequence[GraphOfStep], layout: JobLayout) -> list[schemas.Slow
             seconds=round(float(pairs.seconds[place]), 9),
             usual_seconds=round(float(usual[place]), 9),
             crosses_nodes=bool(crosses[place]),
+            slowdown=_number(slowdown[place]),
         )
         for place in order.tolist()
     ]
@@ -139,12 +117,9 @@ def blame_view(
     step: StoredStep, before: Sequence[StoredStep], layout: JobLayout, peers: PeerSet, graphs: StepGraphs
 ) -> schemas.BlameView | None:
     """Return where a step lost its time, against what is usual in it and in the steps before; None without a graph."""
-    cells = Cells.of(layout)
-    found = graphs.of([*_few_enough(before, cells), step], layout)
-    if not found or (found[-1].attempt, found[-1].step) != step.key:
+    blame = blame_of(step, before, layout, peers, graphs)
+    if blame is None:
         return None
-    ideal = usual_weights([of_step.graph for of_step in found], layout, peers)[-1]
-    blame = find_blame(found[-1].graph, ideal, cells.of_rank)
     records = aligned(step).records
     rows = stream_rows(records)
     path = _longest(rows[blame.path], records)

@@ -95,8 +95,8 @@ class Timeline(ApiModel):
     duration_ns: list[int]
     flags: list[int]
     run_queue_ns: Annotated[list[int | None], Field(description="Wait for a processor; null where unknown.")]
-    bytes: Annotated[list[int | None], Field(description="Size of a transfer; null where there is none.")]
-    peer: Annotated[list[int | None], Field(description="Other end of a transfer; null where there is none.")]
+    bytes: Annotated[list[int | None], Field(description="Size of a transfer; null for other spans.")]
+    peer: Annotated[list[int | None], Field(description="Other end of a transfer; null for other spans.")]
     flows: Annotated[
         list[tuple[int, int]],
         Field(description="Pairs [index of the send, index of the matched receive] in these columns."),

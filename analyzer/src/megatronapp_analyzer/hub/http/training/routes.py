@@ -51,7 +51,7 @@ async def lease(hub: HubOf, request: schemas.LeaseRequest, who: Who) -> schemas.
     else:
         hub.lease.release(str(key))
         key = None
-    hub.send_control_pages()
+    hub.send_control_documents()
     view = views.training_view(hub)
     return schemas.LeaseGrant(key=key, lease=None if view is None else view.lease)
 

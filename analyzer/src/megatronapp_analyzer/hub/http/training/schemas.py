@@ -17,8 +17,8 @@ Key = Annotated[str, Field(min_length=1, max_length=KEY_LENGTH, pattern=r"^[A-Za
 class LeaseView(ApiModel):
     """Client that controls the training."""
 
-    who: Annotated[str, Field(description="Whom the gateway names, else `controller token`.")]
-    client: Annotated[str, Field(description="Kind of client in its own words, such as page.")]
+    who: Annotated[str, Field(description="User that the gateway names, otherwise `controller token`.")]
+    client: Annotated[str, Field(description="Kind of client as the client names it, such as page.")]
     expires_at: Annotated[float, Field(description="Seconds of real time at which the control is free again.")]
 
 
@@ -108,7 +108,7 @@ class OrderView(ApiModel):
     attempt: int
     kind: OrderKindName
     steps: Annotated[
-        int, Field(description="Steps to run, for step; steps of activations, for perturb (0: until undo); else 0.")
+        int, Field(description="Steps to run, for step; steps of activations, for perturb (0: until undo).")
     ]
     every: Annotated[int | None, Field(description="Interval, for capture; 0: none, null: the next step.")]
     digest: Annotated[str | None, Field(description="Name of the recipe, for perturb.")]

@@ -27,8 +27,9 @@ def missing(paths):
 while missing(needed + wanted) and time.monotonic() < until:
     time.sleep(0.2)
 if names := ", ".join(missing(needed + wanted)):
-    print(f"nobody has written these annotations within {seconds} s: {names}", file=sys.stderr)
-sys.exit("is what attaches networks installed in this cluster?" if missing(needed) else 0)
+    print(f"these annotations are not written after {seconds} s: {names}", file=sys.stderr)
+if missing(needed):
+    sys.exit("is what attaches networks installed in this cluster?")
 """.strip()
 """Waits for files to be filled: those before `--` must be filled in the end, those after it may stay empty.
 

@@ -20,7 +20,7 @@ class GangConnection(Protocol):
     def broadcast(self, notice: Notices) -> None:
         """Send a notice to all others."""
 
-    def report(self, page: Mapping[str, Any]) -> None:
+    def report(self, progress: Mapping[str, Any]) -> None:
         """Send this worker's progress document to worker 0."""
 
     async def await_ends(self, limit_s: float) -> bool:
@@ -45,10 +45,10 @@ class SingleWorkerGang:
     def broadcast(self, notice: Notices) -> None:
         """Drop the notice: there is no other worker."""
 
-    def report(self, page: Mapping[str, Any]) -> None:
+    def report(self, progress: Mapping[str, Any]) -> None:
         """Publish the document here: this is worker 0."""
         if self._status is not None:
-            self._status.progress = page
+            self._status.progress = progress
 
     async def await_ends(self, limit_s: float) -> bool:
         """Return True at once: there is no other worker."""

@@ -1,4 +1,4 @@
-"""Orders on the control page of rank 0's worker, which the agent writes and rank 0 reads."""
+"""Orders in the control document of rank 0's worker, which the agent writes and rank 0 reads."""
 
 import logging
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ class OrderDocument(Protocol):
         """Return the document if it changed. Raises DocumentError."""
 
 
-class OrderPage:
-    """Orders of this attempt that were not taken yet. A page that cannot be read changes nothing."""
+class OrderReader:
+    """Reads orders of this attempt that were not taken yet. A document that cannot be read changes nothing."""
 
     def __init__(self, document: OrderDocument, *, attempt: int) -> None:
         self._document = document
@@ -26,7 +26,7 @@ class OrderPage:
         self._newest = 0
         self._waiting: list[Order] = []
         self._complaint = ""
-        """Reason why the page was last ignored; one that stays unreadable is reported once."""
+        """Reason why the document was last ignored; one that stays unreadable is reported once."""
         self.renewals = 0
         """Number that grows while a client controls the training."""
 
@@ -36,9 +36,9 @@ class OrderPage:
             document = self._document.read_new()
             if document is not None:
                 self._take_in(document.get("training"))
-        except (DocumentError, OrderError, ValueError, TypeError) as error:  # another process wrote the page
+        except (DocumentError, OrderError, ValueError, TypeError) as error:  # another process wrote the document
             if str(error) != self._complaint:
-                log.warning("orders on the control page are ignored: %s", error)
+                log.warning("orders in the control document are ignored: %s", error)
             self._complaint = str(error)
         return self._waiting
 

@@ -1,0 +1,1 @@
+"""Blame of stored steps: of those that users request, and now and then of the newest one."""
