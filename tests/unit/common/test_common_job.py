@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from megatronapp_common.job import (
     derive_world,
     load_job,
     load_stored_job,
+    manifest_text,
     parse_manifest,
     read_status,
     status_document,
@@ -59,8 +59,15 @@ def test_whole_numbers_are_accepted_as_floats(build: Any) -> None:
 def test_what_is_dumped_loads_to_the_same_job(build: Any) -> None:
     job = load_job(build({"spec.faults": [{"rank": 1, "kind": "host", "factor": 2, "fromStep": 1, "steps": 2}]}))
     assert load_job(job.to_dict()) == job
-    assert load_job(yaml.safe_dump(job.to_dict())) == job
+    assert load_job(manifest_text(job.to_dict())) == job
     assert load_job(json.dumps(job.to_dict())) == job
+
+
+@given(texts=st.lists(st.text(alphabet="0123456789eE.+-_:xo", max_size=6) | st.text(max_size=6), max_size=4))
+def test_texts_like_numbers_stay_texts(texts: list[str]) -> None:
+    """Arguments such as 1e-8 are texts, which an API server, too, would read as numbers without quotes."""
+    again = [texts, texts]
+    assert parse_manifest(manifest_text({"args": again})) == {"args": again}
 
 
 def test_an_object_of_the_api_server_is_accepted(build: Any) -> None:

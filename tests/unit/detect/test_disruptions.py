@@ -9,8 +9,8 @@ from detect.protocol import NamedSubject, Verdict
 from detect_disruptions import BEGIN, DISRUPTIONS, END, STEPS, DisturbedCase, drawn, run, table
 
 
-def disturbed_case(disruption: str, kind: str = "compute") -> DisturbedCase:
-    return DisturbedCase(disruption=disruption, layout="dp4-pp2", kind=kind, seed=3)
+def disturbed_case(disruption: str, kind: str = "compute", layout: str = "dp4-pp2") -> DisturbedCase:
+    return DisturbedCase(disruption=disruption, layout=layout, kind=kind, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,9 @@ def test_the_verdict_is_right_or_unknown(disruption: str) -> None:
     assert outcome.result in {"right", "unknown"}, outcome.notes
 
 
-def test_nothing_is_named_in_a_healthy_job_whose_clock_jumps() -> None:
-    outcome = run(disturbed_case("clock jumps by -3000 ms", "healthy"))
+@pytest.mark.parametrize(("jump", "layout"), [("-3000 ms", "dp4-pp2"), ("+5 ms", "dp4-pp4-vpp2")])
+def test_nothing_is_named_in_a_healthy_job_whose_clock_jumps(jump: str, layout: str) -> None:
+    outcome = run(disturbed_case(f"clock jumps by {jump}", "healthy", layout))
     assert (outcome.result, outcome.to_the_end) == ("right", False), outcome.notes
 
 

@@ -3,13 +3,13 @@
 The clock of a device is another domain, (boot id, device): its records are corrected apart from its host's.
 """
 
-import collections
 import dataclasses
 import heapq
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.align.anchor_window import AnchorWindow
 from megatronapp_analyzer.align.anchors import anchors_of
 from megatronapp_analyzer.align.device_clocks import HOST_KINDS, DeviceClocks, check, no_devices
 from megatronapp_analyzer.align.line_fit import offsets_at
@@ -19,8 +19,6 @@ from megatronapp_analyzer.graph.records import bytes_of
 from megatronapp_analyzer.model import JobLayout, StepRecords, select_rows
 from megatronapp_common.trace import Flag, RecordKind
 from megatronapp_native import shift_starts
-
-WINDOW = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +76,11 @@ class AlignedStep:
 
 
 class ClockAligner:
-    """Estimator that learns offsets step by step; memory is bounded by WINDOW anchors per pair of clocks."""
+    """Estimator that learns offsets step by step; memory is bounded by an `AnchorWindow` for each pair of clocks."""
 
     def __init__(self, layout: JobLayout) -> None:
         self._world = layout.world
-        self._points: dict[tuple[str, str], collections.deque[tuple[float, float, float]]] = {}
+        self._windows: dict[tuple[str, str], AnchorWindow] = {}
 
     def align(self, step: MatchedStep) -> AlignedStep:
         """Learn from one step and return it aligned."""
@@ -106,8 +104,7 @@ class ClockAligner:
         time_s = _time_s(step, domain)
         for anchor in anchors_of(step, domain):
             key = (names[anchor.first], names[anchor.second])
-            points = self._points.setdefault(key, collections.deque(maxlen=WINDOW))
-            points.append((time_s, anchor.offset_ns, anchor.uncertainty_ns))
+            self._windows.setdefault(key, AnchorWindow()).add((time_s, anchor.offset_ns, anchor.uncertainty_ns))
         offset, doubt = self._spread(names, time_s)
         rounded = np.round(offset[domain]).astype(np.int64)
         return ClockModel(offset_ns=rounded, uncertainty_ns=doubt[domain], devices=devices)
@@ -115,11 +112,12 @@ class ClockAligner:
     def _spread(self, names: list[str], time_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""
         place = {name: number for number, name in enumerate(names)}
-        pairs = [(a, b) for a, b in self._points if a in place and b in place]
-        estimates = offsets_at([self._points[pair] for pair in pairs], time_s)
+        pairs = [(a, b) for a, b in self._windows if a in place and b in place]
+        windows = [self._windows[pair] for pair in pairs]
+        estimates = offsets_at([window.points for window in windows], time_s)
         ways: list[list[tuple[float, int, int, float]]] = [[] for _ in names]
-        for (first, second), (value, error) in zip(pairs, estimates, strict=True):
-            a, b = place[first], place[second]
+        for (first, second), window, (value, least_error) in zip(pairs, windows, estimates, strict=True):
+            a, b, error = place[first], place[second], least_error + window.doubt_ns
             ways[a].append((error, a, b, value))
             ways[b].append((error, b, a, -value))
         offset, doubt = np.zeros(len(names)), np.full(len(names), np.inf)

@@ -49,7 +49,7 @@ from megatronapp_common.job.api.training import Checkpoint, Data, Recompute, Tra
 from megatronapp_common.job.arguments import megatron_arguments, place_of
 from megatronapp_common.job.data_sizes import reduced_sizes, resized
 from megatronapp_common.job.judge import check_update
-from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
+from megatronapp_common.job.load import load_job, load_stored_job, manifest_text, parse_manifest, skipped_rules
 from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.status import read_status, status_document
 from megatronapp_common.job.world import WorkerGroup, World, derive_world
@@ -118,6 +118,7 @@ __all__ = [
     "derive_world",
     "load_job",
     "load_stored_job",
+    "manifest_text",
     "megatron_arguments",
     "parse_manifest",
     "place_of",

@@ -1,4 +1,4 @@
-"""Loading of manifests: returns a MegatronJob, or reports every problem at once."""
+"""Loading of manifests: returns a MegatronJob, or reports every problem at once; and their text in YAML."""
 
 import copy
 import json
@@ -176,5 +176,31 @@ _ManifestLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# YAML 1.1 as PyYAML reads it takes 1e-4 for text; the API server takes it for a number, and so do we.
-_ManifestLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Dumper without aliases, which manifests may not have."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+class _FastManifestDumper(yaml.CSafeDumper):
+    """The same by libyaml, since each of many jobs needs a manifest."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+# YAML 1.1 as PyYAML reads it takes 1e-4 for text; the API server takes it for a number, and so do we: the text "1e-4",
+# such as an argument, needs quotes.
+for resolver in (_ManifestLoader, _ManifestDumper, _FastManifestDumper):
+    resolver.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def manifest_text(document: Mapping[str, Any]) -> str:
+    """Return an object of Kubernetes in YAML, in ASCII, that `parse_manifest` and the API server read as the same."""
+    try:
+        return yaml.dump(document, Dumper=_FastManifestDumper, sort_keys=False)
+    except UnicodeEncodeError:  # libyaml refuses half of a surrogate pair, which JSON may have
+        return yaml.dump(document, Dumper=_ManifestDumper, sort_keys=False)

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
-
+from megatronapp_common.job import manifest_text
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.jobs import JobHandle, JobLookup
@@ -78,7 +77,7 @@ class _Printer:
 def _print_documents(jobs: Sequence[JobHandle], *, single: bool, output: str) -> None:
     items = [job.document for job in jobs]
     document: dict[str, Any] = items[0] if single else {"apiVersion": "v1", "kind": "List", "items": items}
-    text = json.dumps(document, indent=4) if output == "json" else yaml.safe_dump(document, sort_keys=False)
+    text = json.dumps(document, indent=4) if output == "json" else manifest_text(document)
     print(text.rstrip("\n"), flush=True)
 
 

@@ -4,9 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-import yaml
-
 from megatronapp_common.errors import JobError
+from megatronapp_common.job import manifest_text
 from megatronapp_common.job.profiles.effective import LayeredJob, load_layered_job
 from megatronapp_common.names import API_VERSION, KIND
 from megatronapp_operator.backends.process.state import registry
@@ -23,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.job is not None:
         return _print_access(arguments.job)
     if arguments.manifest:
-        sys.stdout.write(yaml.safe_dump(manifest_of(arguments), sort_keys=False))
+        sys.stdout.write(manifest_text(manifest_of(arguments)))
         return 0
     return start(lambda: serve_job(arguments), arguments)
 

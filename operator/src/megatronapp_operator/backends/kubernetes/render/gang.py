@@ -7,9 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job import MegatronJob, manifest_text
 from megatronapp_common.names import (
     COORDINATOR_PORT,
     LABEL_REPLICA_INDEX,
@@ -32,13 +30,6 @@ PRIVATE = frozenset({"env", "podTemplate", "initializers"})
 """Fields of a spec with variables of users. More users may read ConfigMaps than pods."""
 RANKS_BYTES = 512 << 10
 """Longest plain table in bytes; the data of a ConfigMap may have 1 MiB."""
-
-
-class _NoAliasDumper(yaml.CSafeDumper):
-    """YAML without aliases, which manifests may not have. Uses libyaml, since each of many jobs needs a manifest."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
 
 
 def gang_objects(
@@ -115,9 +106,10 @@ def _document(job: MegatronJob, owner: JobOwner) -> Rendered:
         "metadata": identity,
         "spec": spec,
     }
-    text = yaml.dump(document, Dumper=_NoAliasDumper, sort_keys=False, allow_unicode=True)
     meta = metadata(owner, ObjectNames(owner.name).document, labels(owner, "manifest"))
-    return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={storage.JOB_KEY: text})
+    return CONFIG_MAPS, make(
+        CONFIG_MAPS.api_version, "ConfigMap", meta, data={storage.JOB_KEY: manifest_text(document)}
+    )
 
 
 def _group(draft: WorkerDraft) -> Rendered | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
+from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, manifest_text, place_of
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.job.profiles.effective import LayeredJob
 from megatronapp_common.processes import is_locked
@@ -117,7 +117,7 @@ def accept(paths: JobPaths, layered: LayeredJob, *, uid: str) -> None:
     document.pop("status", None)
     document["metadata"] |= {"uid": uid, "generation": 1, "creationTimestamp": rfc3339(time.time())}
     files.write_json(paths.layers, layered.to_dict())
-    files.write_text(paths.manifest, yaml.safe_dump(document, sort_keys=False))
+    files.write_text(paths.manifest, manifest_text(document))
     files.write_json(paths.backend, {"pid": os.getpid(), "uid": uid, "startedAt": rfc3339(time.time())})
 
 
