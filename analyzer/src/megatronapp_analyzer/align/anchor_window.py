@@ -2,7 +2,7 @@
 
 A clock jumps when it is set, or when its machine was suspended or moved. A line through anchors of both sides of a jump
 is right on neither side, so older anchors are dropped once two new ones contradict them and agree with each other. A
-single one may come from damaged records.
+single one may be of a damaged record.
 """
 
 import collections
