@@ -9,15 +9,13 @@ import numpy as np
 from megatronapp_analyzer.detect.causes.collective_transfers import REPLICA_KINDS
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph.build import StepGraph
-from megatronapp_analyzer.graph.edges import EdgeKind
+from megatronapp_analyzer.graph.edges import GAP_KINDS, EdgeKind
 from megatronapp_analyzer.graph.records import is_kind, run_queue_s
 from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.stops import Stops, lengthened_by_stops_s
 from megatronapp_analyzer.model import LINK_CAUSES, Cause, StepRecords, SubjectType, VerdictSubject
 from megatronapp_common.trace import PASS_KINDS, Flag, RecordKind
 
-GAPS = (EdgeKind.GAP, EdgeKind.HANDOVER)
-"""Edges that end where a gap ends; one gap may have both."""
 HIDDEN_SHARE = 0.05
 """A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
 BEFORE_INPUT = frozenset({RecordKind.RECV_POST, RecordKind.DATA})
@@ -77,7 +75,7 @@ def off_cpu_times(graph: StepGraph, view: StepRecords) -> OffCpuTimes:
     the edge.
     """
     edges, spans = graph.edges, graph.spans
-    is_gap = np.isin(edges.kind, GAPS)
+    is_gap = np.isin(edges.kind, GAP_KINDS)
     if (spans["flags"] & Flag.DEVICE_CLOCK).any():
         stops = Stops(view.records, int(spans["start_ns"].min()))
         longer = lengthened_by_stops_s(spans, graph.start_s, graph.end_s, stops)
@@ -193,7 +191,7 @@ def _without_hidden_waits(graph: StepGraph) -> Floats:
     """Return edge weights with gaps limited to what may be a rank's own time."""
     limit_s = HIDDEN_SHARE * float(graph.end_s.max() - graph.start_s.min())
     weight = graph.edges.weight
-    return np.where(np.isin(graph.edges.kind, GAPS), np.minimum(weight, limit_s), weight)
+    return np.where(np.isin(graph.edges.kind, GAP_KINDS), np.minimum(weight, limit_s), weight)
 
 
 def _weights(graph: StepGraph, recorded: Floats, off_cpu: OffCpuTimes, remedy: Remedy) -> Floats:
@@ -214,7 +212,7 @@ def _weights(graph: StepGraph, recorded: Floats, off_cpu: OffCpuTimes, remedy: R
     elif remedy.cause is Cause.HOST:
         delayed_s = _delayed_s(graph, subject.ranks, off_cpu.removed_s(remedy.off_cpu_parts))
         weight -= np.minimum(delayed_s, weight)
-        _shorten(weight, np.isin(edges.kind, GAPS), remedy, graph)
+        _shorten(weight, np.isin(edges.kind, GAP_KINDS), remedy, graph)
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)
     elif remedy.cause is Cause.DATA:

@@ -95,11 +95,8 @@ class _WorkerTable:
         self.times[: self.count], self.values[: self.count] = times, values
 
     def drop_older_half(self) -> None:
-        """Delete the older half of the rows."""
-        self.resize_within(self.count // 2)
-
-    def resize_within(self, newest: int) -> None:
-        """Keep the `newest` rows in the space that there is."""
+        """Delete the older half of the rows; the space stays."""
+        newest = self.count // 2
         first = self.count - newest
         self.times[:newest] = self.times[first : self.count].copy()
         self.values[:newest] = self.values[first : self.count].copy()
