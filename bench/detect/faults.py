@@ -16,6 +16,7 @@ A text has one fault per line or semicolon: a kind, a subject, and options `name
     host rank=3 stall=0.4 from=40                   before each forward pass a stall of 0.4 forward passes
     data rank=3 wait=0.5 from=40                    its loader is late with each batch, by half of a forward pass
     stop rank=3 duty=0.5 cycle=0.1 from=40          stopped for half of every 0.1 s, then continued
+    collect rank=3 duty=0.5 cycle=0.3 from=40       collects garbage for half of every 0.3 s
     hang rank=3 stopped=1 from=40                   no progress from step 40 on: stopped, or (=0) inside a pass
     link source=3 target=7 delay=0.5 from=40        each message arrives later by half a forward pass; target= or
                                                     source= alone: all messages to, or from, that rank
@@ -42,6 +43,7 @@ CAUSES = {
     "host": "host",
     "data": "data",
     "stop": "host",
+    "collect": "host",
     "hang": "hang",
     "link": "link",
     "collective": "link",
@@ -58,6 +60,7 @@ _OPTIONS = {
     "host": {"stall"},
     "data": {"wait"},
     "stop": {"duty", "cycle"},
+    "collect": {"duty", "cycle"},
     "hang": {"stopped"},
     "link": {"source", "target", "delay"},
 }
@@ -69,6 +72,7 @@ _REQUIRED = {
     "host": ("stall",),
     "data": ("wait",),
     "stop": ("duty",),
+    "collect": ("duty",),
     "hang": ("stopped",),
     "link": ("delay",),
 }
@@ -240,6 +244,8 @@ class Effects:
     wait: Floats
     duty: Floats
     cycle_s: Floats
+    collects: NDArray[np.bool_]
+    """True for ranks that collect garbage in this part of a cycle; the others are stopped."""
     delays: tuple[tuple[int | None, int | None, Floats], ...]
     """(source or None for every one, destination or None for every one, delay in each step)."""
 
@@ -253,7 +259,7 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
     shape = (len(steps), world)
     stall, wait, duty = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     factor, optimizer, tokens, tensor, data = (np.ones(shape) for _ in range(5))
-    cycle = np.full(shape, 0.1)
+    cycle, collects = np.full(shape, 0.1), np.zeros(shape, np.bool_)
     delays: list[tuple[int | None, int | None, Floats]] = []
     for fault in faults:
         on, where = fault.active(steps)[:, None], list(fault.ranks)
@@ -272,9 +278,10 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
             stall[:, where] += np.where(on, fault.stall, 0.0)
         elif fault.kind == "data":
             wait[:, where] += np.where(on, fault.wait, 0.0)
-        elif fault.kind == "stop":
+        elif fault.kind in {"stop", "collect"}:
             duty[:, where] = np.maximum(duty[:, where], np.where(on, fault.duty, 0.0))
             cycle[:, where] = fault.cycle_s
+            collects[:, where] = fault.kind == "collect"
         elif fault.kind == "link":
             source = fault.ranks[0] if len(fault.ranks) == 2 or fault.sends else None
             destination = None if fault.sends else fault.ranks[-1]
@@ -289,5 +296,6 @@ def effects(faults: tuple[SimulatedFault, ...], steps: NDArray[np.int64], world:
         wait=wait,
         duty=duty,
         cycle_s=cycle,
+        collects=collects,
         delays=tuple(delays),
     )

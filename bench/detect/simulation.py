@@ -9,6 +9,7 @@ analyzer sees a step; the record format is all they have in common.
 import collections
 import dataclasses
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,15 +179,16 @@ class _Block:
         self.sync_s = np.empty(0)
         self.origin_s = np.empty(0)
 
-    def of_stage(self, values: Floats, stage: int) -> Floats:
+    def of_stage(self, values: NDArray[Any], stage: int) -> NDArray[Any]:
         """Return the part of an array [step, rank] that belongs to a stage, [step, replica, tensor rank]."""
         first = stage * self.grid.stage_size
         return values[:, first : first + self.grid.stage_size].reshape(len(values), self.grid.dp, self.grid.tp)
 
     def stops(self, stage: int) -> Stops:
-        """Draw when the processes of a stage are stopped."""
-        duty, cycle_s = self.of_stage(self.effects.duty, stage), self.of_stage(self.effects.cycle_s, stage)
-        return Stops(duty, cycle_s, self.extra_rng)
+        """Draw when the processes of a stage are stopped, or collect garbage."""
+        of = self.effects
+        duty, cycle_s, collects = (self.of_stage(each, stage) for each in (of.duty, of.cycle_s, of.collects))
+        return Stops(duty, cycle_s, collects, self.extra_rng)
 
     def run(self, now_s: float) -> None:
         """Run all stages; `now_s` is when the ranks synchronised before the first step."""

@@ -12,6 +12,7 @@ from megatronapp_common.trace import DURATION_UNIT_NS, NO_COMM, NO_MICROBATCH, R
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+STOP_KINDS = (RecordKind.STOPPED, RecordKind.GC)
 UPTIME_NS = 10**15
 """Every clock has run for long, so that no offset makes it negative."""
 
@@ -52,7 +53,7 @@ class Recorder:
         """
         stages = [(own, self._stage(stage, own, numbers, origins_s)) for stage, own in enumerate(columns)]
         some = {stage for stage, own in enumerate(columns) if any(column.steps is not None for column in own)}
-        stopped = any(column.kind == RecordKind.STOPPED for own in columns for column in own)
+        stopped = any(column.kind in STOP_KINDS for own in columns for column in own)
         for place in range(len(numbers)):
             parts = [
                 _of_step(own, records, place) if stopped or stage in some else records[place].ravel()
@@ -93,15 +94,15 @@ def _of_step(columns: list[SpanColumn], records: NDArray[np.void], place: int) -
     """Return the records of a stage in one step, in order, without the columns that this step does not have."""
     there = [column.steps is None or bool(column.steps[place]) for column in columns]
     own: NDArray[np.void] = records[place] if all(there) else records[place][:, np.array(there)]
-    if any(column.kind == RecordKind.STOPPED for column, has in zip(columns, there, strict=True) if has):
+    if any(column.kind in STOP_KINDS for column, has in zip(columns, there, strict=True) if has):
         return _in_order(own.ravel())
     flat: NDArray[np.void] = own.ravel()
     return flat
 
 
 def _in_order(records: NDArray[np.void]) -> NDArray[np.void]:
-    """Drop stops of ranks that were not stopped, and sort by rank and start."""
-    there = records[(records["kind"] != RecordKind.STOPPED) | (records["duration"] > 0)]
+    """Drop stops and collections of ranks that have none, and sort by rank and start."""
+    there = records[~np.isin(records["kind"], STOP_KINDS) | (records["duration"] > 0)]
     ordered: NDArray[np.void] = there[np.lexsort((there["start_ns"], there["rank"]))]
     return ordered
 

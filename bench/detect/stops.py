@@ -1,4 +1,4 @@
-"""Processes that are stopped and continued, in a simulated stage."""
+"""Processes that are stopped and continued, or collect garbage, in a simulated stage."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,18 @@ Floats = NDArray[np.float64]
 class Stops:
     """Stopped and continued processes of a stage: maps work to wall time."""
 
-    def __init__(self, duty: Floats, cycle_s: Floats, rng: np.random.Generator) -> None:
-        """`duty`: part of each cycle in which a rank is stopped, [step, replica, tensor rank]."""
+    def __init__(self, duty: Floats, cycle_s: Floats, collects: NDArray[np.bool_], rng: np.random.Generator) -> None:
+        """`duty`: part of each cycle in which a rank is stopped or, where it `collects`, collects garbage.
+
+        Arrays are [step, replica, tensor rank].
+        """
         self.running = 1.0 - duty
         self.cycle = cycle_s
         self.phase = rng.random(duty.shape) * self.cycle
         self.affected = bool((self.running < 1.0).any())
+        self.kinds = [
+            (kind, where) for kind, where in ((RecordKind.STOPPED, ~collects), (RecordKind.GC, collects)) if where.any()
+        ]
 
     def records(self, begin: Floats, end: Floats) -> list[SpanColumn]:
         """Return the stops between `begin` and `end`; those of ranks that are not stopped have no length."""
@@ -32,7 +38,7 @@ class Stops:
             cycle = (first + number) * self.cycle - self.phase
             start = np.clip(cycle + on, begin, end)
             stop = np.where(self.running < 1.0, np.clip(cycle + self.cycle, begin, end), start)
-            columns.append(SpanColumn(RecordKind.STOPPED, start, stop))
+            columns += [SpanColumn(kind, start, np.where(where, stop, start)) for kind, where in self.kinds]
         return columns
 
     def end(self, start: Floats, seconds: Floats) -> Floats:

@@ -161,6 +161,11 @@ def stop(grid: Grid, rng: np.random.Generator) -> str:
     return f"stop {_subject('rank', grid, rng)} duty={duty:.3f} cycle={cycle} from={_begin(rng)}"
 
 
+def collect(grid: Grid, rng: np.random.Generator) -> str:
+    duty, cycle = rng.uniform(0.2, 0.6), rng.choice([0.1, 0.3, 1.0])
+    return f"collect {_subject('rank', grid, rng)} duty={duty:.3f} cycle={cycle} from={_begin(rng)}"
+
+
 def stop_worker(grid: Grid, rng: np.random.Generator) -> str:
     return f"stop {_subject('worker', grid, rng)} duty={rng.uniform(0.2, 0.6):.3f} cycle=0.1 from={_begin(rng)}"
 
@@ -269,6 +274,7 @@ ROWS = {
         Row(name="stopped and continued", faults=stop),
         Row(name="stopped devices", faults=stop, stops_devices=True),
         Row(name="stopped worker", faults=stop_worker, stops_devices=True, layouts=PIPELINES),
+        Row(name="garbage collections", faults=collect),
         Row(name="hang", faults=hang),
         Row(name="slow link", faults=link, layouts=PIPELINES),
         Row(name="slow network of a rank", faults=network, layouts=DEEP),
@@ -295,6 +301,7 @@ ROWS = {
         Row(name="uneven work", faults=compute(1.05, 3.0), events=uneven),
         Row(name="cpu: compute 1.5 to 3x", faults=compute(1.5, 3.0), noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="cpu: stopped and continued", faults=stop, noise="cpu", layouts=CPU_LAYOUTS),
+        Row(name="cpu: garbage collections", faults=collect, noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="cpu: slow link", faults=link, noise="cpu", layouts=CPU_LAYOUTS),
         Row(name="healthy"),
         Row(name="healthy: uneven stages", spread=0.25, layouts=PIPELINES),

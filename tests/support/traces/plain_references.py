@@ -32,6 +32,8 @@ FEW_STEPS = 4.0
 """Steps below which a measured deviation is about as uncertain as it is large."""
 LEAST_STEPS = 4
 """Steps after which the noise of a column is known well enough to compare it with peers."""
+SUSPECT_STEPS = 19
+"""Steps in a row that may be those of a shift before their windows are learned as noise after all."""
 LEAST_KNOWN = 6
 """Columns from which on the spread between peers is measured and not assumed."""
 
@@ -196,6 +198,8 @@ class PlainReferences:
         """Steps in a row that show no sign of it."""
         self._calm = np.zeros(columns, np.int64)
         """Steps since the last that was part of a shift."""
+        self._suspect = np.zeros(columns, np.int64)
+        """Steps in a row, up to now, that may be part of a shift."""
         self._residuals = ColumnHistory(columns, settings.window)
         self._shifts = RecentValues(columns)
         self._distances = RecentValues(columns)
@@ -219,6 +223,7 @@ class PlainReferences:
         self._last_by_history = np.pad(self._last_by_history, (0, missing))
         self._ended = np.pad(self._ended, (0, missing))
         self._calm = np.pad(self._calm, (0, missing))
+        self._suspect = np.pad(self._suspect, (0, missing))
         self._offset = np.pad(self._offset, (0, missing), constant_values=np.nan)
         self._residuals.grow(len(peers))
         self._shifts.grow(len(peers))
@@ -257,7 +262,8 @@ class PlainReferences:
         calm = ~reading.over & (True if usual is None else usual)
         score = np.maximum(np.where(warm, changed.score, 0.0), distant.score)
         low = np.where(warm, changed.lowest, 0.0)
-        learns = calm & (score < self._limit / 2) & (low > -self._limit / 2) & np.isfinite(values)
+        suspect = (score >= self._limit / 2) | (low <= -self._limit / 2)
+        learns = calm & ~suspect & np.isfinite(values)
         if learns.sum() == 1 and np.isfinite(own).sum() > 1:  # without others, what all have in common is not known
             learns[:] = False
         self._learn_level(own, distance, learns, limits)
@@ -265,8 +271,9 @@ class PlainReferences:
         calm &= warm & (score < self._limit) & (low > -self._limit)
         below = np.where((low < -self._limit) & (changed.low_size < -limits.own), changed.low_size, np.nan)
         self._follow_shifts(reading, shift, relative, below, deviation)
-        lengths = np.array(WINDOWS)[:, None]
-        self._errors.add(np.where(calm & (lengths <= self._calm), changed.means, np.nan))
+        self._suspect = np.where(suspect, self._suspect + 1, 0)
+        noise = calm & (~suspect | (self._suspect > SUSPECT_STEPS)) & (np.array(WINDOWS)[:, None] <= self._calm)
+        self._errors.add(np.where(noise, changed.means, np.nan))
         if self._replicas is not None:
             self._replica_part.learn(np.where(calm, change, np.nan), self._replicas, deviation)
         return reading

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.detect.evidence_channels import DelayChannel
 from megatronapp_analyzer.detect.settings import DEVICE, DetectorSettings
-from megatronapp_analyzer.graph.stops import Stops
+from megatronapp_analyzer.graph.stops import STOP_KINDS, Stops
 from megatronapp_analyzer.model import RANK_RECORD
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
@@ -65,27 +65,36 @@ def test_a_step_without_length_is_not_learned_from() -> None:
     assert not np.array(over)[0].any()
 
 
-def stopped_record(rank: int, start_s: float, length_s: float) -> NDArray[np.void]:
+def stop_record(rank: int, start_s: float, length_s: float, kind: RecordKind) -> NDArray[np.void]:
     out = np.zeros(1, RANK_RECORD)
-    out["kind"], out["rank"] = RecordKind.STOPPED, rank
+    out["kind"], out["rank"] = kind, rank
     out["start_ns"], out["duration"] = round(start_s * 1e9), round(length_s * 1e9 / DURATION_UNIT_NS)
     return out
 
 
 @given(
-    stops=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.floats(0.01, 0.9)), max_size=8),
+    stops=st.lists(
+        st.tuples(st.integers(0, 2), st.floats(0, 9), st.floats(0.01, 2), st.sampled_from(sorted(STOP_KINDS))),
+        max_size=8,
+    ),
     span=st.tuples(st.floats(0, 10), st.floats(0, 10)),
 )
 def test_stopped_time_within_a_span_is_that_of_its_rank(
-    stops: list[tuple[int, int, float]], span: tuple[float, float]
+    stops: list[tuple[int, float, float, RecordKind]], span: tuple[float, float]
 ) -> None:
-    stops = list({(rank, second): (rank, second, length) for rank, second, length in stops}.values())
-    records = np.concatenate([np.zeros(0, RANK_RECORD), *(stopped_record(*stop) for stop in stops)])
+    """Stops may overlap: a process may be stopped while it collects garbage."""
+    records = np.concatenate([np.zeros(0, RANK_RECORD), *(stop_record(*stop) for stop in stops)])
     begin, end = min(span), max(span)
     found = Stops(records, 0).within(np.arange(3), np.full(3, begin), np.full(3, end))
-    expected = np.zeros(3)
-    for rank, second, length in stops:
-        expected[rank] += max(min(end, second + length) - max(begin, second), 0.0)
+    expected = []
+    for rank in range(3):
+        own = records[records["rank"] == rank]
+        starts_s, lengths_s = own["start_ns"] * 1e-9, own["duration"] * (DURATION_UNIT_NS * 1e-9)
+        bounds = np.clip(np.stack([starts_s, starts_s + lengths_s]), begin, end)
+        moments = np.unique(np.append(bounds, [begin, end]))
+        middles = (moments[1:] + moments[:-1]) / 2
+        is_stopped = ((bounds[0] < middles[:, None]) & (middles[:, None] < bounds[1])).any(axis=1)
+        expected.append(float(np.diff(moments)[is_stopped].sum()))
     assert found == pytest.approx(expected, abs=1e-6)
 
 

@@ -113,19 +113,35 @@ def judged(values: Floats, references: type[TwoReferences | PlainReferences] = T
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=20)
+@settings(max_examples=2)
 def test_a_small_shift_after_large_ones_is_found(columns: int, seed: int) -> None:
-    """Two shifts of the last column by 0.6 end, and what follows them is no noise: one of 5 % is clear."""
-    values = np.random.default_rng(seed).normal(0.0, 0.004, (150, columns))
-    for begin, size in ((30, 0.6), (75, 0.6), (120, 0.05)):
-        values[begin : begin + 20, -1] += size
-    over = judged(values)
-    assert over[35:50, -1].all()
-    assert over[80:95, -1].all()
-    assert over[128:140, -1].all()
-    assert over[:, :-1].sum(axis=0).max(initial=0) <= 1
-    assert not over[56:75, -1].any()
-    assert not over[101:120, -1].any()
+    """Two shifts of the last column by 0.6 end, and what follows them is no noise: one of 5 % is clear.
+
+    Noise alone disturbs about one series of 10,000: one of 20 is allowed.
+    """
+    rng, disturbed = np.random.default_rng(seed), 0
+    for _ in range(20):
+        values = rng.normal(0.0, 0.004, (150, columns))
+        for begin, size in ((30, 0.6), (75, 0.6), (120, 0.05)):
+            values[begin : begin + 20, -1] += size
+        over = judged(values)
+        found = over[35:50, -1].all() and over[80:95, -1].all() and over[128:140, -1].all()
+        healthy = not over[56:75, -1].any() and not over[101:120, -1].any()
+        disturbed += not (found and healthy and over[:, :-1].sum(axis=0).max(initial=0) <= 1)
+    assert disturbed <= 1
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=3)
+def test_a_shift_just_above_the_limit_is_not_learned_as_noise(seed: int) -> None:
+    """A shift of 3 % in a job of two columns is found within 20 steps, and stays: with at most one of 20 missed."""
+    rng, missed = np.random.default_rng(seed), 0
+    for _ in range(20):
+        values = rng.normal(0.0, 0.004, (180, 2))
+        values[60:, -1] += 0.03
+        over = judged(values)
+        missed += not (over[60:80, -1].any() and over[80:, -1].mean() > 0.9)
+    assert missed <= 1
 
 
 @given(seed=st.integers(0, 2**32 - 1))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from detect.current import CurrentDetector
 from detect.faults import parse
-from detect.noise import GPU
+from detect.noise import CPU, GPU, NoiseModel
 from detect.simulation import JobSimulation, SimulatedJob
 from detect.suite import LAYOUTS
 from hypothesis import given
@@ -167,10 +167,10 @@ def test_what_takes_the_processors_of_all_hosts_is_no_reason() -> None:
 Change = Callable[[int, RankRecords], RankRecords]
 
 
-def verdicts(faults: str, change: Change = lambda _step, records: records, *, noise: object = GPU) -> list[Verdict]:
+def verdicts(faults: str, change: Change = lambda _step, records: records, *, noise: NoiseModel = GPU) -> list[Verdict]:
     """Return what the detector reports of a simulated job, whose records `change` may edit."""
     grid = LAYOUTS["dp4-pp2"]
-    job = SimulatedJob(grid=grid, noise=noise, microbatches=8, faults=parse(faults, grid))  # type: ignore[arg-type]
+    job = SimulatedJob(grid=grid, noise=noise, microbatches=8, faults=parse(faults, grid))
     detector = CurrentDetector(grid)._detector
     comms = CurrentDetector(grid)._comms
     found = []
@@ -200,6 +200,15 @@ def test_collections_of_garbage_are_the_reason_of_a_stalling_host() -> None:
     assert {verdict.cause for verdict in collecting} == {Cause.HOST}
     assert {verdict.reason for verdict in collecting} == {Reason.GARBAGE_COLLECTION}
     assert any("Python collected garbage for 60.0 ms" in line for line in collecting[-1].evidence_text)
+
+
+@pytest.mark.parametrize(("noise", "duty"), [(GPU, 0.3), (CPU, 0.5)], ids=["GPU", "CPU"])
+def test_long_collections_in_few_passes_are_named(noise: NoiseModel, duty: float) -> None:
+    """A collection lengthens a few of the passes, so that their median does not change."""
+    found = verdicts(f"collect rank=2 duty={duty} cycle=0.5 from=10", noise=noise)
+    assert {(verdict.cause, verdict.reason) for verdict in found} == {(Cause.HOST, Reason.GARBAGE_COLLECTION)}
+    assert {verdict.subject.ranks for verdict in found} == {(2,)}
+    assert "ms per microbatch: Python collects garbage since step 1" in found[-1].sentence
 
 
 def test_a_stopped_process_is_the_reason_of_its_host() -> None:

@@ -29,7 +29,7 @@ class OffCpuParts:
     """Parts of the time in which a process did not run, 0 to 1."""
 
     stopped: float = 0.0
-    """Part of the time in which it was stopped."""
+    """Part of the time in which it was stopped, or collected garbage."""
     queued: float = 0.0
     """Part of the time in which it waited for a processor."""
 

@@ -281,12 +281,8 @@ class Detector:
 
     def _note_host_spans(self, step: MatchedStep, features: StepFeatures) -> None:
         """Note what the hosts of findings did meanwhile. It decides no verdict, only its reason."""
-        tracks = [
-            track
-            for track in self._tracks.with_evidence(step.view.step)
-            if track.candidate.cause is Cause.HOST
-            or (track.candidate.cause is Cause.COMPUTE and not features.on_device)
-        ]
+        found = self._tracks.with_evidence(step.view.step)
+        tracks = [track for track in found if track.candidate.cause is Cause.HOST]
         if not tracks:
             return
         collecting_s, stopped_s = (

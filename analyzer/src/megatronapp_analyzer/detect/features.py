@@ -14,7 +14,8 @@ queue     run-queue delay per microbatch inside the same spans as compute, the s
 crowded   run-queue delay of the whole step per microbatch
 work      reported work of the microbatches; where there is any, the lengths of passes are those of usual work
 optimizer seconds of OPTIMIZER on a device's clock, which multiplies no matrices and waits for memory
-stopped   seconds per microbatch of the whole step in which the process was stopped; they are in none of the others.
+stopped   seconds per microbatch of the whole step in which the process was stopped, or collected garbage; they are in
+          none of the others, not even in medians that a few long stops would not move.
           On a device's clock, by which its stops lengthened passes, norm, optimizer and the wait for data: a device
           continues with what was launched while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
@@ -34,7 +35,7 @@ from megatronapp_analyzer.graph.matched_step import MatchedStep
 from megatronapp_analyzer.graph.matching import Collectives, Messages, handovers_of, meetings_of
 from megatronapp_analyzer.graph.overlapped_reductions import find_overlapped
 from megatronapp_analyzer.graph.part_threads import ALONE, PartThreads
-from megatronapp_analyzer.graph.stops import Stops, launched_s, lengthened_by_stops_s
+from megatronapp_analyzer.graph.stops import STOP_KINDS, Stops, launched_s, lengthened_by_stops_s
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords, select_rows
 from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
@@ -44,7 +45,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 POSTS = frozenset({RecordKind.SEND_POST, RecordKind.RECV_POST})
-STEP, STOPPED, WORK = (frozenset({kind}) for kind in (RecordKind.STEP, RecordKind.STOPPED, RecordKind.WORK))
+STEP, WORK = (frozenset({kind}) for kind in (RecordKind.STEP, RecordKind.WORK))
 LEAD_PART = 0.25
 """A device waited for launches if it ends a span less than this part of its length after the host's last launch."""
 FIRST_PASS_ORDINAL = int(RecordKind.FORWARD) << 24
@@ -203,7 +204,7 @@ def _laid_out(step: MatchedStep, layout: JobLayout, model: WorkModel | None, tol
     spans, columns = step.spans, step.columns
     start, end = step.times_s
     on_device = _has_flag(step, Flag.DEVICE_CLOCK)
-    stops = Stops(step.of_kinds(STOPPED), step.start_ns)
+    stops = Stops(step.of_kinds(STOP_KINDS), step.start_ns)
     worked = stops if not on_device else Stops(step.view.records[:0], step.start_ns)
     lengthened = lengthened_by_stops_s(spans, start, end, stops) if on_device else np.zeros(len(spans))
     off_cpu = columns.queue_s

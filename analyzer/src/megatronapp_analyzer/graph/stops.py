@@ -1,4 +1,6 @@
-"""Times in which the process of a rank was stopped, and by how much that lengthened what its device did.
+"""Stops of a rank, and by how much they lengthened what its device did.
+
+Its process was stopped, or Python collected garbage in one of its threads, for which all others wait.
 
 A device continues with what has been launched while its host is stopped, and waits for the rest: a stop lengthens a
 span by anything from nothing to its own length, and by nothing after the last launch for the span.
@@ -14,6 +16,7 @@ from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordK
 Seconds = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 Groups = NDArray[np.int64]
+STOP_KINDS = frozenset({RecordKind.STOPPED, RecordKind.GC})
 HOST_DRIVEN_KINDS = PASS_KINDS | {RecordKind.DATA, RecordKind.GRAD_NORM, RecordKind.OPTIMIZER}
 """Spans that a stop lengthens. In the others a device waits for other ranks, also while its host runs."""
 UNDISTURBED_PART = 0.25
@@ -21,10 +24,10 @@ UNDISTURBED_PART = 0.25
 
 
 class Stops:
-    """The STOPPED records of a step, in seconds after `origin_ns`."""
+    """The stops in the records of a step, in seconds after `origin_ns`: a process may be stopped while it collects."""
 
     def __init__(self, records: RankRecords, origin_ns: int) -> None:
-        stops = records[records["kind"] == RecordKind.STOPPED]
+        stops = records[rec.is_kind(records["kind"], STOP_KINDS)]
         self.any = len(stops) > 0
         if not self.any:
             return

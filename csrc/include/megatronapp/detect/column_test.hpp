@@ -99,7 +99,8 @@ class ColumnTest {
     std::vector<double> offset_;
     std::vector<double> before_;
     std::vector<LastShift> last_;
-    std::vector<std::int64_t> calm_;  // steps since the last that was part of a shift
+    std::vector<std::int64_t> calm_;     // steps since the last that was part of a shift
+    std::vector<std::int64_t> suspect_;  // steps in a row, up to now, that may be part of a shift
     SortedHistory residuals_;
     RecentValues shifts_;
     RecentValues distances_;

@@ -64,7 +64,7 @@ class FindingTrack:
     host_spans: collections.deque[tuple[float, float]] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
-    """For a host, and for compute of processors, seconds of garbage collections and of stops, per occurrence."""
+    """For a host, seconds of garbage collections and of stops, per occurrence."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """For a host, how many times as long its device's spans were."""
     parts: collections.deque[PassParts] = dataclasses.field(
@@ -113,7 +113,7 @@ class FindingTrack:
 
     @property
     def off_cpu_s(self) -> float:
-        """For a host, the part of `occurrence_s` in which its process was stopped or waited for a processor."""
+        """For a host, the part of `occurrence_s` in which it was stopped, collected or waited for a processor."""
         return float(np.median([seconds for seconds, _ in self.off_cpu])) if self.off_cpu else 0.0
 
     @property

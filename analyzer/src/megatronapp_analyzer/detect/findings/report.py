@@ -9,7 +9,7 @@ from megatronapp_analyzer.detect.findings.span_reasons import reason_lines, reas
 from megatronapp_analyzer.detect.kernel_launch_delays import LEAST_RATIO
 from megatronapp_analyzer.detect.statistics.persistence import confidence
 from megatronapp_analyzer.graph.waits import Waits
-from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobLayout, SubjectType, Verdict
+from megatronapp_analyzer.model import LINK_CAUSES, Cause, JobLayout, Reason, SubjectType, Verdict
 
 PEERS_ONLY_CAP = 0.95
 """Confidence of a finding that rests on peers alone."""
@@ -19,7 +19,7 @@ UNDETERMINED_CAP = 0.6
 """Confidence of a finding whose cause is left open."""
 SHOWN_WAITERS = 4
 _LAUNCHES = "time between spans and in late launches per microbatch"
-_OFF_CPU = "time per microbatch in which its process was stopped or waited for a processor"
+_OFF_CPU = "time per microbatch in which its process was stopped, collected garbage or waited for a processor"
 _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
@@ -82,7 +82,7 @@ def _part_lines(parts: PassParts, ratio: float) -> list[str]:
 
 def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
     """Build the verdict for a track."""
-    candidate = track.candidate
+    candidate, reason = track.candidate, reason_of(track)
     sure = min(confidence(track.hits, track.steps_seen - track.steps_paused, columns), MEASURED_CAP)
     if candidate.cause is Cause.UNDETERMINED:
         sure = min(sure, UNDETERMINED_CAP)
@@ -101,7 +101,7 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
         evidence_text=track.text,
         since=track.since,
         until=track.until,
-        reason=reason_of(track),
+        reason=reason,
         sentence=sentence(
             track.subject,
             track.cause,
@@ -109,6 +109,7 @@ def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
             layout,
             launches_late=track.launches_late,
             not_running=track.not_running,
+            collects_garbage=reason is Reason.GARBAGE_COLLECTION,
             sends=candidate.sends,
             receives=candidate.receives,
             ratio=track.ratio,

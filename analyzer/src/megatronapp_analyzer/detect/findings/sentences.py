@@ -47,6 +47,7 @@ def sentence(
     *,
     launches_late: bool = False,
     not_running: bool = False,
+    collects_garbage: bool = False,
     sends: bool = False,
     receives: bool = False,
     ratio: float,
@@ -56,8 +57,9 @@ def sentence(
 ) -> str:
     """Describe a slowness in one sentence.
 
-    Of a host's fault, `launches_late` is true if late launches are most of it, `not_running` if the process is stopped
-    or waits for a processor. Of a rank whose messages are late, `sends` and `receives` say which.
+    Of a host's fault, `launches_late` is true if late launches are most of it, `collects_garbage` if collections are,
+    `not_running` if the process is stopped or waits for a processor otherwise. Of a rank whose messages are late,
+    `sends` and `receives` say which.
     """
     if subject.type is SubjectType.GROUP:
         does = "makes steps longer: collectives transfer slowly"
@@ -69,6 +71,8 @@ def sentence(
         does = f"{' and '.join(ways)} everything {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.HOST and launches_late:
         does = f"waits for its host, which launches kernels {excess_s * 1e3:.1f} ms late per microbatch"
+    elif cause is Cause.HOST and collects_garbage:
+        does = f"does not train for {excess_s * 1e3:.1f} ms per microbatch: Python collects garbage"
     elif cause is Cause.HOST and not_running:
         does = f"does not run for {excess_s * 1e3:.1f} ms per microbatch: it is stopped, or waits for a processor"
     else:

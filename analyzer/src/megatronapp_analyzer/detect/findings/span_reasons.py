@@ -13,15 +13,15 @@ def reason_of(track: FindingTrack) -> Reason | None:
     """Return the reason of a finding; None if the spans do not show it."""
     if track.cause is Cause.MEMORY:
         return Reason.MEMORY_BOUND
-    if track.cause not in (Cause.HOST, Cause.COMPUTE) or not track.occurrences:
+    if track.cause is not Cause.HOST or not track.occurrences:
         return None
     collecting_s, stopped_s = track.host_spans_s
     least_s = EXPLAINED_PART * float(np.mean(track.occurrences))
     if collecting_s >= least_s > 0:
         return Reason.GARBAGE_COLLECTION
-    if track.cause is Cause.HOST and stopped_s >= least_s > 0:
+    if stopped_s >= least_s > 0:
         return Reason.STOPPED
-    return Reason.CPU_CONTENTION if track.cause is Cause.HOST and track.not_running else None
+    return Reason.CPU_CONTENTION if track.not_running else None
 
 
 def reason_lines(track: FindingTrack) -> list[str]:
