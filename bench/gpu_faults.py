@@ -2,21 +2,24 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python bench/gpu_faults.py --layout tensor --out faults_tensor.json
     python bench/gpu_faults.py --layout tensor-data --out faults_tensor_data.json    # four GPUs
+    python bench/gpu_faults.py --layout single --only stalls stopped shared garbage  # one GPU
 
-Layouts are TP2 with sequence parallel, PP2 and DP2, and on four GPUs TP2 x DP2 and PP4. A disturbance lasts 25 steps,
-between healthy stretches of 25, and is about ranks 1 and 0 in turns: a fault that returns to a rank within 60 steps is
-one that stops and starts. Other processes multiply matrices on a GPU, copy its memory, or copy from one GPU to
-the other; a kernel of known length runs after each pass of a rank; a rank's host stalls; its process is stopped and
-continued, shares its processor with busy loops, or collects a large heap of garbage in its passes. The truth of a
-cost is the median step in the disturbance less that of the healthy steps before it. A disturbance that makes steps less
-than 3 % longer may be named or not. Exit code 1 if another one is not named with its subject and cause, or a healthy
-subject is.
+Layouts are TP2 with sequence parallel, PP2 and DP2, on four GPUs TP2 x DP2 and PP4, and a single rank, of which only
+the host is to be disturbed: without other ranks, slow compute is that of the whole job. A disturbance lasts 25 steps,
+between healthy stretches of 25, and is about ranks 1 and 0 in turns; a single rank is healthy for 65 steps, as a fault
+that returns to a rank within 60 steps is one that stops and starts. Other processes multiply matrices on a GPU, copy
+its memory, or copy from one GPU to the other; a kernel of known length runs after each pass of a rank; a rank's host
+stalls; its process is stopped and continued, shares its processor with busy loops, or collects a large heap of garbage
+in its passes. The truth of a cost is the median step in the disturbance less that of the healthy steps before it. A
+disturbance that makes steps less than 3 % longer may be named or not. Exit code 1 if another one is not named with its
+subject and cause, or a healthy subject is.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -51,13 +54,14 @@ LAYOUTS = {
     "tensor": (2, 1, 1),
     "pipeline": (1, 2, 1),
     "data": (1, 1, 2),
+    "single": (1, 1, 1),
     "tensor-data": (2, 1, 2),
     "pipeline-4": (1, 4, 1),
 }
 """Sizes of the tensor, pipeline and data-parallel groups."""
-FIRST, HOLD, CALM = 35, 25, 25
+FIRST, HOLD, CALM, CALM_OF_SINGLE = 35, 25, 25, 65
 HIDDEN, LENGTH = 4096, 4096
-SAMPLES = {"tensor": 4, "pipeline": 2, "data": 2, "tensor-data": 4, "pipeline-4": 2}
+SAMPLES = {"tensor": 4, "pipeline": 2, "data": 2, "single": 2, "tensor-data": 4, "pipeline-4": 2}
 """Hidden size, tokens of a sample and samples of a microbatch, with which devices decide the length of passes.
 
 Hosts that take 3 ms to launch a layer would, with smaller ones, and then no disturbance of a device matters.
@@ -122,8 +126,9 @@ class GpuDisturber(ProcessDisturber):
             self._fault = None
 
 
-def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
+def disturbances(chosen: Sequence[str], ranks: int) -> list[Disturbance[GpuDisturber]]:
     """Return the disturbances whose name contains one of these texts, in order, of ranks 1 and 0 in turns."""
+    apart = HOLD + (CALM if ranks > 1 else CALM_OF_SINGLE)
     kinds: list[tuple[str, str, str, Callable[[GpuDisturber, int], None]]] = [
         ("products, all of the time", "compute", "", lambda d, rank: d.compete(rank, "products", 1.0)),
         ("products, 15 %", "compute", "", lambda d, rank: d.compete(rank, "products", 0.15)),
@@ -140,7 +145,7 @@ def disturbances(chosen: Sequence[str]) -> list[Disturbance[GpuDisturber]]:
     kinds = [kind for kind in kinds if any(part in kind[0] for part in chosen)]
     found = []
     for number, (name, cause, also, start) in enumerate(kinds):
-        rank, begin = 1 - number % 2, FIRST + number * (HOLD + CALM)
+        rank, begin = (number + 1) % min(ranks, 2), FIRST + number * apart
         found.append(
             Disturbance(
                 name=name,
@@ -187,7 +192,7 @@ def main() -> int:
         "--records", type=pathlib.Path, help="copy the job's records to this folder, for megatronapp scan analyze"
     )
     options = parser.parse_args()
-    planned = disturbances(options.only)
+    planned = disturbances(options.only, math.prod(LAYOUTS[options.layout]))
     manifest = manifest_of(options, steps=planned[-1].end + 10 * LATE)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "job.yaml"
