@@ -220,7 +220,7 @@ def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None,
         ({"vocabFile": "v", "mergeFile": "m"}, 300, "spec.data.vocabFile: tokenizer file v does not exist"),
         ({"tokenizer": "tokenizer.json"}, 100, "spec.model.vocabSize: 100 is below the tokenizer's 289 tokens; write "),
         ({}, 100, "spec.data.path[0]: corpus holds token ids up to 288, but the vocabulary has 100; give "),
-        ({}, None, "spec.data.tokenizer: give data.tokenizer, or data.vocabFile and data.mergeFile, or model.vocabS"),
+        ({}, None, "spec.data.tokenizer: is missing; write tokenizer: tokenizer.json, or model.vocabSize for tokens "),
     ],
     ids=["missing", "no tokenizer", "GPT-2 files missing", "below the tokenizer", "below the corpus", "neither"],
 )

@@ -110,7 +110,7 @@ def test_an_order_shortens_the_time_of_ranks_that_have_lost_a_peer(tmp_path: pat
 @pytest.mark.full("the time without an order is waited for by the same loop as the order", but=("no-restart-helps",))
 @pytest.mark.parametrize(
     ("action", "code", "seconds"),
-    [("exit65", ExitCode.DATA, 600), ("exit7", 1, 0)],
+    [("exit65", ExitCode.DATA, 600), ("exit7", 7, 0)],
     ids=["no-restart-helps", "no-order"],
 )
 def test_a_launcher_ends_where_no_restart_helps_or_none_is_ordered(
