@@ -220,20 +220,27 @@ void ColumnTest::judge(std::span<const double> shift, std::span<const double> re
         learns[column] = is_calm && !is_suspect && std::isfinite(values_[column]) ? 1 : 0;
         reading.calm[column] = is_calm && is_warm && found.score < limit_ && found.low > -limit_ ? 1 : 0;
         follow_shift(column, shift[column], relative[column], found);
-        // Noise is learned from windows of calm steps alone: those that contain the end of a shift would look like it.
-        // Those of a shift just below the limit would raise the limit above it, most of all in a job of two columns.
         suspect_[column] = is_suspect ? suspect_[column] + 1 : 0;
-        const bool is_noise = reading.calm[column] != 0 && (!is_suspect || suspect_[column] > kSuspectSteps);
-        for (std::size_t window = 0; is_noise && window < found.changed.filled; ++window) {
-            if (kWindows[window] <= calm_[column]) {
-                means[window].push_back(std::abs(found.changed.means[window]));
-            }
+        if (reading.calm[column] != 0 && (!is_suspect || suspect_[column] > kSuspectSteps)) {
+            add_means(column, found.changed, means);
         }
     }
     learn_levels(learns);
     learn_noise(shift);
     errors_.add(means);
     deviation_.clear();
+}
+
+// Add the means of a column's windows to those of a step, from which noise is learned: of windows of calm steps alone,
+// as those that contain the end of a shift would look like noise. Those of a shift just below the limit are left out
+// before, as they would raise the limit above it, most of all in a job of two columns.
+void ColumnTest::add_means(std::size_t column, const ColumnShift& found,
+                           std::array<std::vector<double>, kWindows.size()>& means) const {
+    for (std::size_t window = 0; window < found.filled; ++window) {
+        if (kWindows[window] <= calm_[column]) {
+            means[window].push_back(std::abs(found.means[window]));
+        }
+    }
 }
 
 // Forget a shift of which the newest steps show no sign. The windows that contain it would stay above the limit: a

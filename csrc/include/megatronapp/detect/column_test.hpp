@@ -85,6 +85,8 @@ class ColumnTest {
     [[nodiscard]] Judged judge_column(std::size_t column, double shift, double relative, double shift_doubt,
                                       double relative_doubt, double spread) const;
     void add_values(std::size_t column, double change, double distance);
+    void add_means(std::size_t column, const ColumnShift& found,
+                   std::array<std::vector<double>, kWindows.size()>& means) const;
     void follow_shift(std::size_t column, double shift, double relative, const Judged& found);
     void learn_levels(std::span<const std::uint8_t> learns);
     void learn_noise(std::span<const double> shift);
