@@ -186,8 +186,8 @@ class _Block:
 
     def stops(self, stage: int) -> Stops:
         """Draw when the processes of a stage are stopped, or collect garbage."""
-        of = self.effects
-        duty, cycle_s, collects = (self.of_stage(each, stage) for each in (of.duty, of.cycle_s, of.collects))
+        whole = (self.effects.duty, self.effects.cycle_s, self.effects.collects)
+        duty, cycle_s, collects = (self.of_stage(values, stage) for values in whole)
         return Stops(duty, cycle_s, collects, self.extra_rng)
 
     def run(self, now_s: float) -> None:

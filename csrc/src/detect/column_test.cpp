@@ -20,8 +20,8 @@ constexpr double kSlowestRate = 1.0 / 2000;
 constexpr double kFewSteps = 4.0;
 /// Steps after which the noise of a column is known well enough to compare it with peers.
 constexpr std::size_t kLeastSteps = 4;
-/// Steps in a row that may be those of a shift before their windows are learned as noise after all: in simulated noise
-/// that lasts for 20 steps, 41 gave half as many false shifts again, and 9 left half of the shifts of 2 % unseen.
+/// Steps in a row that may be those of a shift before their windows are learned as noise after all. In two simulated
+/// columns whose noise lasts for 20 steps, 41 gave four times as many false shifts, and 9 missed half of those of 2 %.
 constexpr std::int64_t kSuspectSteps = 19;
 /// Columns from which on the spread between peers is measured and not assumed.
 constexpr std::size_t kLeastKnown = 6;
@@ -221,6 +221,7 @@ void ColumnTest::judge(std::span<const double> shift, std::span<const double> re
         reading.calm[column] = is_calm && is_warm && found.score < limit_ && found.low > -limit_ ? 1 : 0;
         follow_shift(column, shift[column], relative[column], found);
         suspect_[column] = is_suspect ? suspect_[column] + 1 : 0;
+        // A shift just below the limit, once learned as noise, would raise the limit above it.
         if (reading.calm[column] != 0 && (!is_suspect || suspect_[column] > kSuspectSteps)) {
             add_means(column, found.changed, means);
         }
@@ -231,9 +232,8 @@ void ColumnTest::judge(std::span<const double> shift, std::span<const double> re
     deviation_.clear();
 }
 
-// Add the means of a column's windows to those of a step, from which noise is learned: of windows of calm steps alone,
-// as those that contain the end of a shift would look like noise. Those of a shift just below the limit are left out
-// before, as they would raise the limit above it, most of all in a job of two columns.
+// Add the means of a column's windows to those of a step, from which noise is learned. A window that contains the end
+// of a shift would look like noise: windows of calm steps alone are added.
 void ColumnTest::add_means(std::size_t column, const ColumnShift& found,
                            std::array<std::vector<double>, kWindows.size()>& means) const {
     for (std::size_t window = 0; window < found.filled; ++window) {

@@ -15,7 +15,7 @@ crowded   run-queue delay of the whole step per microbatch
 work      reported work of the microbatches; where there is any, the lengths of passes are those of usual work
 optimizer seconds of OPTIMIZER on a device's clock, which multiplies no matrices and waits for memory
 stopped   seconds per microbatch of the whole step in which the process was stopped, or collected garbage; they are in
-          none of the others, not even in medians that a few long stops would not move.
+          none of the others, where a few long ones would not move a median.
           On a device's clock, by which its stops lengthened passes, norm, optimizer and the wait for data: a device
           continues with what was launched while its host is stopped
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
